@@ -1,4 +1,4 @@
-"""Memory of this process: its peak, and the C library's allocator, which gives back what the process does not need."""
+"""The memory of this process: its peak, and settings of glibc's allocator that keep or return free memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 STATUS = Path("/proc/self/status")
-"""The file in which Linux counts the memory of the process that reads it."""
+"""The file in which Linux reports the memory of the process that reads it."""
 VARIABLE = "LIGHTNING_PIPES_KEEP_HEAP"
-"""The environment variable that leaves the allocator alone where it is 0."""
+"""The name of the environment variable that prevents all changes of the allocator's settings if it is 0."""
 VARIABLES_OF_GLIBC = (
     "GLIBC_TUNABLES",
     "MALLOC_ARENA_MAX",
@@ -23,24 +23,34 @@ VARIABLES_OF_GLIBC = (
     "MALLOC_TRIM_THRESHOLD_",
     "MALLOC_TOP_PAD_",
 )
-"""The environment variables by which the user sets the same options; then they stay."""
+"""The environment variables with which users set the same options of glibc. If one is set, no option is changed."""
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8
 """The numbers of glibc's options, from malloc.h."""
 _KEEPING = {_MMAP_THRESHOLD: 32 << 20, _TRIM_THRESHOLD: (2 << 30) - 1, _TOP_PAD: 64 << 20}
-"""Bytes: blocks up to the first are in the heap, the most that glibc takes; up to the second stay free at its end."""
+"""The options, in bytes, that keep free memory in the heap.
+
+Blocks up to the first size, which is the maximum that glibc accepts, are allocated in the heap. Up to the second size,
+free memory stays at the end of the heap. The heap grows by steps of the third size.
+"""
 _USUAL = {_MMAP_THRESHOLD: 32 << 20, _TRIM_THRESHOLD: 64 << 20, _TOP_PAD: 128 << 10}
-"""The settings that glibc adapts to by itself once a process has freed a block of 32 MiB."""
+"""The options, in bytes, that glibc chooses automatically after a process has freed a block of 32 MiB."""
 
 
 def release_free_memory() -> None:
-    """Collect garbage and give free memory back to the system, where glibc allocates it; nothing in `kept_heap`."""
+    """Collect garbage and return free memory to the system, except inside `kept_heap`.
+
+    Memory is returned only if glibc is the allocator.
+    """
     if not _heaps_kept:
         gc.collect()
         trim_heap()
 
 
 def trim_heap() -> None:
-    """Give free memory back to the system, where glibc allocates it; nothing in `kept_heap`. Takes milliseconds."""
+    """Return free memory to the system, except inside `kept_heap`, if glibc is the allocator.
+
+    This takes milliseconds.
+    """
     libc = load_libc()
     if libc is not None and not _heaps_kept:
         libc.malloc_trim(0)
@@ -48,7 +58,7 @@ def trim_heap() -> None:
 
 @contextmanager
 def trimmed_heap() -> Iterator[None]:
-    """Give free memory back to the system before and after the block, which takes blocks of other sizes than a step."""
+    """Return free memory to the system before and after the block, which needs blocks of other sizes than a step."""
     trim_heap()
     try:
         yield
@@ -57,24 +67,24 @@ def trimmed_heap() -> Iterator[None]:
 
 
 _heaps_kept = 0
-"""The blocks of `kept_heap` that are open."""
+"""The number of open `kept_heap` blocks."""
 
 
 def share_heap() -> None:
-    """Have all threads that start from now on allocate from one heap, where glibc allocates.
+    """Make all threads that are started from now on allocate memory from the same heap, if glibc is the allocator.
 
-    Each thread would otherwise get a heap of its own, and the threads of a job array compute one at a time. A thread
-    keeps the heap that it has, so this is called before threads are started.
+    By default each thread has a heap of its own, although the threads of a job array compute one at a time. A thread
+    keeps the heap that it has, so this function must be called before threads are started.
     """
     _set_options({_ARENA_MAX: 1})
 
 
 @contextmanager
 def kept_heap() -> Iterator[None]:
-    """Keep free memory in the heap while the block runs, and give it back to the system in the end.
+    """Keep free memory in the heap inside the block, and return it to the system at the end.
 
-    A thread that frees the last block of its heap otherwise returns the memory at once, and the next batch touches it
-    for the first time again: a page fault for every 4 KiB.
+    By default, a thread that frees the last block of its heap returns the memory to the system at once. The next batch
+    would then touch the memory for the first time again, with a page fault for every 4 KiB.
     """
     global _heaps_kept
     share_heap()
@@ -89,7 +99,7 @@ def kept_heap() -> Iterator[None]:
 
 
 def describe_allocator() -> str:
-    """Return the library that allocates memory in this process, and whether arrays have one heap."""
+    """Return the name of the library that allocates memory in this process, and whether arrays use one heap."""
     name = Path(_find_library("malloc")).name
     if not _can_set_options():
         return name
@@ -97,7 +107,7 @@ def describe_allocator() -> str:
 
 
 def _set_options(options: dict[int, int]) -> bool:
-    """Set options of glibc's allocator, unless the user does; return whether they were set."""
+    """Set options of glibc's allocator unless the user has set them, and return whether they were set."""
     libc = load_libc()
     if libc is None or not _can_set_options():
         return False
@@ -117,7 +127,8 @@ def _can_set_options() -> bool:
 def load_libc() -> ctypes.CDLL | None:
     """Return glibc with `malloc_trim` and `mallopt`.
 
-    None for other C libraries, such as musl, and where another library allocates, such as jemalloc or tcmalloc.
+    The result is None for other C libraries, such as musl, and if another library, such as jemalloc or tcmalloc,
+    allocates memory.
     """
     libc = ctypes.CDLL(None)
     if not all(hasattr(libc, name) for name in ("gnu_get_libc_version", "malloc_trim", "mallopt")):
@@ -126,7 +137,7 @@ def load_libc() -> ctypes.CDLL | None:
 
 
 class _Found(ctypes.Structure):
-    """The result of `dladdr`, as in dlfcn.h."""
+    """The result of `dladdr`, as defined in dlfcn.h."""
 
     _fields_ = [
         ("file", ctypes.c_char_p),
@@ -137,7 +148,7 @@ class _Found(ctypes.Structure):
 
 
 def _find_library(function: str) -> str:
-    """Return the file of the library that a C function is in; nothing where it can't be found."""
+    """Return the file of the library that contains a C function, or an empty string if it can't be found."""
     symbols, found = ctypes.CDLL(None), _Found()
     if not (hasattr(symbols, "dladdr") and hasattr(symbols, function)):
         return ""
@@ -147,7 +158,7 @@ def _find_library(function: str) -> str:
 
 
 def read_status_bytes(field: str) -> int | None:
-    """Return the bytes that Linux counts for this process, such as VmHWM or VmRSS; None on other systems."""
+    """Return a number of bytes that Linux reports for this process, such as VmHWM or VmRSS; None on other systems."""
     try:
         lines = STATUS.read_text().splitlines()
     except OSError:
@@ -156,14 +167,15 @@ def read_status_bytes(field: str) -> int | None:
 
 
 _IMPORTED = read_status_bytes("VmRSS") or 0
-"""Bytes that this process had when this module was imported: after torch and Lightning."""
+"""The bytes of this process when this module was imported, after torch and Lightning."""
 
 
 def read_peak_bytes(device: torch.device) -> int | None:
-    """Return the bytes that this process has needed at most; None where nothing counts them.
+    """Return the peak memory of this process in bytes, or None if it is not measured.
 
-    On a GPU they are those of torch's allocator. On the CPU they are resident memory beyond what imports have taken; a
-    process that was forked after these shares most of it, so it may never have had more.
+    On a GPU, this is the peak of torch's allocator. On the CPU, it is the peak of resident memory minus the memory
+    after imports. A process that was forked after the imports shares most of that memory, so its peak may never exceed
+    it; the result is None in this case.
     """
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))

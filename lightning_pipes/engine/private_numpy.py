@@ -1,12 +1,12 @@
-"""The state of NumPy's global generator: NumPy takes 50 microseconds to tell it, and 35 to take it.
+"""Fast access to the state of NumPy's global generator, which NumPy returns in 50 microseconds and sets in 35.
 
-It is compared where it lies with the one that was read last: mostly nothing was drawn in between. How it lies there is
-nowhere promised, so that it is compared with what NumPy says of a fresh generator first; where that differs, NumPy is
-asked each time.
+The memory of the generator is compared with its content at the last read, because mostly no number was drawn in
+between. NumPy does not document the layout of this memory. Therefore, the layout is first checked on a new generator.
+If it differs from the expected layout, each state is read from NumPy and set by NumPy.
 
-Half of a pair of normal numbers may be kept apart, and a state with one is read from NumPy each time. It is missed by
-one way only: between two calls the user goes back to an earlier state, and from there with normal numbers to where
-others were drawn to before.
+The generator may also hold the second of a pair of normal numbers outside this memory. A state with such a number is
+always read from NumPy. The number is missed only in one case: between two calls, the user goes back to an earlier state
+and then draws normal numbers until the memory is the same as at the last read.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from typing import Any
 import numpy as np
 
 State = Any
-"""As `np.random.get_state` returns it; not to be changed."""
+"""A state as returned by `np.random.get_state`; it must not be changed."""
 _POSITION = struct.Struct("=i")
 _SIZE = 624 * 4 + _POSITION.size
 _CACHED = 3
-"""Where in a state it says whether half of a pair of normal numbers is kept for the next call."""
+"""The index in a state of the flag for a second normal number that is stored for the next call."""
 
 
 _KEPT = 8
 _raws: OrderedDict[int, tuple[bytes, State]] = OrderedDict()
-"""States that were read last, without a kept number, each with what the generator holds then; by their ids."""
+"""The last states that were read and have no stored normal number, by id, each with the memory of the generator."""
 
 
 def numpy_state() -> State:
-    """`np.random.get_state()`."""
+    """Return the same as `np.random.get_state()`."""
     raw = _raw(_generator())
     if raw is not None and _raws:
         last, held = _raws[next(reversed(_raws))]
@@ -48,18 +48,18 @@ def numpy_state() -> State:
 
 
 def set_numpy_state(state: State) -> None:
-    """`np.random.set_state(state)`."""
+    """Do the same as `np.random.set_state(state)`."""
     generator = _generator()
     now = _raw(generator)
     if now is None or id(state) not in _raws:
         np.random.set_state(state)
-        _raws.clear()  # it may differ by a kept number from the one that was read last
+        _raws.clear()  # the last read state may differ by a stored normal number
         return
     _raws.move_to_end(id(state))
     raw, _ = _raws[id(state)]
     if now != raw:
         ctypes.memmove(_address(generator), raw, _SIZE)
-    np.random.set_bit_generator(generator)  # type: ignore[attr-defined]  # a number that is kept is forgotten
+    np.random.set_bit_generator(generator)  # type: ignore[attr-defined]  # a stored normal number is discarded
 
 
 def _generator() -> Any:
@@ -67,7 +67,7 @@ def _generator() -> Any:
 
 
 def _raw(generator: Any) -> bytes | None:
-    """Return the bytes that tell states apart; None where they are not known."""
+    """Return the bytes of a generator's state, or None if their place in memory is not known."""
     if type(generator) is not np.random.MT19937 or not _lies_as_known():
         return None
     return ctypes.string_at(_address(generator), _SIZE)
@@ -80,7 +80,7 @@ def _address(generator: Any) -> int:
 
 @cache
 def _lies_as_known() -> bool:
-    """Return whether key and position lie one behind the other, for one of no particular state."""
+    """Return whether the key and the position are next to each other in memory, by the example of a new generator."""
     generator = np.random.MT19937(0)
     generator.random_raw(5)
     state: Any = generator.state["state"]

@@ -1,6 +1,6 @@
-"""Every private name of torch that is touched from the engine upwards, but for the few that a test lists with a reason.
+"""All private names of torch that the engine and the layers above it use, except a few that a test lists with a reason.
 
-Each is pinned by a test, so that a new version that renames or changes one is noticed by name.
+Each name is checked by a test, so that the test reports the name if a new version of torch renames or changes it.
 """
 
 from __future__ import annotations
@@ -33,31 +33,35 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
-if TYPE_CHECKING:  # it takes half a second
+if TYPE_CHECKING:  # the import takes half a second
     from torch.distributed.fsdp import FSDPModule
 
 FunctionNode: type[Any] = torch._C._FunctionBase
-"""The node that an autograd function in Python leaves in the graph."""
+"""The class of the nodes that autograd functions in Python create in the graph."""
 ReentrantCheckpoint: type[Any] = CheckpointFunction
 """The autograd function of a reentrant checkpoint."""
 CheckpointNode: type[Any] = CheckpointFunction._backward_cls
-"""The node that it leaves."""
+"""The class of the nodes that reentrant checkpoints create in the graph."""
 NoSubclassFunctions: Any = torch._C.DisableTorchFunctionSubclass
-"""A context in which functions do not go through `__torch_function__` of tensor subclasses."""
+"""A context in which functions don't call `__torch_function__` of tensor subclasses."""
 NoFunctionModes: Any = torch._C.DisableTorchFunction
-"""A context in which functions go neither through a TorchFunctionMode nor through `__torch_function__`."""
+"""A context in which functions call neither a TorchFunctionMode nor `__torch_function__` of tensor subclasses."""
 BatchNorm = _BatchNorm
-"""Batch normalisation of any number of dimensions."""
+"""The base class of batch normalization with any number of dimensions."""
 
 
 def default_store() -> Any:
-    """Return the store through which the ranks of the default process group found each other."""
+    """Return the store through which the ranks of the default process group have found each other."""
     return dist.distributed_c10d._get_default_store()
 
 
 def run_backward(roots: Sequence[torch.Tensor | GradientEdge], gradients: Sequence[torch.Tensor]) -> None:
-    """Run the end of `torch.autograd.backward`; what that checks before takes longer than a small graph. On the CPU
-    only: on other devices backward runs in threads, for which it prepares more."""
+    """Run the last part of `torch.autograd.backward`, without the checks before it, which take longer than a small
+    graph.
+
+    This works only on the CPU. On other devices backward runs in threads, for which `torch.autograd.backward` makes
+    further preparations.
+    """
     backward: Any = Variable._execution_engine.run_backward
     backward(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
@@ -75,9 +79,11 @@ _start_backward = _of_autograd._engine_run_backward
 
 
 def check_backward(check: BackwardCheck | None) -> None:
-    """Call `check` before each backward that Python code of this thread starts; None ends that.
+    """Call `check` before each backward that Python code of this thread starts. If `check` is None, the calls end.
 
-    It gets the tensors where the backward starts, and those whose gradients are asked for; none for `backward()`.
+    Args:
+        check: called with the tensors where the backward starts, and the tensors whose gradients are requested; the
+            latter are empty for `backward()`.
     """
     _of_autograd._engine_run_backward = _start_checked_backward
     _backward_checks.check = check
@@ -90,9 +96,9 @@ def _start_checked_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def graph_nodes(tensors: Iterable[Any]) -> list[Any]:
-    """Return the nodes of the graph that tensors, or edges of the graph, come from.
+    """Return the nodes of the graph that have produced these tensors or edges.
 
-    Tensors within a transform of torch.func are left out: their graph ends with it.
+    Tensors inside a transform of torch.func are left out, because their graph ends with the transform.
     """
     edges = (t if isinstance(t, GradientEdge) else get_gradient_edge(t) for t in tensors if _has_graph(t))
     return [edge.node for edge in edges]
@@ -105,7 +111,7 @@ def _has_graph(tensor: Any) -> bool:
 
 
 def is_reached(starts: Iterable[Any], targets: Iterable[Any]) -> bool:
-    """Return whether a backward from some nodes of the graph comes to one of the `targets`."""
+    """Return whether a backward that starts at some nodes of the graph reaches one of the `targets`."""
     wanted, seen, left = set(targets), set[Any](), list(starts)
     while left and wanted:
         node = left.pop()
@@ -118,38 +124,41 @@ def is_reached(starts: Iterable[Any], targets: Iterable[Any]) -> bool:
 
 
 def like_root(root: torch.Tensor | GradientEdge) -> Any:
-    """Return the shape, type and device of the tensor where a backward starts."""
+    """Return an object with the shape, dtype and device of the tensor where a backward starts."""
     return root.node._input_metadata[root.output_nr] if isinstance(root, GradientEdge) else root
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
-    """Return whether anybody has registered a hook for the gradient of a tensor."""
+    """Return whether a hook for the gradient of a tensor is registered."""
     return bool(tensor._backward_hooks)
 
 
 def has_accumulate_hooks(tensor: torch.Tensor) -> bool:
-    """Return whether anybody has registered a hook for after the gradient was added to `grad`."""
+    """Return whether a hook is registered that runs after the gradient of a tensor was added to `grad`."""
     return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def gradient_hooks(tensor: torch.Tensor) -> dict[int, Any]:
-    """Return the hooks for the gradient of a tensor; a table that can be changed, if it has any."""
+    """Return the hooks for the gradient of a tensor. If there are any, the result can be used to change them."""
     return tensor._backward_hooks or {}
 
 
 def accumulate_hooks(tensor: torch.Tensor) -> dict[int, Any]:
-    """Return the hooks for after the gradient was added to `grad`; a table that can be changed, if it has any."""
+    """Return the hooks that run after the gradient of a tensor was added to `grad`.
+
+    If there are any, the result can be used to change them.
+    """
     return getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
 
 
 def with_hooks(parameters: Sequence[torch.Tensor]) -> tuple[list[Any], list[Any]]:
-    """Return the parameters with gradient hooks, and those with hooks for after accumulation."""
+    """Return the parameters with gradient hooks, and the parameters with hooks that run after accumulation."""
     found: Any = parameters
     return [p for p in found if p._backward_hooks], [p for p in found if p._post_accumulate_grad_hooks]
 
 
 def saved_tensors(node: Any) -> Iterator[Any]:
-    """The tensors that a node of the graph has saved for its backward."""
+    """Yield the tensors that a node of the graph has saved for its backward."""
     for name in _saved_names(type(node)):  # type: ignore[arg-type]
         value = getattr(node, name)
         if isinstance(value, (tuple, list)):
@@ -164,8 +173,10 @@ def _saved_names(kind: type[Any]) -> tuple[str, ...]:
 
 
 class Clipping:
-    """The functions of torch on lists of gradients, whatever name a user has imported it by: `clip_grad_norm_` is made
-    of the first two."""
+    """The functions of torch that clip lists of gradients, under all names by which users have imported them.
+
+    `clip_grad_norm_` consists of the first two functions.
+    """
 
     NORM = "_get_total_norm"
     BY_NORM = "_clip_grads_with_norm_"
@@ -174,8 +185,11 @@ class Clipping:
 
     @classmethod
     def around(cls, name: str, function: Callable[..., Any]) -> Callable[[], None]:
-        """Has `function(original, *args, **kwargs)` run instead of the function of that name; returns what undoes it,
-        in any order with others."""
+        """Call `function(original, *args, **kwargs)` instead of the function with this name.
+
+        Returns:
+            A function that undoes the replacement. Several replacements can be undone in any order.
+        """
         layers = _layers(name)
         layers.append(function)
         return partial(layers.remove, function)
@@ -183,8 +197,11 @@ class Clipping:
 
 @cache
 def _layers(name: str) -> list[Callable[..., Any]]:
-    """Return the wrapper around a function of `clip_grad`. Each has a wrapper without gradients, whose cell holds the
-    function itself, and names that were imported long ago are those of the wrapper."""
+    """Return the functions that wrap a function of `clip_grad`.
+
+    Torch wraps each of its functions to run it without gradients. The cell of this wrapper holds the function itself,
+    and its content is replaced here, because names that were imported earlier refer to the wrapper.
+    """
     (cell,) = getattr(clip_grad, name).__closure__
     original, layers = cell.cell_contents, list[Callable[..., Any]]()
 
@@ -199,18 +216,18 @@ def _layers(name: str) -> list[Callable[..., Any]]:
 
 
 def forward_hooks(module: nn.Module) -> list[Any]:
-    """Return all forward hooks of a module, pre-hooks included."""
+    """Return all forward hooks of a module, including pre-hooks."""
     return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
 
 
 def backward_hooks(module: nn.Module) -> list[Any]:
-    """Return all backward hooks of a module, pre-hooks included."""
+    """Return all backward hooks of a module, including pre-hooks."""
     return [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
 
 
 @contextmanager
 def without_weak_references(module: nn.Module) -> Iterator[None]:
-    """Have a recurrent module hold no weak references to its weights in the block, in which they may be swapped."""
+    """Remove the weak references of a recurrent module to its weights inside the block, so that they can be swapped."""
     recurrent: Any = module if isinstance(module, nn.RNNBase) else None
     if recurrent is not None:
         recurrent._flat_weight_refs = []
@@ -220,22 +237,22 @@ def without_weak_references(module: nn.Module) -> Iterator[None]:
 
 
 def unsaved_buffers(module: nn.Module) -> set[str]:
-    """Return the names of the buffers of a module, without its children, that its state dict leaves out."""
+    """Return the names of the buffers of a module, without its children, that its state dict does not contain."""
     return module._non_persistent_buffers_set
 
 
 def argument_names(operation: Any) -> list[str]:
-    """Return the names of the arguments of an operation of torch, as `aten.dropout.default`."""
+    """Return the names of the arguments of an operation of torch, such as `aten.dropout.default`."""
     return [argument.name for argument in operation._schema.arguments]
 
 
 def works_in_place(operation: Any) -> bool:
-    """Return whether an operation of torch writes into its first argument, and returns it."""
+    """Return whether an operation of torch writes to its first argument and returns it."""
     return bool(operation._schema.is_mutable and operation.__name__.partition(".")[0].endswith("_"))
 
 
 def list_changed_arguments(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors that an operation of torch, as `aten.normal_.default`, changes in place."""
+    """Return the tensors that an operation of torch, such as `aten.normal_.default`, changes in place."""
     if not operation._schema.is_mutable:
         return []
     arguments = operation._schema.arguments
@@ -246,12 +263,12 @@ def list_changed_arguments(operation: Any, args: Sequence[Any], kwargs: Mapping[
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Return the hooks before and after the step of an optimizer."""
+    """Return the hooks that run before and after the step of an optimizer."""
     return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
 
 
 def packet_of(operation: Any) -> Any:
-    """Return an operation of torch without the overload, as `aten.mm` for `aten.mm.default`."""
+    """Return an operation of torch without its overload, such as `aten.mm` for `aten.mm.default`."""
     return operation._overloadpacket
 
 
@@ -261,12 +278,12 @@ def in_functorch() -> bool:
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
-    """Return whether the values of a tensor lie in memory; those of the zeros of forward-mode autograd do not."""
+    """Return whether the values of a tensor are in memory. The zeros of forward-mode autograd, for example, are not."""
     return tensor.layout is torch.strided and not tensor.is_meta and not tensor._is_zerotensor()
 
 
 def unwrap_transformed(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor within the wrappers of transforms of torch.func; any other tensor is returned as it is."""
+    """Return the tensor inside the wrappers of transforms of torch.func. Any other tensor is returned unchanged."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
@@ -274,7 +291,7 @@ def unwrap_transformed(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def allow_transforms() -> Iterator[None]:
-    """Let transforms of torch.func, which refuse hooks of saved tensors, run in the block without these hooks."""
+    """Let transforms of torch.func, which refuse hooks of saved tensors, run inside the block without these hooks."""
     graph: Any = torch.autograd.graph
     before = graph.disable_saved_tensors_hooks
 
@@ -298,48 +315,52 @@ def allow_transforms() -> Iterator[None]:
 
 
 def is_top_function_mode(mode: Any) -> bool:
-    """Return whether of all TorchFunctionModes this one is asked first."""
+    """Return whether this TorchFunctionMode is called before all others."""
     overrides: Any = torch.overrides
     return overrides._get_current_function_mode() is mode
 
 
 def without_top_function_mode() -> Any:
-    """Return a context without the TorchFunctionMode that is asked first."""
+    """Return a context without the TorchFunctionMode that is called before all others."""
     return torch.overrides._pop_mode_temporarily()
 
 
 def replace_checkpoints(make: Any) -> Any:
-    """Have `make` return the generator around the block of a checkpoint that is not reentrant; return what did."""
+    """Set the function that returns the generator around the block of a non-reentrant checkpoint.
+
+    Returns:
+        The previous function.
+    """
     before = checkpoint._checkpoint_without_reentrant_generator
     checkpoint._checkpoint_without_reentrant_generator = make
     return before
 
 
 def has_composable_checkpoint(module: nn.Module) -> bool:
-    """Return whether `torch.distributed._composable.checkpoint` was applied to a module itself."""
+    """Return whether `torch.distributed._composable.checkpoint` was applied to the module itself."""
     library: Any = sys.modules.get("torch.distributed._composable.contract")
     return library is not None and "checkpoint" in (library._get_registry(module) or ())
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return a number that tensors with the same memory share, also where they have no values."""
+    """Return a number that is the same for all tensors with the same memory, even if they have no values."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def count_python_references(tensor: Any) -> int:
-    """Return the number of a caller's Python references to a tensor."""
+    """Return the number of Python references of the caller to a tensor."""
     return sys.getrefcount(tensor) - _OF_CALL - (_HELD_BY_GRAPH if tensor._use_count() > 1 else 0)
 
 
 def _measure_references() -> tuple[int, int]:
-    """Return the references of a call, and whether one is counted for all that C++ code holds."""
+    """Return the number of references of a call, and whether all references in C++ code are counted as one."""
 
     def count(tensor: torch.Tensor) -> int:
         return sys.getrefcount(tensor)
 
     table = {0: torch.ones((), requires_grad=True) * 1}
     alone = count(table[0])
-    product = table[0] * table[0]  # its node in the graph holds the factors
+    product = table[0] * table[0]  # the graph node of the product refers to its factors
     held = count(table[0])
     del product
     return alone - 1, held - alone
@@ -349,14 +370,14 @@ _OF_CALL, _HELD_BY_GRAPH = _measure_references()
 
 
 def is_fully_sharded(module: nn.Module) -> TypeGuard[FSDPModule]:
-    """Return whether `fully_shard` was applied to a module itself."""
-    return hasattr(module, "_get_fsdp_state")  # its class takes long to import
+    """Return whether `fully_shard` was applied to the module itself."""
+    return hasattr(module, "_get_fsdp_state")  # importing its class takes long
 
 
 def finish_sharded_backward(module: FSDPModule) -> None:
-    """Reduce gradients and reshard weights after a backward, where FSDP2's own hooks have not done so.
+    """Reduce gradients and reshard weights after a backward, if the hooks of FSDP2 have not done so.
 
-    They miss a backward that does not begin at the outputs of the module, as that of weights alone.
+    These hooks miss a backward that does not start at the outputs of the module, such as a backward for weights only.
     """
     state = module._get_fsdp_state()
     if state._is_root and any(not g.is_sharded for s in state._state_ctx.all_states for g in s._fsdp_param_groups):
@@ -364,8 +385,11 @@ def finish_sharded_backward(module: FSDPModule) -> None:
 
 
 def managed_parameters(module: FSDPModule) -> Iterator[tuple[nn.Module, str, int]]:
-    """Yield the parameters that `fully_shard` has made one unit of with this module's: the owner, the name in it, and a
-    number that is the same for all that were one parameter before."""
+    """Yield the parameters that `fully_shard` has grouped into one unit for this module.
+
+    Each parameter is given by its owner, its name in the owner, and a number. The number is the same for all parameters
+    that were one parameter before.
+    """
     for group in module._get_fsdp_state()._fsdp_param_groups:
         for parameter in group.fsdp_params:
             info = parameter._module_info
@@ -373,14 +397,19 @@ def managed_parameters(module: FSDPModule) -> Iterator[tuple[nn.Module, str, int
 
 
 def forget_shards(module: FSDPModule) -> None:
-    """Free what FSDP2 keeps of the parameters of a module that will not run."""
+    """Free the shards that FSDP2 stores for a module that will not run."""
     for group in module._get_fsdp_state()._fsdp_param_groups:
         for parameter in group.fsdp_params:
             parameter._sharded_param_data = torch.empty(0)
 
 
 def remove_fully_shard(module: FSDPModule, unshard: Callable[[torch.Tensor], nn.Parameter]) -> None:
-    """Undo `fully_shard` for one module: each of its parameters is what `unshard` makes of the shard."""
+    """Undo `fully_shard` for one module.
+
+    Args:
+        module: the module.
+        unshard: returns the whole parameter for a shard.
+    """
     state = module._get_fsdp_state()
     for group in state._fsdp_param_groups:
         group.reshard()
@@ -399,7 +428,7 @@ def remove_fully_shard(module: FSDPModule, unshard: Callable[[torch.Tensor], nn.
 
 @contextmanager
 def averages_one_by_one() -> Iterator[None]:
-    """Have `AveragedModel` hand each tensor by itself to a function that takes several."""
+    """Make `AveragedModel` pass the tensors one by one to functions that accept several tensors."""
     before = swa_utils._group_tensors_by_device_and_dtype  # type: ignore[attr-defined]
 
     def group_alone(lists: list[list[torch.Tensor]], *_: Any) -> dict[Any, Any]:
@@ -414,9 +443,10 @@ def averages_one_by_one() -> Iterator[None]:
 
 
 def silence_store_warnings() -> None:
-    """Keep torch's store from printing C++ calls when its host has ended, which is reported in one line.
+    """Prevent torch's store from printing C++ calls when its host has ended, because one line reports this already.
 
-    Torch reads the level of this log from TORCH_CPP_LOG_LEVEL when it is imported. A level in the environment stays.
+    Torch reads the level of this log from TORCH_CPP_LOG_LEVEL when it is imported. If the variable is set in the
+    environment, the level is not changed.
     """
     if "TORCH_CPP_LOG_LEVEL" in os.environ or not sys.platform.startswith("linux"):
         return
@@ -427,9 +457,9 @@ def silence_store_warnings() -> None:
 
 
 _ERROR_LEVEL = 2
-"""The number of ERROR in torch's C++ log; WARNING is 1."""
+"""The number of ERROR in the C++ log of torch; WARNING is 1."""
 
 
 def is_imported_by_worker() -> bool:
-    """Return whether this process was spawned by another one, as by a DataLoader, and imports its script now."""
+    """Return whether this process was spawned by another one, for example by a DataLoader, and is importing its script."""
     return bool(getattr(multiprocessing.current_process(), "_inheriting", False))

@@ -1,7 +1,8 @@
-"""Trees of tensors: torch's pytrees, and the objects in them that torch takes for leaves.
+"""Trees of tensors: torch's pytrees, and objects that torch treats as leaves of them.
 
-A dataclass, a subclass of a list or a dict, and any other object that pickles is opened into its state, so that its
-tensors are tensors of the tree like any others: they are cut, joined and sent, and gradients flow back to them.
+A dataclass, a subclass of a list or a dictionary, and any other object that can be pickled is replaced by its state.
+Its tensors then belong to the tree like all other tensors: they are cut, joined and sent, and gradients flow back to
+them.
 """
 
 from __future__ import annotations
@@ -21,18 +22,19 @@ from torch.utils import _pytree as pytree
 
 
 class SentWhole:
-    """The base of objects that travel as they are: they hold no tensors."""
+    """The base class of objects that are sent unchanged, because they contain no tensors."""
 
 
 class ObjectState(NamedTuple):
-    """An object as pickle takes it apart.
+    """The state of an object, as pickle reduces it.
 
     Attributes:
-        number: counts the objects of a tree, in the order in which they are met.
+        number: the position of the object in the order in which the objects of a tree are found.
         make: creates the object from `args`.
-        state: its attributes, or what its `__setstate__` takes.
-        items: entries that are appended to it.
-        pairs: entries that are set in it, by key.
+        args: the arguments of `make`.
+        state: the attributes of the object, or the argument of its `__setstate__`.
+        items: the entries that are appended to the object.
+        pairs: the entries that are set in the object, by key.
     """
 
     number: int
@@ -44,7 +46,7 @@ class ObjectState(NamedTuple):
 
 
 class ObjectReference(NamedTuple):
-    """Stands for an object that the tree has in an earlier place, too."""
+    """Stands for an object that also has an earlier place in the tree."""
 
     number: int
 
@@ -59,9 +61,9 @@ _STANDS_FOR_OBJECT = (ObjectState, ObjectReference)
 
 
 def open_objects(tree: Any) -> Any:
-    """Return a pytree of all tensors of `tree`, with ObjectState in the place of objects that hold some.
+    """Return a pytree of all tensors of `tree`, in which objects with tensors are replaced by an `ObjectState`.
 
-    An object stays a leaf if it holds no tensor, or does not pickle.
+    An object remains a leaf if it contains no tensor or can't be pickled.
     """
     if isinstance(tree, torch.Tensor):
         return tree
@@ -91,18 +93,18 @@ def close_objects(tree: Any) -> Any:
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Return the leaves and the structure of a tree after its objects are opened."""
+    """Return the leaves and the structure of a tree after opening its objects."""
     leaves, spec = pytree.tree_flatten(open_objects(tree))
     return leaves, spec
 
 
 def unflatten(leaves: list[Any], spec: Any) -> Any:
-    """Return the tree of these leaves, of the structure that `flatten` has returned."""
+    """Return the tree with these leaves and with a structure that `flatten` has returned."""
     return close_objects(pytree.tree_unflatten(leaves, spec))
 
 
 def map_tensors(change: Callable[[torch.Tensor], Any], tree: Any) -> Any:
-    """Return the tree with its tensors changed; one that is there twice is changed once."""
+    """Return the tree with the result of `change` for each tensor. A tensor with several places is changed once."""
     if isinstance(tree, torch.Tensor):
         return change(tree)
     made: dict[int, Any] = {}
@@ -125,15 +127,15 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 def make_named(like: Any, entries: Iterable[Any]) -> Any:
-    """Return a named tuple of the class of `like`, without the class's own constructor.
+    """Return a named tuple of the class of `like`, without calling the constructor of the class.
 
-    That of a PackedSequence needs tensors, and its entries may be what stands for them.
+    The constructor of a PackedSequence accepts only tensors, but `entries` may contain placeholders of tensors.
     """
     return type(like)._make(entries)
 
 
 def _is_packed(part: Any) -> bool:
-    """Return whether a part is a named tuple that torch can't rebuild from what stands for its tensors."""
+    """Return whether a part is a named tuple that torch can't rebuild from placeholders of its tensors."""
     return isinstance(part, PackedSequence)
 
 
@@ -145,11 +147,11 @@ copyreg.pickle(PackedSequence, _reduce_packed)
 
 
 class _Opening:
-    """The objects of one tree that are open."""
+    """The objects of one tree that were opened."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
-        self._kept: list[Any] = []  # an id is that of another object once its own is freed
+        self._kept: list[Any] = []  # kept alive, so that no other object gets the same id
 
     def open_leaf(self, thing: Any) -> Any:
         if isinstance(thing, _LEAVES):
@@ -158,9 +160,11 @@ class _Opening:
             return ObjectReference(self._numbers[id(thing)])
         try:
             parts = thing.__reduce_ex__(4)
-        except Exception:  # it does not pickle
+        except Exception:  # the object can't be pickled
             return thing
-        if not isinstance(parts, tuple) or len(parts) > 5:  # a name, or an object with a setter of its own
+        if (
+            not isinstance(parts, tuple) or len(parts) > 5
+        ):  # a global name, or an object with its own function that sets the state
             return thing
         number = self._numbers[id(thing)] = len(self._numbers)
         self._kept.append((thing, parts))
@@ -187,7 +191,7 @@ def _refers(leaf: Any) -> bool:
 
 
 def _make_object(node: ObjectState, close: Callable[[Any], Any], made: dict[int, Any]) -> Any:
-    """Return the object as pickle creates it: its attributes may refer to it."""
+    """Create the object as pickle does. Its attributes may refer to the object itself."""
     thing = made[node.number] = node.make(*close(node.args))
     state, items, pairs = close(node.state), close(node.items), close(node.pairs)
     if state is not None and hasattr(thing, "__setstate__"):

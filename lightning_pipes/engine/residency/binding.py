@@ -1,9 +1,10 @@
 """Binds a model and its optimizers to tensors that move between host and device.
 
-Parameters keep their identity: optimizers, schedulers, callbacks and users continue with the objects that they know.
-Only the content of such an object changes, by `torch.utils.swap_tensors`: a view of another slab, with that slab's
-version counter. So autograd notices a slab that is overwritten between forward and backward, and a parameter that a
-graph refers to can't be moved at all. Rebinding `param.data` keeps the old counter and gives silently wrong gradients.
+Parameters keep their identity, so that optimizers, schedulers, callbacks and users can continue to use the same
+objects. Only the content of these objects changes: `torch.utils.swap_tensors` replaces it by a view of another slab,
+with the version counter of this slab. Therefore, autograd detects a slab that is overwritten between forward and
+backward, and a parameter can't be moved while an autograd graph refers to it. Assigning to `param.data` instead would
+keep the old counter and silently give wrong gradients.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from lightning_pipes.ir import PipelineError, PlanError
 
 
 class OptimizerLike(Protocol):
-    """The part of an optimizer that holds tensors."""
+    """The attributes of an optimizer that contain tensors."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Parameters, under "params" of each group."""
+        """The parameter groups, each with its parameters under "params"."""
 
     @property
     def state(self) -> Mapping[torch.Tensor, Any]:
@@ -37,19 +38,19 @@ class _TensorHolder(Protocol):
     """A place that holds a tensor."""
 
     def get(self) -> torch.Tensor:
-        """Return the tensor that is held now."""
+        """Return the current tensor."""
 
     def bind_tensor(self, tensor: torch.Tensor) -> None:
-        """Hold another tensor of the same shape and values."""
+        """Replace the tensor by another one of the same shape and values."""
 
     def is_held(self, tensor: torch.Tensor) -> bool:
-        """Return whether the holder still has the tensor that `bind_tensor` got."""
+        """Return whether the place still holds `tensor`, which was passed to `bind_tensor`."""
 
 
 @dataclass
 class _Parameter:
     parameter: nn.Parameter
-    aside: torch.Tensor | None = None  # a gradient, while the parameter is on another device
+    aside: torch.Tensor | None = None  # the gradient, while the parameter is on another device
 
     def get(self) -> torch.Tensor:
         return self.parameter
@@ -60,7 +61,7 @@ class _Parameter:
         if gradient is not None:
             p.grad = None
         other = nn.Parameter(tensor, requires_grad=p.requires_grad)
-        other.__dict__.update(p.__dict__)  # which is swapped, too
+        other.__dict__.update(p.__dict__)  # the attributes are swapped, too
         torch.utils.swap_tensors(p, other)  # type: ignore[no-untyped-call]
         if gradient is not None:
             there = gradient.device == tensor.device
@@ -72,7 +73,7 @@ class _Parameter:
 
 @dataclass
 class _Entries:
-    """Entries of dictionaries: buffers, and states of optimizers."""
+    """Entries of dictionaries that hold the same tensor, which is a buffer or a state of an optimizer."""
 
     of_module: bool
     places: list[tuple[MutableMapping[str, Any], str]] = field(default_factory=list)
@@ -93,19 +94,23 @@ class _Entries:
 
 
 def _with_own_counter(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same memory with a version counter of its own. A forward that changes running statistics would
-    otherwise count as a change of the weights beside them."""
+    """Return a tensor that uses the same memory but has its own version counter.
+
+    With a shared counter, a forward that changes running statistics would count as a change of weights in the same
+    slab.
+    """
     made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return made.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 class Binding:
-    """The tensors of a model and its optimizers that are on a device at first.
+    """The tensors of a model and its optimizers that are initially on one device.
 
     Args:
-        module: its parameters and buffers.
-        optimizers: their states, and parameters that are not the module's.
-        device: tensors on other devices stay there, such as step counters on the host.
+        module: the module whose parameters and buffers are bound.
+        optimizers: the optimizers whose states are bound, and also their parameters that don't belong to the module.
+        device: the device of the tensors to bind. Tensors on other devices, such as step counters on the host, stay
+            there.
     """
 
     def __init__(self, module: nn.Module, optimizers: Sequence[OptimizerLike], device: torch.device) -> None:
@@ -114,7 +119,12 @@ class Binding:
 
     @classmethod
     def from_parameters(cls, parameters: Mapping[str, nn.Parameter], device: torch.device) -> Binding:
-        """Bind parameters by name that belong to no module, such as a weight version."""
+        """Bind parameters that belong to no module, such as a weight version.
+
+        Args:
+            parameters: the parameters by name.
+            device: the device of the parameters to bind.
+        """
         made = cls(nn.Module(), (), device)
         made._holders.update({name: _Parameter(p) for name, p in parameters.items() if p.device == device})
         return made
@@ -123,13 +133,13 @@ class Binding:
         """Check that each tensor can be moved separately.
 
         Raises:
-            PlanError: two tensors lie in one memory, a parameter is of another class, or has hooks.
+            PlanError: two tensors share memory, or a parameter is of a subclass or has hooks.
         """
         _check(self._holders)
 
     @property
     def has_buffers(self) -> bool:
-        """Whether there is a buffer, which a forward may change."""
+        """Whether any of the tensors is a buffer, which a forward may change."""
         return any(isinstance(holder, _Entries) and holder.of_module for holder in self._holders.values())
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
@@ -137,7 +147,7 @@ class Binding:
         return {name: holder.get().detach() for name, holder in self._holders.items()}
 
     def has_same_tensors(self, other: Binding) -> bool:
-        """Return whether both have the same tensors in the same places, whatever the values."""
+        """Return whether both bindings have the same tensors in the same places, regardless of their values."""
         return self._described == other._described
 
     def still_holds(
@@ -145,17 +155,17 @@ class Binding:
     ) -> bool:
         """Return whether `module` and `optimizers` still hold exactly these tensors.
 
-        This costs a quarter of a new search for all tensors.
+        This takes a quarter of the time of a new search for all tensors.
         """
         return self._shape == _shape(module, optimizers) and all(
             holder.is_held(tensors[name]) for name, holder in self._holders.items()
         )
 
     def bind_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Make the model use `tensors`, which have the current values.
+        """Make the model use `tensors`, which already have the current values.
 
         Raises:
-            PipelineError: a graph refers to a parameter; those before it are held.
+            PipelineError: an autograd graph refers to a parameter. The tensors before this parameter are bound.
         """
         with torch.inference_mode(False):
             for name, holder in self._holders.items():
@@ -168,7 +178,7 @@ class Binding:
                     ) from error
 
     def rebind_replaced(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Make the model use `tensors` again where it has replaced some, with the values of the replacements."""
+        """Make the model use `tensors` again if it has replaced some of them, with the values of the replacements."""
         with torch.inference_mode(False), torch.no_grad():
             for name, holder in self._holders.items():
                 found = holder.get()
@@ -188,8 +198,11 @@ class Binding:
 def still_bound(
     swap: Swap[Key], key: Key, module: nn.Module, optimizers: Sequence[OptimizerLike], device: torch.device
 ) -> bool:
-    """Return whether `module` and `optimizers`, which are bound to `key`, still hold their tensors. Values in other
-    memory are copied back. Otherwise they have to be added again."""
+    """Return whether `module` and `optimizers`, which are bound to `key`, still have the same tensors.
+
+    Values that are in other memory are copied back. If the function returns False, the tensors must be added to the
+    swap again.
+    """
     known = swap.bound_tensors(key)
     if not isinstance(known, Binding):
         return False
@@ -206,7 +219,10 @@ def still_bound(
 
 
 def _shape(module: nn.Module, optimizers: Iterable[OptimizerLike]) -> list[object]:
-    """Return a list that differs when tensors are added or removed, as far as can be seen without looking at each."""
+    """Return a list that differs after tensors were added or removed.
+
+    It detects only changes that are visible without looking at each tensor.
+    """
     modules = [(id(child), *map(id, child._parameters.values()), len(child._buffers)) for child in module.modules()]
     states = [(id(o), *(len(state) for state in o.state.values())) for o in optimizers]
     groups = [tuple(map(id, group["params"])) for o in optimizers for group in o.param_groups]

@@ -1,4 +1,4 @@
-"""The state of a layer that another rank needs to continue with it, and changes of parameters since a mark."""
+"""The complete state of a layer, which another rank needs to continue with it, and detection of changed parameters."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch.utils import _pytree as pytree
 from lightning_pipes.engine.private_torch import unsaved_buffers
 
 _BLOCK, _PRIME, _MODULUS = 2**18, 2**31 - 1, 2**61 - 1
-"""Of checksums: words at a time, what sets one time apart from the next, and a prime that they stay below."""
+"""Constants of checksums: the number of words that are summed at a time, the factor between sums, and the modulus."""
 _STRIDE = 0x1E3779B97F4A7C15
-"""Between factors of a checksum: multiples of the golden ratio lie far apart."""
+"""The distance between the factors of a checksum. Multiples of the golden ratio are far apart from each other."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,12 @@ class LayerState:
     """Weights, buffers, gradients and optimizer states of one layer, by name, and the state of its modules.
 
     Attributes:
-        parameters: each with whether it is trained, and its gradient.
-        buffers: all buffers, including those that checkpoints leave out.
+        parameters: each parameter with `requires_grad` and its gradient.
+        buffers: all buffers, including buffers that checkpoints leave out.
         training: whether each module is in training mode.
-        extra: the results of `get_extra_state`.
-        optimizers: for each optimizer the states of the parameters, and the names of their tensors that stay on the
-            host.
+        extra: the results of `get_extra_state` of the modules.
+        optimizers: for each optimizer, the states of the parameters, each with the names of its tensors that stay on
+            the host.
     """
 
     parameters: Mapping[str, tuple[torch.Tensor, bool, torch.Tensor | None]]
@@ -41,7 +41,7 @@ class LayerState:
 
     @classmethod
     def from_layer(cls, layer: nn.Module, optimizers: Sequence[Optimizer], gradients: bool = True) -> LayerState:
-        """Return the state of a layer on this rank. It refers to the tensors and copies none."""
+        """Return the state of a layer on this rank. It refers to the tensors of the layer and copies none of them."""
         return cls(
             {n: (p.detach(), p.requires_grad, p.grad if gradients else None) for n, p in layer.named_parameters()},
             {name: buffer.detach() for name, buffer in layer.named_buffers()},
@@ -54,16 +54,16 @@ class LayerState:
 
     @staticmethod
     def module_state(layer: nn.Module) -> tuple[dict[str, bool], dict[str, Any]]:
-        """Return `training` and `extra` of a layer; its tensors may be on another rank."""
+        """Return `training` and `extra` of a layer, whose tensors may be on another rank."""
         modules = dict(layer.named_modules())
         extra = {name: module.get_extra_state() for name, module in modules.items() if _has_extra_state(module)}
         return {name: module.training for name, module in modules.items()}, extra
 
     @staticmethod
     def with_host(state: Mapping[str, Any], p: torch.Tensor) -> tuple[dict[str, Any], list[str]]:
-        """Return an optimizer's state of a parameter, in the form of `optimizers`.
+        """Return the state of an optimizer for a parameter, in the form of `optimizers`.
 
-        Where the parameter itself is on the host, states of its shape are there only while it is.
+        If the parameter itself is on the host, states of its shape are not listed, because they move together with it.
         """
         moved = p.shape if p.device.type == "cpu" else None
         tensors = ((key, value) for key, value in state.items() if isinstance(value, torch.Tensor))
@@ -71,7 +71,10 @@ class LayerState:
 
     @property
     def other_state(self) -> dict[str, Any]:
-        """All state except weights and optimizer states, in a form that can be sent: it changes even without a step."""
+        """All state except weights and optimizer states, in a form that can be sent.
+
+        Unlike these, it may change even without an optimizer step.
+        """
         parameters = {name: (trained, gradient) for name, (_, trained, gradient) in self.parameters.items()}
         return {
             "parameters": parameters,
@@ -81,13 +84,13 @@ class LayerState:
         }
 
     def with_other_state(self, rest: Mapping[str, Any]) -> LayerState:
-        """Return these weights and optimizer states with `other_state` of another state of the layer."""
+        """Return these weights and optimizer states together with `other_state` of another state of the layer."""
         given = rest["parameters"]
         parameters = {name: (p, *given[name]) for name, (p, _, _) in self.parameters.items()}
         return replace(self, **{**rest, "parameters": parameters})
 
     def state_checksum(self) -> int:
-        """Return a checksum of the layer's weights and optimizer states, independent of their device."""
+        """Return a checksum of the layer's weights and optimizer states, which does not depend on their device."""
         states = [(n, *each) for o in self.optimizers for n, (s, _) in sorted(o.items()) for each in sorted(s.items())]
         total = 0
         for parts in (*((name, p) for name, (p, _, _) in sorted(self.parameters.items())), *states):
@@ -97,18 +100,25 @@ class LayerState:
         return total
 
     def put_values(self, layer: nn.Module, device: torch.device) -> None:
-        """Copy the values of the weights into a layer."""
+        """Copy the values of the weights to a layer."""
         with torch.no_grad():
             for name, p in layer.named_parameters():
                 p.copy_(self.parameters[name][0].to(device))
 
     def tensors_on(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield parameters and buffers on `device`, by name."""
+        """Yield the parameters and buffers by name, on `device`."""
         yield from ((name, p.to(device)) for name, (p, _, _) in self.parameters.items())
         yield from ((name, buffer.to(device)) for name, buffer in self.buffers.items())
 
     def put(self, layer: nn.Module, device: torch.device) -> None:
-        """Restore everything except the values of weights and saved buffers, which the layer already has."""
+        """Restore gradients, `requires_grad`, training modes, extra states, and buffers that checkpoints leave out.
+
+        The layer must already have the values of its weights and its other buffers.
+
+        Args:
+            layer: the layer whose state is restored.
+            device: the device to which tensors are copied.
+        """
         for name, p in layer.named_parameters():
             _, trained, gradient = self.parameters[name]
             p.requires_grad_(trained)
@@ -123,22 +133,22 @@ class LayerState:
                     buffer.data = self.buffers[f"{name}.{key}" if name else key].to(device)
 
     def put_optimizer_states(self, layer: nn.Module, optimizers: Sequence[Optimizer], device: torch.device) -> None:
-        """Restore the optimizers' states of the layer's parameters."""
+        """Restore the states of the optimizers for the layer's parameters."""
         for optimizer, states in zip(optimizers, self.optimizers, strict=True):
             for name, p in layer.named_parameters():
                 if name in states:
                     optimizer.state[p] = _place_state(*states[name], device)
 
     def states_on(self, number: int, device: torch.device) -> dict[str, tuple[dict[str, Any], Sequence[str]]]:
-        """Return the states of optimizer `number` on `device`."""
+        """Return the states of optimizer number `number` on `device`."""
         return {name: (_place_state(*each, device), each[1]) for name, each in self.optimizers[number].items()}
 
 
 def tensor_checksum(tensor: torch.Tensor) -> int:
-    """Return a checksum that differs if values or their order differ; computed on the tensor's device."""
+    """Return a checksum of the values and their order, which is computed on the tensor's device."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     words = plain[: len(plain) // 4 * 4].view(torch.int32)
-    # Odd factors, so that no bit gets lost, and far apart, so that what changes in two words does not cancel out.
+    # Factors are odd, so that no bit is lost, and far apart, so that changes of two words do not cancel out.
     factors = (torch.arange(min(len(words), _BLOCK), device=words.device) * _STRIDE & _MODULUS >> 1) | 1
     total = zlib.crc32(bytes(plain[4 * len(words) :].tolist()))
     for part in torch.split(words, _BLOCK) if len(words) else ():
@@ -147,7 +157,7 @@ def tensor_checksum(tensor: torch.Tensor) -> int:
 
 
 def with_layout_of(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return the values in the memory layout of `like`, where the shapes are equal: kernels may depend on it."""
+    """Return the values in the memory layout of `like`, on which kernels may depend, if the shapes are equal."""
     strides = like.stride() if like.shape == values.shape and 0 not in like.stride() else None
     if strides is None or strides == values.stride():
         return values
@@ -170,11 +180,12 @@ def _to(device: torch.device) -> Any:
 
 
 class ChangeMarks:
-    """A record of parameters' versions at one moment.
+    """A record of the versions of parameters at one moment, from which later changes are detected.
 
     Args:
-        values: compare values, too: torch does not count changes of `p.data`.
-        moved: the parameters move between host and device, which torch counts as changes.
+        parameters: the parameters.
+        values: whether values are compared, too, because torch does not count changes of `p.data`.
+        moved: whether the parameters move between host and device, which torch counts as changes.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter] = (), values: bool = False, moved: bool = False) -> None:
@@ -183,7 +194,11 @@ class ChangeMarks:
         self._values = [_sums(p, moved) for p in parameters] if values else None
 
     def find_change(self) -> tuple[nn.Parameter, str] | None:
-        """Return one parameter that has changed since then, with the changed property in words; None if none has."""
+        """Return a parameter that has changed since the record was made, with the name of the changed property.
+
+        Returns:
+            The parameter and a description of the property, or None if no parameter has changed.
+        """
         if (now := self._look()) != self._seen:
             at, (before, after) = next(
                 (n, pair) for n, pair in enumerate(zip(self._seen, now, strict=True)) if pair[0] != pair[1]
@@ -199,7 +214,7 @@ class ChangeMarks:
 
 
 def _sums(p: nn.Parameter, on_host: bool) -> torch.Tensor:
-    """Return two numbers that identify the values of a parameter; they depend on the device that computes them."""
+    """Return two numbers that identify the values of a parameter. They depend on the device that computes them."""
     values = p.detach().cpu() if on_host else p.detach()
     values = torch.view_as_real(values) if values.is_complex() else values
     values = values if values.is_floating_point() else values.double()
