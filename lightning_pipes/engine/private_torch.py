@@ -461,5 +461,5 @@ _ERROR_LEVEL = 2
 
 
 def is_imported_by_worker() -> bool:
-    """Return whether this process was spawned by another one, for example by a DataLoader, and is importing its script."""
+    """Return whether this process was spawned by another one, for example a DataLoader, and is importing its script."""
     return bool(getattr(multiprocessing.current_process(), "_inheriting", False))
