@@ -355,8 +355,7 @@ class Engine:
 
     @property
     def holds_weights(self) -> bool:
-        """Whether the weights must not change, because a later backward of the open window refers to their current
-        values."""
+        """Whether the weights must not change, because a backward in the open window still needs their current values."""
         return self._window is not None and self._window.executor.holds_weights
 
     @property
@@ -432,8 +431,7 @@ class Engine:
         self._equip_stages()
 
     def _equip_stages(self) -> None:
-        """Pass the mirrors, the memory for offloaded layers, and the replica averages to the stages, if they are
-        enabled."""
+        """Pass mirrors, the memory for offloaded layers, and replica averages to the stages, if they are enabled."""
         if self._mirrors is not None:
             self._mirrors[0].memory = self._memory
         for stage in self._stages:

@@ -56,11 +56,10 @@ def default_store() -> Any:
 
 
 def run_backward(roots: Sequence[torch.Tensor | GradientEdge], gradients: Sequence[torch.Tensor]) -> None:
-    """Run the last part of `torch.autograd.backward`, without the checks before it, which take longer than a small
-    graph.
+    """Run the last part of `torch.autograd.backward`, without the checks that precede it.
 
-    This works only on the CPU. On other devices backward runs in threads, for which `torch.autograd.backward` makes
-    further preparations.
+    These checks take longer than the backward of a small graph. The function works only on the CPU. On other devices
+    backward runs in threads, for which `torch.autograd.backward` makes further preparations.
     """
     backward: Any = Variable._execution_engine.run_backward
     backward(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)

@@ -166,7 +166,8 @@ def roots_of(
 ) -> tuple[list[Root], list[torch.Tensor | None]]:
     """Return the roots of backward and their gradients.
 
-    On the last stage, the gradient of an output that is not a scalar loss is None, for which autograd raises an error.
+    The gradient is None for an output of the last stage that is not a scalar loss, so that autograd raises its usual
+    error.
     """
     roots: list[Root] = []
     gradients: list[torch.Tensor | None] = []

@@ -168,8 +168,7 @@ class Executor:
     def _last_backward_context(
         self, stage: Stage, i: Instruction, item: Item, span: Span
     ) -> AbstractContextManager[None]:
-        """Return the context of a stage for the last weight gradients of a batch; an empty context for earlier
-        gradients."""
+        """Return the stage's context for the last weight gradients of a batch, or an empty context for earlier ones."""
         batch = (i.stage, i.job, i.batch)
         if batch not in self._rows_left:
             own = self.plan.local_spans(Kind.B, i.stage, self.rank, i.job) if self.plan.replicas else ()
@@ -229,8 +228,7 @@ class Executor:
         return [(part, [part]) for part in kept]
 
     def _version_of(self, stage: Stage, i: Instruction, item: Item) -> WeightVersion | None:
-        """Return the weights that the first forward of this batch read, because the whole batch must read the same
-        weights."""
+        """Return the weights that the first forward of the batch has read, because the whole batch must read the same."""
         batch = (i.stage, i.job, i.batch)
         if batch not in self._versions:
             late = self._late.get((i.stage, i.job))
@@ -291,8 +289,10 @@ class Executor:
             del self._steps[i.job, i.batch], self._items[i.job, i.batch]
 
     def _pass_on(self, send: Kind, i: Instruction, span: Span, tree: Any) -> None:
-        """Put the tree into the receive buffer of the neighboring stage, or into the send buffer if that stage is on
-        another rank."""
+        """Put a tree into the receive buffer of the next or previous stage.
+
+        If that stage is on another rank, put the tree into the send buffer of this stage.
+        """
         if not self.plan.is_remote_edge(i.stage if send is Kind.SF else i.stage - 1):
             receive = receive_of(i._replace(kind=send))
             self._buffer_of(receive.kind, receive).put(span, tree)

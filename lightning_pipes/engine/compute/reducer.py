@@ -169,8 +169,8 @@ class Reducer:
 
     @contextmanager
     def last_backward(self, stage: int) -> Iterator[None]:
-        """Reduce gradients inside the block, which contains the backward of a stage that completes the gradients of a
-        batch.
+        """Start to reduce gradients inside the block, in which a backward completes the gradients of a batch on a
+        stage.
 
         Raises:
             PipelineError: a gradient is sparse, or is accumulated in several parts.

@@ -159,11 +159,11 @@ class _Graph:
                 self._branches.setdefault(node, []).append(GradientEdge(n, number))
 
     def find_forks(self) -> tuple[list[_Fork], list[GradientEdge]]:
-        """Return the nodes of the trunk with branches, and the edges to weights that are better computed with the
-        trunk.
+        """Return the nodes of the trunk with branches, and edges to weights whose gradients the first half should
+        compute.
 
         The nodes are in order from the outputs to the inputs. The edges lead to vectors, such as the weights of norms,
-        for which both halves would have to read all data.
+        because both halves would have to read all data for them.
 
         Raises:
             _InseparableError: the branches can't run without the trunk, or the trunk can't run without the branches.

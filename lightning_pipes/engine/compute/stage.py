@@ -180,8 +180,7 @@ class Stage:
         self.recomputing = False
         """Whether the body is running for the second time on the same samples."""
         self.written_buffers: dict[tuple[nn.Module, str], torch.Tensor] = {}
-        """The buffers that a second run of the layers has written, by module and name. They are copies of the real
-        buffers."""
+        """Copies of buffers to which the second run of the layers has written, by module and name."""
         self.weights = WeightVersions(self.layers, max_versions=1)
         self.show_version: Callable[[WeightVersion], AbstractContextManager[None]] | None = None
         """Returns a context in which the body, and code that backward runs again, reads the weights of a version."""
@@ -341,8 +340,7 @@ class Stage:
         return [t for t in tensors if not isinstance(t, nn.Parameter)]
 
     def named_tensors(self, name: str) -> dict[str, torch.Tensor]:
-        """Return the parameters and buffers of a layer of this stage, or of a part of a layer, by their names within
-        it."""
+        """Return the parameters and buffers of a layer, or of a part of a layer, by their names within it."""
         return self._parts.named_tensors(name)
 
     def run_layers(self, item: Item, span: Span, x: Any, is_made_again: bool = False) -> Any:

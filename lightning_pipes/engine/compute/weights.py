@@ -80,11 +80,10 @@ class WeightVersions:
         return self._newest
 
     def predict_version(self, updates: int, change: Change) -> WeightVersion | None:
-        """Return the version that a forward reads now, extrapolated by the updates that precede the update of its
-        batch.
+        """Return the version that a forward reads now, extrapolated by the updates that its batch will miss.
 
         Args:
-            updates: the number of these updates.
+            updates: the number of updates before the update of this batch.
             change: returns the change of a parameter by one update.
         """
         if self.max_versions == 1 or not updates:
@@ -325,8 +324,7 @@ SMALL = 4096
 
 
 class BuffersBefore:
-    """Keeps the values of buffers before the first of two forwards, because the second forward must read the same
-    values.
+    """Keeps the values of buffers before the first of two forwards, so that the second forward reads the same values.
 
     The first forward of a layer shows which of its large buffers change. Later forwards copy only these large buffers.
     If another one changes later, a warning is issued.
