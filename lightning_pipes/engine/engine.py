@@ -355,7 +355,7 @@ class Engine:
 
     @property
     def holds_weights(self) -> bool:
-        """Whether the weights must not change, because a backward in the open window still needs their current values."""
+        """Whether the weights must not change, because a backward of the open window needs their current values."""
         return self._window is not None and self._window.executor.holds_weights
 
     @property

@@ -228,7 +228,7 @@ class Executor:
         return [(part, [part]) for part in kept]
 
     def _version_of(self, stage: Stage, i: Instruction, item: Item) -> WeightVersion | None:
-        """Return the weights that the first forward of the batch has read, because the whole batch must read the same."""
+        """Return the weights that the first forward of the batch has read, so that the whole batch reads the same."""
         batch = (i.stage, i.job, i.batch)
         if batch not in self._versions:
             late = self._late.get((i.stage, i.job))

@@ -23,7 +23,7 @@ def check_sendable(leaf: Any, where: str) -> None:
 
     Args:
         leaf: a leaf of a pytree.
-        where: the beginning of a sentence that describes the code which returns the leaf, for the error message.
+        where: the beginning of the error message, which names the code that returns the leaf.
 
     Raises:
         PipelineError: the leaf is a tensor of a subclass or with attributes, an object that can't be pickled, or an

@@ -220,7 +220,7 @@ class OffloadedVersions(WeightVersions):
 
 
 class _Place(NamedTuple):
-    """The place of a parameter: the number of its layer, and its name in this layer."""
+    """The place of a parameter: the number of its layer, its name in this layer, and the live parameter."""
 
     layer: int
     name: str
