@@ -162,9 +162,7 @@ class _Opening:
             parts = thing.__reduce_ex__(4)
         except Exception:  # the object can't be pickled
             return thing
-        if (
-            not isinstance(parts, tuple) or len(parts) > 5
-        ):  # a global name, or an object with its own function that sets the state
+        if not isinstance(parts, tuple) or len(parts) > 5:  # a name, or an object with its own state setter
             return thing
         number = self._numbers[id(thing)] = len(self._numbers)
         self._kept.append((thing, parts))

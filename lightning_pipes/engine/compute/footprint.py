@@ -113,9 +113,8 @@ def saved_for_backward() -> Iterator[dict[tuple[int, int], torch.Tensor]]:
     found: dict[tuple[int, int], torch.Tensor] = {}
 
     def keep_alias(tensor: torch.Tensor) -> torch.Tensor:
-        alias = (
-            tensor.detach()
-        )  # a tensor with a graph would be in a reference cycle with this function that is never collected
+        # A tensor with a graph would keep this function alive, in a reference cycle that is never collected.
+        alias = tensor.detach()
         found.setdefault(storage_of(tensor), alias)
         return alias
 

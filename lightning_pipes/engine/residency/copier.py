@@ -178,9 +178,7 @@ class CudaCopier:
         self._tickets = itertools.count()
         self._events: dict[int, torch.cuda.Event] = {}
         self._timed: list[tuple[torch.cuda.Event, torch.cuda.Event, int]] = []
-        self._waits: list[
-            tuple[torch.cuda.Event, torch.cuda.Event]
-        ] = []  # recorded before and after each wait of the computation
+        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # before and after waits of computation
         self._bytes, self._busy = 0, 0.0
 
     def copy(self, way: Way, target: torch.Tensor, source: torch.Tensor, after: Iterable[int] = ()) -> int:

@@ -155,9 +155,8 @@ class LayerMemory:
             )
         for name in parts:
             self._leases[name] += 1
-        for key in sorted(
-            missing, key=lambda key: key not in self._swap.resident_keys
-        ):  # resident layers first, so that none is evicted for another
+        # Resident layers come first, so that none of them is evicted to make room for another one.
+        for key in sorted(missing, key=lambda key: key not in self._swap.resident_keys):
             bound = self._swap.bound_tensors(key)
             self._swap.acquire(key, write=isinstance(bound, Binding) and bound.has_buffers)
         if again:

@@ -141,9 +141,7 @@ class Swap(Generic[Key]):
         self._states: dict[Key, _State] = {}
         self._free: dict[int, deque[DeviceSlab]] = defaultdict(deque)
         self._slab_bytes = 0
-        self._spare: torch.Tensor | None = (
-            None  # the slab on the host of a dropped state, for the next one that is made
-        )
+        self._spare: torch.Tensor | None = None  # slab of a dropped state, for the next state that is made
         self._residency: Residency[Key] = Residency(budget, {}, _Mover(self), slots)
 
     @property
