@@ -1,4 +1,5 @@
-"""The fastest choice among priced ways to cut: stages whose forward and backward are chosen together, and links."""
+"""Search for the fastest choice among priced cuts: one option per stage, for both directions, and one per link
+direction."""
 
 from __future__ import annotations
 
@@ -17,17 +18,17 @@ from lightning_pipes.strategies.umpipe.overlapped.tables import FREE, Chunks, Me
 from lightning_pipes.strategies.umpipe.pricing import CutOption
 
 DESCENTS = 6
-"""Starts from which a search descends."""
+"""The number of starts from which the search descends."""
 KICKS = 24
-"""How often it begins again from the best choice, with other sizes in a few neighbouring stages."""
+"""The number of restarts from the best choice, after changing the sizes of a few neighboring stages."""
 GRADES = 6
-"""Parts into which stages are divided by what a coarser size saves them."""
+"""The number of groups into which stages are divided by the time that a coarser size saves them."""
 EFFORT = 3_000_000
-"""Chunks that are run in a search, in Python a few seconds: large plans are tried less often."""
+"""The number of chunks that one search runs, which takes a few seconds in Python. Large plans get fewer evaluations."""
 
 
 class _Part(NamedTuple):
-    """The choice for one process: its number, and size and time of a chunk."""
+    """The choice for one process: the number of the process, and the size and duration of a chunk."""
 
     process: int
     size: int
@@ -36,13 +37,15 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Choices:
-    """Everything there is to choose: by stage its options, by link its sizes and times, forward and backward.
+    """All options among which the search chooses: the options of each stage, and of both directions of each link.
 
     Attributes:
-        rows: samples of the batch.
-        stages: the options of each.
-        links: of each link the options of its two directions; `CutOption.forward` and `forward_time` say all.
-        least: the fewest samples of a chunk: a shorter last one joins the one before it, at the price of one.
+        rows: the number of samples in the batch.
+        stages: the options of each stage.
+        links: the options of each link, forward and backward. Only `forward` and `forward_time` of these options are
+            used.
+        least: the minimum number of samples in a chunk. If the last chunk would be smaller, it is merged into the chunk
+            before it, at the price of one chunk.
     """
 
     rows: int
@@ -52,7 +55,8 @@ class Choices:
 
     @cached_property
     def kernel_options(self) -> list[list[tuple[_Part, ...]]]:
-        """Options of each decision as the kernel takes them: stages, then links forward and back."""
+        """The options of each decision in the form that the kernel takes: stages, then each link forward and backward.
+        """
         last = 4 * len(self.stages) - 3
         found: list[list[tuple[_Part, ...]]] = [
             [(_Part(2 * s, o.forward, o.forward_time), _Part(last - 2 * s, o.backward, o.backward_time)) for o in every]
@@ -64,7 +68,7 @@ class Choices:
         return found
 
     def equal_choice(self, size: int) -> tuple[int, ...] | None:
-        """Chunks of `size` everywhere; None where some process has no such option."""
+        """Return the choice with chunks of `size` everywhere, or None if a process has no such option."""
         chosen = []
         for options in self.kernel_options:
             same = [n for n, parts in enumerate(options) if all(part.size == size for part in parts)]
@@ -74,8 +78,12 @@ class Choices:
         return tuple(chosen)
 
     def list_graded(self, coarse: int, fine: int) -> list[tuple[int, ...]]:
-        """Choices between two sizes: a few stages, half of them, and so on take the coarser one, those first that save
-        most of their work by it; what a stage sends has its size."""
+        """Return choices between two sizes, in which one stage, a part of all stages, or all stages but one take the
+        coarser size.
+
+        The stages that save the largest share of their work with the coarser size take it first. The messages that a
+        stage sends have the size of the stage.
+        """
 
         def saved_work(stage: int) -> float:
             both = [self.stage_moves[stage].get(size) for size in (coarse, fine)]
@@ -102,7 +110,7 @@ class Choices:
         return sum(-(-self.rows // part.size) * part.time for part in self.kernel_options[stage][number])
 
     def perturb_choice(self, chosen: Sequence[int], sizes: Sequence[int], rng: Random) -> tuple[int, ...]:
-        """`chosen` with one size in a few neighbouring stages, and on the links between them and after them."""
+        """Return `chosen` with one size in a few neighboring stages, and on the links between and after them."""
         n = len(self.stages)
         first = rng.randrange(n)
         stages = range(first, min(n, first + rng.randint(1, max(1, n // 2))))
@@ -116,7 +124,7 @@ class Choices:
 
     @cached_property
     def stage_moves(self) -> list[dict[int, dict[int, int]]]:
-        """Joint moves of each stage by size: the option of its place and of its messages."""
+        """The joint moves of each stage by size: the option of the stage and of the messages that it sends."""
         n = len(self.stages)
         found: list[dict[int, dict[int, int]]] = []
         for s, options in enumerate(self.stages):
@@ -133,7 +141,7 @@ class Choices:
         return found
 
     def choice_of_plan(self, plan: Plan) -> tuple[int, ...] | None:
-        """Return the choice with the sizes and whole forwards of `plan`; None where there is none."""
+        """Return the choice with the sizes and the whole forwards of `plan`, or None if it is not among the options."""
 
         def size(kind: Kind, stage: int) -> int:
             return plan.spans(kind, stage)[0].rows
@@ -149,7 +157,7 @@ class Choices:
         return tuple(found) if len(found) == len(wanted) else None
 
     def plan(self, chosen: Sequence[int], base: Plan) -> Plan:
-        """`base` cut as chosen."""
+        """Return `base` with the batch cut as in `chosen`."""
         n = len(self.stages)
         options = [every[choice] for every, choice in zip(self.stages, chosen, strict=False)]
         there = [every[choice].forward for (every, _), choice in zip(self.links, chosen[n::2], strict=True)]
@@ -187,18 +195,22 @@ def fit_choices(
     starts: Sequence[Sequence[int]] = (),
     ranks: Sequence[int] = (),
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """(nanoseconds, choice) of what descents have found, the fastest first: one stage after the other takes the best
-    size for both directions and for what it sends, and from there one process after the other its best option, until
-    none has a better one. Seeded, and without a clock: equal input, equal answer.
+    """Return the choices found by descents, with their time in nanoseconds, the fastest first.
 
-    Descents begin at the best of equal choices, and of those between two sizes: stages whose time hardly depends on the
-    samples take the coarser one, and those whose time is proportional to them the finer one.
+    A descent first changes one stage at a time, together with the messages that it sends, and gives it the best size
+    for both directions. It then changes one process at a time to its best option, until no process has a better one.
+    The search is seeded and does not read a clock, so equal input gives equal output.
+
+    The descents begin at the best among the equal choices, the choices between two sizes, and `starts`. In a choice
+    between two sizes, stages whose time hardly depends on the number of samples take the coarser size, and stages whose
+    time is proportional to it take the finer size.
 
     Args:
-        merge: what a stage runs that could run a forward and a backward.
-        caps: samples that each stage may hold between F and B at most; empty means no limit.
-        starts: choices to begin at besides equal ones, which are always among them.
-        ranks: of each stage; by default one of its own.
+        choices: the options of all stages and links.
+        merge: which chunk a stage starts if it could start a forward and a backward.
+        caps: the maximum number of samples that each stage may hold between F and B. Empty means no limit.
+        starts: additional choices from which descents may begin.
+        ranks: the rank of each stage. By default, each stage has a rank of its own.
     """
     search = _Search(choices, merge, caps, ranks)
     sizes = sorted({part.size for options in choices.kernel_options for parts in options for part in parts})
@@ -220,15 +232,15 @@ def fit_choices(
 
 
 def value_choice(choices: Choices, merge: Merge, chosen: Sequence[int]) -> int:
-    """Return nanoseconds of one choice, each stage on a rank of its own."""
+    """Return the time of one choice in nanoseconds, with each stage on a rank of its own."""
     return _Search(choices, merge, (), ()).evaluate_choice(chosen)
 
 
 class _Search:
-    """Evaluates choices.
+    """Evaluation of choices, and descents from them.
 
     Attributes:
-        left: the effort that is left, in chunks.
+        left: the number of chunks that the search may still run.
     """
 
     def __init__(self, choices: Choices, merge: Merge, caps: Sequence[int], ranks: Sequence[int]) -> None:
@@ -244,7 +256,8 @@ class _Search:
         self.left = EFFORT
 
     def evaluate_choice(self, chosen: Sequence[int], limit: int = NEVER) -> int:
-        """Return nanoseconds of a choice; NEVER where that is not below `limit`, or stages may not hold so much."""
+        """Return the time of a choice in nanoseconds, or NEVER if it is not below `limit` or exceeds the caps of a
+        stage."""
         for options, choice in zip(self._choices.kernel_options, chosen, strict=True):
             self._put(options[choice])
         return self._run(limit)
@@ -260,7 +273,7 @@ class _Search:
         return int(self._machine.run.run_chunks(self._chunks, self._merge, limit, self._memory, self._room, self._log))
 
     def descend_by_stage(self, value: int, start: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-        """Return the end of a descent over one stage at a time, with its messages."""
+        """Return the result of a descent that changes one stage at a time, together with its messages."""
         chosen, before = tuple(start), NEVER + 1
         while value < before and self.left > 0:
             before = value
@@ -272,7 +285,7 @@ class _Search:
         return value, chosen
 
     def descend_by_process(self, value: int, start: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-        """Return the end of a descent over one process at a time."""
+        """Return the result of a descent that changes one process at a time."""
         chosen = list(start)
         self.evaluate_choice(chosen)
         places = self._choices.kernel_options

@@ -1,9 +1,10 @@
-"""How good a cut with all forwards first can be at all: branch and bound over priced choices, by the exact search.
+"""Lower bound for cuts that run all forwards first: branch and bound over priced choices, with the exact search.
 
-The exact search takes forward and backward apart, and so does the paper. Here a stage chooses both in one, for they
-share graphs (see `pricing`). Where each may take the best price that any choice has for its size, the search gives a
-bound that no choice goes below. If it took from one stage what no single choice offers, the choices of this stage are
-split into two parts, each with a bound of its own, the lowest first.
+The exact search chooses forward and backward separately, as the paper does. In the engine, a stage chooses both
+together, because they share autograd graphs (see `pricing`). If each direction of a stage may take the lowest price
+that any of its options has for a size, the problem is relaxed, and the exact search returns a lower bound for all
+choices. If the solution of the relaxed problem combines prices that no single option of a stage has, the options of
+this stage are split into two parts. Each part has a bound of its own, and the part with the lowest bound is split next.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from lightning_pipes.strategies.umpipe.search.exact import BEAMS, search_optimum
 from lightning_pipes.strategies.umpipe.search.genetic import evolve_schemes
 
 NODES = 24
-"""Parts of all choices that are looked at."""
+"""The maximum number of parts for which a bound is computed."""
 FEW_BEAMS = BEAMS[:2]
-"""Of the exact search: larger ones take seconds where there are many sizes."""
+"""The beams of the exact search. Larger beams take seconds if there are many sizes."""
 DEAR = 1 << 44
-"""Nanoseconds of what may not be chosen: hours."""
+"""The price, in nanoseconds, of a size that may not be chosen: several hours."""
 
 Allowed = tuple[tuple[int, ...], ...]
-"""Of each stage the numbers of the options that it may take."""
+"""For each stage, the indices of the options that it may take."""
 
 
 class BoundedSearch(NamedTuple):
-    """The outcome of the search.
+    """The result of the branch and bound search.
 
     Attributes:
-        lower_bound: nanoseconds that no choice goes below.
-        starts: choices that bounds came from, made whole: good ones to begin a descent at.
-        nodes: how many parts were looked at.
+        lower_bound: a lower bound for the time of every choice, in nanoseconds.
+        starts: the solutions of the relaxed problems, rounded to choices. They are good starts for a descent.
+        nodes: the number of parts for which a bound was computed.
     """
 
     lower_bound: int
@@ -47,7 +48,10 @@ class BoundedSearch(NamedTuple):
 
 
 def bound_choices(choices: Choices, nodes: int = NODES) -> BoundedSearch:
-    """Return the bound after so many parts at most; equal input, equal answer, for there is no clock."""
+    """Return a lower bound for the time of all choices, after at most `nodes` parts.
+
+    The search does not read a clock, so equal input gives equal output.
+    """
     sizes = _sizes(choices)
     every: Allowed = tuple(tuple(range(len(options))) for options in choices.stages)
     number = count()
@@ -89,9 +93,10 @@ def _prices(option: CutOption) -> tuple[int, int, int, int]:
 
 
 def evolve_choices(choices: Choices) -> list[tuple[int, ...]]:
-    """Return the choices that the paper's TiDGAP finds (A2 with E7): its best individual, and its best directions.
+    """Return the choices found by the paper's TiDGAP (A2 with E7): its best individual and its best recombination.
 
-    A stage that would take from two choices at once takes the one that is closest. Seeded, and without a clock.
+    If the solution combines the prices of two options on one stage, the stage takes the closest single option. The
+    search is seeded and does not read a clock.
     """
     sizes = _sizes(choices)
     every: Allowed = tuple(tuple(range(len(options))) for options in choices.stages)
@@ -116,16 +121,15 @@ def _sizes(choices: Choices) -> list[int]:
 def _relaxed(
     choices: Choices, allowed: Allowed, sizes: Sequence[int]
 ) -> tuple[int, tuple[tuple[int, int, int, int], ...], tuple[int, ...]]:
-    """Return a bound for all choices of allowed options, the prices that it takes from each stage, and the options of
-    links."""
+    """Return the lower bound for the allowed options, the prices taken from each stage, and the options of the links.
+    """
     network = _network(choices, allowed, sizes)
     found = search_optimum(network, beams=FEW_BEAMS)
     return found.lower_bound, *_taken(choices, network, found.scheme)
 
 
 def _network(choices: Choices, allowed: Allowed, sizes: Sequence[int]) -> Network:
-    """Return the paper's problem, in which each direction of a stage takes the best price that any allowed choice
-    has."""
+    """Return the paper's problem in which each direction of a stage has the lowest price of all allowed options."""
     n, column = len(choices.stages), {size: q for q, size in enumerate(sizes)}
     forward: Times = np.full((2 * n - 1, len(sizes)), DEAR, np.int64)
     backward: Times = np.full((2 * n - 1, len(sizes)), DEAR, np.int64)
@@ -147,7 +151,7 @@ def _network(choices: Choices, allowed: Allowed, sizes: Sequence[int]) -> Networ
 def _taken(
     choices: Choices, network: Network, scheme: Scheme
 ) -> tuple[tuple[tuple[int, int, int, int], ...], tuple[int, ...]]:
-    """Return the prices that a scheme takes from each stage, and the options of links."""
+    """Return the prices that `scheme` takes from each stage, and the options that it takes from each link."""
     n, sizes, (p, q) = len(choices.stages), network.sizes, scheme
     taken = tuple(
         (
@@ -167,7 +171,7 @@ def _taken(
 
 
 def _close(options: Sequence[CutOption], allowed: Sequence[int], taken: tuple[int, int, int, int]) -> int:
-    """Return the allowed option closest to the relaxed one: with both sizes if there is one."""
+    """Return the allowed option that is closest to the relaxed solution, if possible one with both of its sizes."""
     forward, backward, *_ = taken
     return min(
         allowed,
@@ -181,8 +185,11 @@ def _close(options: Sequence[CutOption], allowed: Sequence[int], taken: tuple[in
 def _split(
     choices: Choices, allowed: Allowed, stage: int, taken: Sequence[tuple[int, int, int, int]]
 ) -> tuple[Allowed, Allowed]:
-    """Return the allowed options of one stage in two parts: those with the forward that was taken and others; or the
-    same of backwards; or the first and others."""
+    """Return the allowed options in two parts, which differ in `stage`.
+
+    The first part has the options of the stage with the forward size of the relaxed solution, or with its backward
+    size, or only the first option. This is the first of these criteria for which neither part is empty.
+    """
     options = choices.stages[stage]
     forward, backward, *_ = taken[stage]
     for wanted in (

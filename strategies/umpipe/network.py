@@ -1,4 +1,4 @@
-"""The times of a pipeline's processes, by how finely each of them cuts a batch."""
+"""The times of the processes of a pipeline, depending on how finely each of them cuts a batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Times = npt.NDArray[np.int64]
 
 
 class Scheme(NamedTuple):
-    """How each process cuts a batch: the number of an option of the `Network`, in the order of its processes."""
+    """How each process cuts a batch: the indices of options of the `Network`, in the order of its processes."""
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
@@ -25,24 +25,25 @@ class Scheme(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Network:
-    """Processes of a pipeline in both directions, with the times of a chunk in each (section III-A).
+    """The processes of a pipeline in both directions, with the duration of a chunk in each of them (section III-A).
 
-    N stages have K = 2 N - 1 processes a direction, numbered from 0 in the order in which samples pass them: forward
-    stage 0, the link from 0 to 1, stage 1, and so on; backward stage N - 1, the link back to N - 2, down to stage 0.
-    Even ones compute, odd ones send. (The paper's E1 has it the wrong way round for backward.)
+    N stages have K = 2 N - 1 processes per direction. They are numbered from 0 in the order in which samples pass
+    through them: forward, stage 0, the link from 0 to 1, stage 1, and so on, and backward, stage N - 1, the link back
+    to N - 2, and so on down to stage 0. Even processes compute, and odd processes send. (The paper's E1 has the wrong
+    parity for backward.)
 
-    A process has Q options. Option q cuts the batch into chunks of `sizes[q]` samples; the last one may be shorter, and
-    takes as long.
+    A process has Q options. Option q cuts the batch into chunks of `sizes[q]` samples. The last chunk may be shorter,
+    but it takes as long as the others.
 
     Attributes:
-        rows: samples of a batch, the paper's P.
-        sizes: of each option the samples of a chunk, from the coarsest to the finest.
-        forward: whole numbers of any unit, K rows and Q columns: what one chunk takes. The paper's F_k(p).
-        backward: the same for the other direction, B_k(q).
+        rows: the number of samples in a batch, the paper's P.
+        sizes: the number of samples in a chunk for each option, from the coarsest to the finest.
+        forward: the duration of one chunk as an integer array of shape (K, Q), in any unit. The paper's F_k(p).
+        backward: the same for the other direction, the paper's B_k(q).
 
     Raises:
-        InputError: sizes that do not fall or are no sizes of a batch, tables of other shapes, times that are no whole
-            numbers from 0 on.
+        InputError: the sizes do not fall or do not fit the batch, the tables have another shape, or the times are not
+            non-negative integers.
     """
 
     rows: int
@@ -77,13 +78,14 @@ class Network:
 
     @classmethod
     def from_counts(cls, rows: int, counts: Sequence[int], forward: Times, backward: Times) -> Network:
-        """Return a network with numbers of micro-batches as options: column i of the tables is for `counts[i]` of them.
+        """Return a network whose options are numbers of micro-batches: column i of the tables is for `counts[i]` of
+        them.
 
-        A micro-batch has ceil(P / p) samples; the paper's E3 takes p itself for a size. Where several counts come to
-        the same size, each process and direction keeps the cheapest: all of them compute the same chunks.
+        A micro-batch has ceil(P / p) samples, while the paper's E3 takes p itself as the size. If several counts result
+        in the same size, each process and direction keeps the lowest time, because all of them compute the same chunks.
 
         Raises:
-            InputError: a count that is none, or larger than the batch; what `Network` refuses.
+            InputError: a count is below 1 or larger than the batch, or the tables are invalid (see `Network`).
         """
         wrong = [p for p in counts if not 1 <= p <= rows]
         if wrong or not counts:
@@ -104,40 +106,43 @@ class Network:
 
     @property
     def processes(self) -> int:
-        """K = 2 N - 1, of each direction."""
+        """K = 2 N - 1, the number of processes in each direction."""
         return len(self.forward)
 
     @property
     def stages(self) -> int:
-        """N."""
+        """N, the number of stages."""
         return (self.processes + 1) // 2
 
     @cached_property
     def counts(self) -> Times:
-        """Number of chunks of the batch by option."""
+        """The number of chunks per batch for each option."""
         return np.array([-(-self.rows // size) for size in self.sizes], np.int64)
 
     def equal_scheme(self, option: int) -> Scheme:
-        """GPipe's scheme: all processes take the same option."""
+        """Return GPipe's scheme, in which all processes take the same option."""
         return Scheme((option,) * self.processes, (option,) * self.processes)
 
     def sizes_of(self, scheme: Scheme) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the samples of a chunk of each process, forward and backward."""
+        """Return the number of samples in a chunk of each process, forward and backward."""
         forward, backward = scheme
         return tuple(self.sizes[q] for q in forward), tuple(self.sizes[q] for q in backward)
 
 
 def spans_of_size(rows: int, size: int, least: int = 1) -> tuple[Span, ...]:
-    """Return micro-batches of `size` samples; the last one may be shorter, and joins the one before it if it has fewer
-    than `least`."""
+    """Return micro-batches of `size` samples.
+
+    The last one may be shorter. If it has fewer than `least` samples, it is merged into the one before it.
+    """
     starts = [0, *range(size, rows - least + 1, size)]
     return tuple(Span(a, b) for a, b in pairwise([*starts, rows]))
 
 
 def align_spans(backward: tuple[Span, ...], forward: tuple[Span, ...], least: int) -> tuple[Span, ...]:
-    """Return `backward` so that its parts in common with `forward` have at least `least` samples.
+    """Return `backward`, changed so that its intersections with the spans of `forward` have at least `least` samples.
 
-    A stage runs those parts one by one. Where a boundary is closer than that to one of `forward`, it moves there.
+    A stage runs each intersection separately. A boundary that is closer than `least` to a boundary of `forward` is
+    moved there.
     """
     if least == 1 or backward == forward:
         return backward

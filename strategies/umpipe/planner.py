@@ -1,4 +1,4 @@
-"""How finely every stage, direction and link cuts a batch."""
+"""Planner that decides how finely each stage, direction and link cuts a batch."""
 
 from __future__ import annotations
 
@@ -22,30 +22,36 @@ from lightning_pipes.strategies.umpipe.overlapped.run import Merge
 from lightning_pipes.strategies.umpipe.pricing import CutOption, drifted_costs, link_times, room_of, stage_options
 
 AMONG = ("few", "powers", "all")
-"""Numbers of micro-batches to choose from: 1, 2, 3, 4, 6, 8, 12, ...; powers of two; all. More of them take longer to
-search, and the best of few is mostly as good."""
+"""The numbers of micro-batches among which the planner chooses: 1, 2, 3, 4, 6, 8, 12, ...; powers of two; all numbers.
+
+More numbers make the search slower, and the best of "few" is almost always as good.
+"""
 SEARCHES = ("exact", "genetic")
-"""How a cut with all forwards first is searched: by bounds that prove it, or by the paper's TiDGAP."""
+"""The searches for a cut with all forwards first: by bounds, which prove the result, or by the paper's TiDGAP."""
 CHECKED = 3
-"""How many of the best unequal cuts are simulated, besides all equal ones."""
+"""The number of the best unequal cuts that are simulated, in addition to all equal cuts."""
 WORTH_IT = 0.01
-"""An unequal cut must save more than this share of the best equal one's time: what is measured is not exact."""
+"""The minimum share of the best equal cut's time that an unequal cut must save, because measured times are not exact.
+"""
 FEW = 6
-"""Partitions that are tried for each equal cut."""
+"""The number of partitions that are tried for each equal cut."""
 MEASURED = 6
-"""Sizes for which layers are measured; between them times are taken as linear."""
+"""The maximum number of sizes for which layers are measured. Times of other sizes are interpolated linearly."""
 DRIFT = 0.1
-"""By what share a stage or link must take another time than the profile says for a batch to be cut anew."""
+"""The relative change of a stage's or link's time, compared with the profile, above which a batch may be cut again."""
 REPLAN = 0.03
-"""The share of a step that another cut must save while training goes on."""
+"""The minimum share of a step that another cut must save during training."""
 STARTS = 3
-"""Partitions for which the best cut is looked for."""
+"""The number of partitions for which the best cut is searched."""
 ROUNDS = 3
-"""How often layers are moved for a cut, and the cut made for these layers."""
+"""The maximum number of rounds that move layers for a cut and then search for the best cut of these layers."""
 
 
 class Counts(NamedTuple):
-    """Micro-batches of each stage and direction, and messages of each link; links that are empty take the sender's."""
+    """The number of micro-batches of each stage and direction, and the number of messages on each link.
+
+    If the links of a direction are empty, each link sends the micro-batches of the sending stage.
+    """
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
@@ -53,11 +59,13 @@ class Counts(NamedTuple):
     backward_links: tuple[int, ...] = ()
 
     def cut(self, rows: int, stages: int, least: int = 1) -> Cut:
-        """Return a batch of `rows` samples cut so; a count that it has not so many times `least` samples for means
-        `least` of them in each.
+        """Return the cut of a batch of `rows` samples into these numbers of micro-batches.
+
+        If the batch is too small for a count of micro-batches with `least` samples each, its micro-batches have `least`
+        samples.
 
         Raises:
-            PlanError: not one number for each stage and link.
+            PlanError: there is not one number for each stage and link.
         """
         entries = {"forward": stages, "backward": stages, "forward_links": stages - 1, "backward_links": stages - 1}
         for what, needed in entries.items():
@@ -71,21 +79,29 @@ class Counts(NamedTuple):
         backward = tuple(
             align_spans(spans_of(rows, q, least), spans, least) for q, spans in zip(self.backward, forward, strict=True)
         )
-        # The last stage sends nothing on, the first one nothing back.
+        # The last stage has no next stage, and the first one has no previous stage. Their entries are not used.
         there = (*(spans_of(rows, p, least) for p in self.forward_links), forward[-1]) if self.forward_links else ()
         back = (backward[0], *(spans_of(rows, q, least) for q in self.backward_links)) if self.backward_links else ()
         return Cut(rows, forward, backward, there, back)
 
 
 def spans_of(rows: int, count: int, least: int = 1) -> tuple[Span, ...]:
-    """`count` micro-batches of ceil(rows / count) samples, the last of which may be shorter; fewer where they would be
-    empty, or have fewer than `least`."""
+    """Return `count` micro-batches of ceil(rows / count) samples, of which the last one may be shorter.
+
+    There are fewer micro-batches if some of them would be empty or have fewer than `least` samples.
+    """
     return spans_of_size(rows, max(-(-rows // count), least), least)
 
 
 def sizes_of(rows: int, most: int | None, among: str, least: int = 1) -> tuple[int, ...]:
-    """Return the sizes of chunks to choose from, ascending, with at most so many micro-batches of `least` samples and
-    more; see `AMONG`."""
+    """Return the sizes of chunks among which the planner chooses, in ascending order.
+
+    Args:
+        rows: the number of samples in the batch.
+        most: the maximum number of micro-batches. None means one for each sample.
+        among: the numbers of micro-batches to consider; see `AMONG`.
+        least: the minimum number of samples in a chunk.
+    """
     most = rows if most is None else min(most, rows)
     counts = {"all": range(1, most + 1), "powers": [1 << n for n in range(most.bit_length())]}
     counts["few"] = [n for n in (*counts["powers"], *(3 * n for n in counts["powers"])) if n <= most]
@@ -94,20 +110,23 @@ def sizes_of(rows: int, most: int | None, among: str, least: int = 1) -> tuple[i
 
 @dataclass(frozen=True)
 class UnequalPlanner(Planner):
-    """Cuts as the user says; else as is fastest by the profile; evenly where there is none.
+    """Planner that cuts a batch as the user specifies, or in the way that is fastest by the profile.
 
-    With a profile, the ways in which stages and links could cut are priced as the engine runs them, a descent chooses
-    among them, and the simulator has the last word: an equal cut stays unless another one saves more than 1 % of its
-    time. `Problem.microbatches` is the most that any stage or link has. Where layers are not decided, cuts of the model
-    and of the batch take turns.
+    If there is neither a specification nor a profile, it cuts the batch evenly.
+
+    With a profile, the planner computes a price for each way to cut a batch on a stage or link, based on how the engine
+    runs it. A descent selects candidates, and the simulator makes the final decision. An equal cut is kept unless
+    another cut saves more than 1 % of its time. `Problem.microbatches` is the maximum number of micro-batches of any
+    stage or link. If the layers of the stages are not decided, the planner optimizes the cut of the model and the cut
+    of the batch in alternation.
 
     Attributes:
-        given: what the user says.
-        overlapped: whether backwards may run before all forwards have.
-        among: the numbers of micro-batches to choose from; see `AMONG`.
-        memory_limit: bytes that a rank may hold, besides what its device has; None means no limit.
-        every: training batches after which measured times are looked at.
-        search: of a cut with all forwards first; see `SEARCHES`.
+        given: the numbers of micro-batches that the user has set.
+        overlapped: whether backwards may run before all forwards have run.
+        among: the numbers of micro-batches among which the planner chooses; see `AMONG`.
+        memory_limit: the bytes that a rank may hold, in addition to the limit of its device. None means no such limit.
+        every: the number of training batches between two checks of the measured times.
+        search: the search for a cut with all forwards first; see `SEARCHES`.
     """
 
     given: Counts | None = None
@@ -137,7 +156,11 @@ class UnequalPlanner(Planner):
         return self._jointly(even, problem)
 
     def profile_sizes(self, rows: int, stages: int, microbatches: int | None) -> tuple[int, ...]:
-        """Return the whole batch, its half, and so on, as far as it may be cut: MEASURED of them."""
+        """Return the sizes for which layers are measured: the whole batch, its half, and so on, at most `MEASURED`
+        sizes.
+
+        If the user has set the numbers of micro-batches, these are the sizes of their micro-batches.
+        """
         if self.given is not None:
             sizes = {-(-rows // min(count, rows)) for counts in self.given for count in counts}
         else:
@@ -145,8 +168,11 @@ class UnequalPlanner(Planner):
         return tuple(sorted(sizes))
 
     def replan(self, plan: Plan, problem: Problem) -> Plan | None:
-        """Return another cut, where stages or links take other times than the profile says, by more than DRIFT, and it
-        saves more than REPLAN of a step by the times that they take; layers stay where they are."""
+        """Return another cut with the same layers, or None to keep the plan.
+
+        A cut is returned if the time of a stage or link differs from the profile by more than `DRIFT`, and if the cut
+        saves more than `REPLAN` of a step with the measured times.
+        """
         if self.given is not None or problem.profile is None or problem.costs is None:
             return None
         usual = evaluate_plan(problem.profile, _order(problem, plan), plan, _deployment(problem)).costs
@@ -158,14 +184,18 @@ class UnequalPlanner(Planner):
         return other if then < (1 - REPLAN) * now else None
 
     def _jointly(self, even: Plan, problem: Problem) -> Plan:
-        """Layers for equal cuts, the best cut for each of the best of these, and so on while that helps."""
+        """Return a plan that decides both the layers and the cut of the batch.
+
+        The planner partitions the layers for each equal cut and searches for the best cut of the best partitions. It
+        then moves layers and searches again, as long as this makes the step faster.
+        """
         assert problem.profile is not None
         profile, deployment = problem.profile, _deployment(problem)
         fits = []
         for size in sizes_of(problem.rows, problem.microbatches, "powers", problem.least):
             spans = spans_of_size(problem.rows, size, problem.least)
             same = replace(even, jobs=(Cut(problem.rows, (spans,) * even.n_stages),))
-            with suppress(PlanError):  # as memory has it; the even one below says why
+            with suppress(PlanError):  # this cut does not fit into memory; if none does, the even cut below raises
                 fits.append(fit_layers(profile, problem.schedule, same, deployment, trials=FEW))
         fits = sorted(fits, key=lambda fit: fit.seconds) or [fit_layers(profile, problem.schedule, even, deployment)]
 
@@ -190,8 +220,10 @@ class UnequalPlanner(Planner):
         return self._fastest(base, problem, costs)
 
     def explain_plan(self, problem: Problem, plan: Plan) -> str:
-        """Explain the cut: its step beside that of the best equal one, and where all forwards come first the gap to the
-        bound."""
+        """Explain the cut: the time of a step compared with the best equal cut, and the gap to the bound.
+
+        The gap is included only if all forwards come first.
+        """
         if self.given is not None or problem.profile is None or not plan.layers or plan.n_stages == 1:
             return ""
         costs = evaluate_plan(problem.profile, _order(problem, plan), plan, _deployment(problem)).costs
@@ -232,11 +264,12 @@ class UnequalPlanner(Planner):
         return _CutSearch(choices, merge, replace(base, limits=limits), problem, costs)
 
     def _room(self, plan: Plan, problem: Problem, costs: CostModel, sizes: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the largest chunk and the most samples in flight of each stage: room for two such chunks, where there
-        is room for two.
+        """Return the largest chunk of each stage and the maximum number of its samples in flight.
+
+        The largest chunk is the largest of which two fit into memory, or the smallest chunk if there is none.
 
         Raises:
-            PlanError: there is none for the smallest chunk.
+            PlanError: a stage has no memory for the smallest chunk.
         """
         found = []
         for stage, rank in enumerate(plan.ranks):
@@ -260,7 +293,7 @@ class UnequalPlanner(Planner):
 
 @dataclass(frozen=True)
 class _CutSearch:
-    """The cuts that a batch may have in the stages of `base`, with its limits."""
+    """The cuts of a batch that the stages of `base` can run within its limits."""
 
     choices: Choices
     merge: Merge
@@ -272,13 +305,16 @@ class _CutSearch:
         return self.choices.plan(choice, self.base)
 
     def simulate_step(self, plan: Plan) -> int:
-        """Return nanoseconds of a step, simulated."""
+        """Return the simulated time of a step in nanoseconds."""
         return makespan(_order(self.problem, plan), replace(plan, layers=()), self.costs)
 
     def best_equal(self) -> Plan | None:
-        """Return the fastest with one size everywhere that its stages may hold; None where there is none. With several
-        stages a rank also in the order of `Interleaved`, which is better than what is ready where all stages are
-        alike."""
+        """Return the fastest plan with one size everywhere that fits the limits of the stages, or None if there is
+        none.
+
+        If ranks have several stages, the plans are also tried in the order of `Interleaved`. It is better than running
+        what is ready if all stages are alike.
+        """
         sizes = {option.forward for option in self.choices.stages[0]}
         every = [each for size in sorted(sizes) if (each := self.choices.equal_choice(size)) is not None]
         plans = [self.plan(each) for each in every if self._holds(each)]
@@ -288,7 +324,7 @@ class _CutSearch:
         return min(plans, key=self.simulate_step, default=None)
 
     def _holds(self, choice: Sequence[int]) -> bool:
-        """Return whether every stage has room for its chunks."""
+        """Return whether the chunks of every stage are within its limit."""
         limits = self.base.limits
         options = (every[n] for every, n in zip(self.choices.stages, choice, strict=False))
         return not limits or all(option.forward <= limit for option, limit in zip(options, limits, strict=True))
@@ -300,12 +336,15 @@ def in_order(plan: Plan, program: Program) -> Plan:
 
 
 def explain_cut(name: str, plan: Plan, took: int, equal: Plan, equal_took: int, gap: float | None = None) -> str:
-    """Return the sentence about a cut for people: its micro-batches by stage and direction, and what a step takes with
-    it.
+    """Return a sentence for users about a cut: its micro-batches by stage and direction, and the time of a step.
 
     Args:
-        equal: the best equal cut.
-        gap: how much faster another cut may be at most, as a share, where that is known.
+        name: the name of the schedule.
+        plan: the plan with the cut.
+        took: the time of a step with `plan`, in nanoseconds.
+        equal: the plan with the best equal cut.
+        equal_took: the time of a step with `equal`, in nanoseconds.
+        gap: the maximum share by which another cut may be faster, or None if it is unknown.
     """
     stages = range(plan.n_stages)
     there, back = ([len(plan.spans(kind, s)) for s in stages] for kind in (Kind.F, Kind.B))
@@ -330,8 +369,16 @@ def explain_cut(name: str, plan: Plan, took: int, equal: Plan, equal_took: int, 
 def choices_of(
     costs: CostModel, plan: Plan, rows: int, sizes: Sequence[int], largest: Sequence[int], least: int = 1
 ) -> Choices:
-    """Return everything that the stages and links of `plan` can choose from, priced by `costs`; each stage has its
-    largest chunk, and no chunk has fewer than `least` samples."""
+    """Return all options of the stages and links of `plan`, priced by `costs`.
+
+    Args:
+        costs: the cost model.
+        plan: the plan with the stages and links.
+        rows: the number of samples in the batch.
+        sizes: the numbers of samples in a chunk among which to choose, in ascending order.
+        largest: the largest chunk of each stage.
+        least: the minimum number of samples in a chunk.
+    """
     stages = []
     for stage in range(plan.n_stages):
         fits = [size for size in sizes if size <= largest[stage]]

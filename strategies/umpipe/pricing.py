@@ -1,4 +1,4 @@
-"""The price of each way to cut a batch, for a stage or a link, by a cost model and as the engine runs it."""
+"""Prices of all ways to cut a batch on a stage or link, by a cost model and by how the engine runs the cut."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import F, Instruction, Kind, Plan, Span, layer_passes
 
 NOTICED = 0.1
-"""The share of a forward that a message must take to matter at all."""
+"""The duration of a message, as a share of a forward, below which changes of the message are ignored."""
 
 
 class CutOption(NamedTuple):
-    """One way in which a stage or a link cuts a batch, in both directions.
+    """One way to cut a batch on a stage or link, for both directions.
 
     Attributes:
-        forward, backward: samples of a chunk; the last one may have fewer.
-        forward_time, backward_time: nanoseconds of a chunk with all its samples.
-        whole: of a stage, whether it runs a coarse forward in one piece, keeps its input, and runs forward again in
-            each of its finer backwards; otherwise that forward is split as the backwards are: `Plan.whole_forward`.
+        forward, backward: the number of samples in a chunk. The last chunk may have fewer.
+        forward_time, backward_time: the duration of a full chunk in nanoseconds.
+        whole: whether a stage runs a forward that is coarser than its backwards in one piece. The stage then keeps the
+            input and runs forward again in each backward. Otherwise, the forward is split in the same way as the
+            backwards. See `Plan.whole_forward`.
     """
 
     forward: int
@@ -31,14 +32,19 @@ class CutOption(NamedTuple):
 
 
 def stage_options(costs: CostModel, plan: Plan, stage: int, sizes: Sequence[int]) -> list[CutOption]:
-    """Return every way in which `stage` can cut, with chunks of `sizes`, ascending, one of which divides the other.
-    What joining messages takes depends on the link's choice, too: the simulator knows, the search does without.
+    """Return every way in which `stage` can cut a batch into chunks of `sizes`, if one of the two sizes divides the
+    other.
 
-    Samples that share a forward and a backward share one graph, so the finer of the two sizes says how long both take.
-    A coarser backward goes through the graphs of several forwards; of a coarser forward see `CutOption.whole`.
+    Samples that share a forward and a backward share one autograd graph, so the finer of the two sizes determines the
+    duration of both. A coarser backward runs through the graphs of several forwards. For a coarser forward, see
+    `CutOption.whole`. The cost of joining messages is left out, because it also depends on the option of the link. The
+    simulator includes it.
 
     Args:
-        plan: says which stages recompute.
+        costs: the durations of forward and backward on each stage.
+        plan: the plan that specifies which stages recompute.
+        stage: the number of the stage.
+        sizes: the numbers of samples in a chunk, in ascending order.
     """
     again = bool(plan.recompute) and plan.recompute[stage]
     once = costs.overhead_ns
@@ -62,10 +68,10 @@ def stage_options(costs: CostModel, plan: Plan, stage: int, sizes: Sequence[int]
 
 
 def link_times(costs: CostModel, plan: Plan, stage: int, sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return nanoseconds from the moment when a message of so many samples leaves until it is there, for each of
-    `sizes`: on the link from `stage` to the next one, and back.
+    """Return the time from sending to arrival for a message of each of `sizes`, in nanoseconds.
 
-    Latency counts as if it occupied the link: searches take it so, the simulator knows better.
+    The first list is for the link from `stage` to the next stage, and the second list is for the link back. Latency is
+    included as if it occupied the link. This is an approximation for the searches, and the simulator is more accurate.
     """
 
     def message_time(kind: Kind, sender: int, rows: int) -> int:
@@ -78,8 +84,11 @@ def link_times(costs: CostModel, plan: Plan, stage: int, sizes: Sequence[int]) -
 
 
 def room_of(costs: CostModel, plan: Plan, stage: int, limit: int, size: int) -> int:
-    """Return the samples that `stage` may hold between F and B in its share of `limit` bytes, while it computes on
-    `size` of them; negative where the weights of its rank alone are more."""
+    """Return the number of samples that `stage` may hold between F and B while it computes on `size` samples.
+
+    The stages of a rank share `limit` bytes equally, after weights and optimizer states. The result is negative if this
+    memory is too small even for the computation itself.
+    """
     again = bool(plan.recompute) and plan.recompute[stage]
     every = costs.activation_bytes[stage] if costs.activation_bytes else 0
     received = int(costs.forward_bytes[stage - 1]) if stage and costs.forward_bytes else 0
@@ -93,11 +102,14 @@ def room_of(costs: CostModel, plan: Plan, stage: int, limit: int, size: int) -> 
 
 
 def drifted_costs(usual: CostModel, seen: CostModel, plan: Plan) -> tuple[CostModel, float]:
-    """Return the `usual` costs scaled to the `seen` times, for all sizes, and the largest relative change. What was not
-    seen has not changed.
+    """Return the `usual` costs scaled to the `seen` times for all sizes, and the largest relative change.
+
+    Stages and links without an observation keep their usual costs.
 
     Args:
-        plan: what ran.
+        usual: the costs by the profile.
+        seen: the costs as measured during the run.
+        plan: the plan that ran.
     """
     seconds = dict(usual.seconds)
     most = 0.0
@@ -115,7 +127,7 @@ def drifted_costs(usual: CostModel, seen: CostModel, plan: Plan) -> tuple[CostMo
                 continue
             rows = max(span.rows for span in plan.spans(kind, stage))
             busy, latency = usual.transfer_ns(Instruction(kind, stage, span=Span(0, rows)), plan)
-            then, now = busy + latency, 1e9 * seen.seconds_at(kind, stage, rows)  # seen from its start to its arrival
+            then, now = busy + latency, 1e9 * seen.seconds_at(kind, stage, rows)  # seen from start to arrival
             longest = max(1e9 * usual.seconds_at(Kind.F, each, rows) for each in range(plan.n_stages))
             if max(then, now) < NOTICED * longest:
                 continue

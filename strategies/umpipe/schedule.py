@@ -1,4 +1,4 @@
-"""Orders for a batch that every stage, direction and link cuts in its own way."""
+"""Schedules that cut a batch differently for each stage, direction and link."""
 
 from __future__ import annotations
 
@@ -27,27 +27,30 @@ from lightning_pipes.ir import (
 from lightning_pipes.strategies.umpipe.planner import AMONG, SEARCHES, Counts, UnequalPlanner
 
 WIDEST = 16
-"""Micro-batches for each rank from which on more are hardly ever of use."""
+"""The number of micro-batches per rank from which a further increase hardly ever helps."""
 LARGEST = 2048
-"""Micro-batches on all ranks, of the largest plan that a search over schedules has cut unequally."""
+"""The maximum number of micro-batches, summed over all ranks, of plans that a search over schedules cuts unequally."""
 
 
 @dataclass(frozen=True)
 class UnequalMicrobatches(ScheduleTraits):
-    """The settings of both orders: how many micro-batches each stage makes of a batch, and each link in messages.
+    """Settings of both schedules: the number of micro-batches of each stage, and the number of messages on each link.
 
-    Where it is not set, the planner decides by what layers and links take: see `UnequalPlanner`.
+    If `forward` is empty, the planner chooses the numbers from the times of layers and links; see `UnequalPlanner`.
 
     Attributes:
-        forward: micro-batches of each stage, 1 to the samples of a batch; p of them have ceil(P / p) of P samples each,
-            the last one what is left. A batch with fewer samples has one for each.
-        backward: the same for backwards; as forward where it is empty.
-        forward_links: messages on each link to the next stage; as the stage before it computes where it is empty.
-        backward_links: messages on each link back.
-        counts: the numbers that the planner chooses from: few (1, 2, 3, 4, 6, 8, 12, ...), powers of two, or all.
+        forward: the number of micro-batches of each stage, from 1 to the number of samples in a batch. With p
+            micro-batches of a batch of P samples, each has ceil(P / p) samples, except for the last one, which has the
+            rest. If a batch has fewer samples than p, each sample is a micro-batch.
+        backward: the same for backwards. If it is empty, they have the micro-batches of `forward`.
+        forward_links: the number of messages on each link to the next stage. If it is empty, a link sends the
+            micro-batches of the stage before it.
+        backward_links: the number of messages on each link to the previous stage.
+        counts: the numbers of micro-batches among which the planner chooses: "few" (1, 2, 3, 4, 6, 8, 12, ...),
+            "powers" (of two), or "all".
 
     Raises:
-        InputError: a number below 1; backward or links without forward; other counts than these.
+        InputError: a number is below 1, backward or links are given without forward, or `counts` is unknown.
     """
 
     forward: tuple[int, ...] = ()
@@ -69,7 +72,7 @@ class UnequalMicrobatches(ScheduleTraits):
 
     @property
     def given_counts(self) -> Counts | None:
-        """The counts that the user has named."""
+        """The numbers of micro-batches that the user has set, or None."""
         if not self.forward:
             return None
         return Counts(self.forward, self.backward or self.forward, self.forward_links, self.backward_links)
@@ -77,17 +80,18 @@ class UnequalMicrobatches(ScheduleTraits):
 
 @dataclass(frozen=True)
 class UMPipe(UnequalMicrobatches, Schedule):
-    """All forwards, then all backwards, each stage with micro-batches of its own: UMPIPE (section III), of which GPipe
-    is the case that all are equal.
+    """All forwards, then all backwards, with separate micro-batches for each stage: UMPIPE (section III).
 
-    Every stage holds the whole batch before its first backward, however it is cut.
+    GPipe is the case in which all micro-batches are equal. Every stage holds the whole batch before its first backward,
+    for every cut.
 
     Attributes:
-        search: how the planner finds a cut: "exact" proves it, "genetic" is the paper's TiDGAP (section IV).
+        search: how the planner searches for a cut. "exact" also proves how good the cut is, and "genetic" is the
+            paper's TiDGAP (section IV).
 
     Raises:
-        InputError: there is no such search.
-        PlanError: there is more than one batch of one job to order.
+        InputError: the search is unknown.
+        PlanError: the plan has several batches or several jobs.
     """
 
     search: str = SEARCHES[0]
@@ -100,7 +104,7 @@ class UMPipe(UnequalMicrobatches, Schedule):
 
     @classmethod
     def list_variants(cls, n_ranks: int, microbatches: int) -> list[UMPipe]:
-        """None: `um1f1b` does the same with overlapped directions."""
+        """Return an empty list, because `um1f1b` has the same cuts with overlapping directions."""
         return []
 
     def make_planner(self) -> UnequalPlanner:
@@ -123,18 +127,18 @@ class UMPipe(UnequalMicrobatches, Schedule):
 
 @dataclass(frozen=True)
 class UM1F1B(UnequalMicrobatches, RulePolicy):
-    """Backwards as soon as they are ready, else forwards, each stage with micro-batches of its own: the paper's
-    UMPipeDream (section V-E) with one update a batch.
+    """Backwards as soon as they are ready, otherwise forwards, with separate micro-batches for each stage.
 
-    A stage holds as many samples between F and B as fit into its device's memory, and into `memory_limit`; without a
-    limit up to the whole batch.
+    This is the paper's UMPipeDream (section V-E) with one update per batch. Between F and B, a stage holds as many
+    samples as fit into the memory of its device and into `memory_limit`. Without any limit, it may hold the whole
+    batch.
 
-    With several stages a rank, handed out in turn as by `interleaved`, the bubble is smaller, and each of them has
-    micro-batches of its own: it takes as many layers as there are stages.
+    If each rank has several stages, they are assigned in turn, as in `interleaved`. This makes the bubble smaller and
+    gives each stage separate micro-batches. The model must have at least as many layers as there are stages.
 
     Attributes:
-        memory_limit: bytes that every rank may hold, such as "16GiB".
-        stages_per_rank: rank r of p holds the stages r, r + p, r + 2 p, ...
+        memory_limit: the bytes that every rank may hold, such as "16GiB".
+        stages_per_rank: the number of stages per rank. Rank r of p holds the stages r, r + p, r + 2 p, ...
     """
 
     memory_limit: int | str | None = None
@@ -143,8 +147,11 @@ class UM1F1B(UnequalMicrobatches, RulePolicy):
 
     @classmethod
     def list_variants(cls, n_ranks: int, microbatches: int) -> list[UM1F1B]:
-        """Return variants with one and two stages a rank, where there are enough numbers of micro-batches to choose
-        from; of large plans none, for a search among their cuts takes minutes."""
+        """Return variants with one and two stages per rank, if there are `WIDEST` / 2 to `WIDEST` micro-batches per
+        rank.
+
+        The list is empty for large plans, because the search among their cuts takes minutes.
+        """
         enough = WIDEST * n_ranks // 2 <= microbatches < WIDEST * n_ranks
         return [cls(), cls(stages_per_rank=2)] if enough and n_ranks * microbatches <= LARGEST else []
 

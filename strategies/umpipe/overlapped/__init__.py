@@ -1,4 +1,4 @@
-"""Unequal micro-batches with overlapping forward and backward: what they take."""
+"""Simulation of batches with unequal micro-batches and overlapping forward and backward."""
 
 from lightning_pipes.strategies.umpipe.overlapped.run import Merge, OverlappedRun, cut_of, run_overlapped
 

@@ -1,7 +1,7 @@
-"""The event loop of overlapped directions, on whole numbers and plain sequences.
+"""The event loop for overlapping directions, on integers and plain sequences.
 
-It is written once and run by Python on lists, or compiled by numba on int64 arrays, with the same numbers;
-`overlapped.tables` says what the structures hold.
+The same code is run by Python on lists, or compiled by numba on int64 arrays, with equal results. The fields of the
+structures are described in `overlapped.tables`.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -11,15 +11,18 @@ from __future__ import annotations
 from lightning_pipes.sim.loops.jit import JitKernel
 
 NEVER = 1 << 60
-"""After any time that matters."""
+"""A time that is later than any real time."""
 BACKWARD_FIRST = 0
 FORWARD_FIRST = 1
 ALL_FORWARDS_FIRST = 2
 
 
 def runner_of_process(p, width, lead):
-    """Where process p runs: the forward number of its rank's first stage, or its link, backward links after all
-    others."""
+    """Return the number of the rank or link that runs process p.
+
+    The number of a rank is the number of its first stage's forward process. The number of a forward link is the number
+    of its process. Backward links come after all of these.
+    """
     if p < width:
         return p if p % 2 == 1 else 2 * lead[p // 2]
     if p % 2 == 1:
@@ -28,12 +31,14 @@ def runner_of_process(p, width, lead):
 
 
 def run_chunks(chunks, policy, limit, memory, room, log):
-    """Return when the last backward chunk ends; NEVER if that is not before `limit`, if a stage would hold more than it
-    may, or if all wait for each other. Fills `room.peak`, and `log` if it has room.
+    """Return the time at which the last backward chunk ends.
 
-    A chunk starts as soon as its rank or link is free and the process before has finished all its rows; for the first
-    backward that is the last forward. Where a rank could start a forward and a backward, the policy says which; of
-    those of several stages it takes the first stage's.
+    The result is NEVER if this time is not before `limit`, if a stage would hold more than its maximum, or if all
+    stages wait for each other. The function fills `room.peak`, and `log` if it has room for the chunks.
+
+    A chunk starts as soon as its rank or link is free and the process before has finished all of its rows. The process
+    before the first backward process is the last forward process. If a rank could start a forward and a backward, the
+    policy decides between them. If several stages of the rank have such a chunk, the first stage runs.
     """
     rows, busy, size = chunks
     caps, weight, weight_arrived, weight_returned, most = memory
@@ -168,10 +173,10 @@ def run_chunks(chunks, policy, limit, memory, room, log):
 
 
 def improve_option(p, options, times, sizes, policies, chunks, memory, room, log, best):
-    """Take the best of the options of process p, the others given; `best` is [time, option, policy, evaluations] and
-    changes only if there is a better one.
+    """Give process p its best option while all other processes keep theirs.
 
-    `times` is flat: option q of process p takes `times[p * len(sizes) + q]`.
+    `best` is [time, option, policy, evaluations]. The first three change only if a better option is found. `times` is
+    flat: a chunk of process p with option q takes `times[p * len(sizes) + q]`.
     """
     busy = chunks.busy
     size = chunks.size
@@ -193,7 +198,10 @@ def improve_option(p, options, times, sizes, policies, chunks, memory, room, log
 
 
 def improve_cap(i, caps, policies, chunks, memory, room, log, best):
-    """Take the best of the caps of stage i, the others given; `best` is [time, cap, policy, evaluations] as above."""
+    """Give stage i its best cap while all other stages keep theirs.
+
+    `best` is [time, cap, policy, evaluations], as in `improve_option`.
+    """
     now = best[1]
     for cap in caps:
         if cap == now:

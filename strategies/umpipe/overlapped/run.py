@@ -1,10 +1,11 @@
-"""Run a batch with overlapping forward and backward; each process has its own chunk size.
+"""Simulation of a batch with overlapping forward and backward, in which each process has its own chunk size.
 
-The paper names this UMPipeDream and gives no semantics (its section V-E says "by recursion"). Here: a process runs its
-chunks in order of samples. A chunk starts when its stage or link is free and all its rows are finished in the process
-before; for the first backward process that is the last forward. A stage computes one chunk at a time, forward or
-backward, and never stops in the middle; a link moves one at a time in each direction. Where a stage could start either,
-a policy decides. No rank waits for something better.
+The paper calls this UMPipeDream and does not define its semantics (section V-E says "by recursion"). Here, they are as
+follows. A process runs its chunks in the order of samples. A chunk starts when its stage or link is free and all of its
+rows are finished in the process before. For the first backward process, this is the last forward process. A stage
+computes one chunk at a time, forward or backward, without preemption. A link transfers one chunk at a time in each
+direction. If a stage could start a forward and a backward, a policy decides between them. No rank idles to wait for a
+better chunk.
 """
 
 from __future__ import annotations
@@ -24,28 +25,31 @@ from lightning_pipes.strategies.umpipe.overlapped.tables import FREE, Chunks, Me
 
 
 class Merge(IntEnum):
-    """The chunk that a stage starts which could start a forward and a backward."""
+    """The policy of a stage that could start a forward and a backward."""
 
     BACKWARD_FIRST = kernel.BACKWARD_FIRST
-    """The backward: as 1F1B does."""
+    """The backward, as in 1F1B."""
     FORWARD_FIRST = kernel.FORWARD_FIRST
-    """The forward, if caps allow it."""
+    """The forward, if the caps allow it."""
     ALL_FORWARDS_FIRST = kernel.ALL_FORWARDS_FIRST
-    """No backward before the last forward: GPipe, whose time is the paper's E4."""
+    """No backward before the last forward, as in GPipe. The time is E4 of the paper."""
 
 
 @dataclass(frozen=True, eq=False)
 class OverlappedRun:
-    """A batch that has run: its time, its order, and the rows in flight.
+    """The result of a run: the time, order, and rows in flight of a batch.
 
     Attributes:
-        network, scheme: what was run; times are in the network's unit.
-        policy: how stages decided.
-        makespan: when the last backward ended.
-        order: of each stage the chunks in the order in which it ran them, by their number among those of their kind.
-        starts: of each process when each of its chunks began: forward from the first stage on, then backward.
-        peak_rows: of each stage the most rows that were in flight, from the start of F to the end of B.
-        caps: the rows in flight above which a stage started no further forward; None without.
+        network, scheme: the input of the run. Times are in the unit of the network.
+        policy: the policy of the stages.
+        makespan: the time at which the last backward ended.
+        order: for each stage, the kind and the index of its chunks in the order in which they ran. The index counts the
+            chunks of the same kind.
+        starts: for each process, the start times of its chunks. The forward processes come first, from the first stage
+            on, and then the backward processes.
+        peak_rows: for each stage, the maximum number of rows in flight, from the start of F to the end of B.
+        caps: for each stage, the number of rows in flight above which it started no further forward. None means no
+            caps.
     """
 
     network: Network
@@ -59,14 +63,14 @@ class OverlappedRun:
 
     @property
     def warmup_rows(self) -> tuple[int, ...]:
-        """Rows of each stage with a forward before its first backward."""
+        """The number of rows of each stage with a forward before the first backward of the stage."""
         sizes = self.network.sizes_of(self.scheme)[0][::2]
         first = ([kind for kind, _ in row].index(Kind.B) for row in self.order)
         return tuple(min(n * size, self.network.rows) for n, size in zip(first, sizes, strict=True))
 
     @cached_property
     def cut(self) -> Cut:
-        """How the batch is cut, in spans of samples."""
+        """The cut of the batch, in spans of samples."""
         return cut_of(self.network, self.scheme)
 
     def plan(self, ranks: Sequence[int] = ()) -> Plan:
@@ -87,14 +91,17 @@ class OverlappedRun:
 def run_overlapped(
     network: Network, scheme: Scheme, caps: Sequence[int] | None = None, policy: Merge = Merge.BACKWARD_FIRST
 ) -> OverlappedRun:
-    """Return how `scheme` runs; the order of its chunks is what a static program needs.
+    """Return the run of a batch with `scheme`, including the order of chunks that a static program needs.
 
     Args:
-        caps: of each stage the rows in flight above which it starts no further forward. One that has nothing in flight
-            may always start one, so a chunk can be larger than the cap.
+        network: the times of all processes and options.
+        scheme: the option of each process.
+        caps: for each stage, the number of rows in flight above which it starts no further forward. A stage with
+            nothing in flight may always start a forward, so a chunk may be larger than the cap.
+        policy: the policy of a stage that could start a forward and a backward.
 
     Raises:
-        InputError: an option that the network does not have, caps that are none, or all stages wait for each other.
+        InputError: the network does not have an option, the caps are invalid, or all stages wait for each other.
     """
     return _logged(network, scheme, caps, policy, kernel.OVERLAPPED.python)
 
@@ -136,10 +143,10 @@ def _logged(
 
 
 def chunks_of(network: Network, scheme: Scheme) -> Chunks:
-    """Return the chunks of all processes, forward then backward.
+    """Return the chunks of all processes, forward and then backward.
 
     Raises:
-        InputError: not an option for each process.
+        InputError: the scheme does not have an option for each process.
     """
     options = (*scheme.forward, *scheme.backward)
     known = range(len(network.sizes))
@@ -154,10 +161,10 @@ def chunks_of(network: Network, scheme: Scheme) -> Chunks:
 
 
 def check_caps(network: Network, caps: Sequence[int]) -> tuple[int, ...]:
-    """Return the caps as whole numbers, one for each stage.
+    """Return the caps as a tuple of integers, one for each stage.
 
     Raises:
-        InputError: they are not that, or one is below 1.
+        InputError: there is not one cap for each stage, or a cap is not an integer of at least 1.
     """
     given = tuple(caps)
     if len(given) != network.stages or not all(isinstance(c, int | np.integer) and c >= 1 for c in given):
@@ -168,13 +175,13 @@ def check_caps(network: Network, caps: Sequence[int]) -> tuple[int, ...]:
 
 
 def in_flight(network: Network, caps: Sequence[int]) -> Memory:
-    """Return memory that counts rows in flight and nothing else."""
+    """Return the memory tables that count only rows in flight."""
     each = network.stages
     return Memory(tuple(caps), (1,) * each, (0,) * each, (0,) * each, (FREE,) * each)
 
 
 def cut_of(network: Network, scheme: Scheme) -> Cut:
-    """Return how `scheme` cuts a batch, in spans of samples: of stages, and of links by the stage that sends."""
+    """Return the cut of a batch by `scheme`, in spans of samples. Links are listed by the stage that sends."""
     forward, backward = ([spans_of_size(network.rows, size) for size in sizes] for sizes in network.sizes_of(scheme))
     backward = backward[::-1]  # from the first stage on, as a cut lists them
     return Cut(

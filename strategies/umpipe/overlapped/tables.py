@@ -1,8 +1,9 @@
-"""The structures that the kernel of overlapped directions takes.
+"""The structures that the kernel for overlapping directions takes.
 
-Every field is a list of whole numbers, or for compiled code an int64 array; a letter says by what it is listed: p is a
-process, i a stage, r what runs one chunk at a time. Processes of both directions are one chain of 2 K, as samples pass
-them: p from 0 to K - 1 forward, from K to 2 K - 1 backward. Stage i computes the chunks of p = 2 i and 2 K - 1 - 2 i.
+Every field is a list of integers, or an int64 array for compiled code. A letter specifies the index of the list: p is a
+process, i is a stage, and r is a rank or link, which runs one chunk at a time. The processes of both directions form
+one chain of 2 K processes, in the order in which samples pass through them: p from 0 to K - 1 is forward, and p from K
+to 2 K - 1 is backward. Stage i computes the chunks of p = 2 i and p = 2 K - 1 - 2 i.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from lightning_pipes.sim.loops.jit import Kernel
 from lightning_pipes.sim.loops.tables import Numbers
 
 FREE = 1 << 40
-"""More rows and bytes than a stage has."""
+"""More rows or bytes than a stage can have."""
 
 
 class Chunks(NamedTuple):
-    """How a batch is cut.
+    """The chunks of a batch in each process.
 
     Attributes:
-        rows: samples of the batch.
-        busy: (p) what a chunk takes.
-        size: (p) samples of a chunk, the last one may have fewer.
+        rows: the number of samples in the batch.
+        busy: (p) the duration of a chunk.
+        size: (p) the number of samples in a chunk. The last chunk may have fewer.
     """
 
     rows: int
@@ -34,14 +35,14 @@ class Chunks(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """The room that rows take on stages, in any unit, and that there is.
+    """The memory that rows need on each stage and the memory that the stage has, in any unit.
 
     Attributes:
-        caps: (i) rows in flight above which no further forward starts, unless nothing is in flight.
-        held: (i) what a row takes from the start of its forward to the end of its backward.
-        arrived: (i) what a row takes from its arrival to the start of its forward.
-        returned: (i) what a row's gradient takes from its arrival to the start of its backward.
-        most: (i) what the stage may hold; nothing that holds more is an answer.
+        caps: (i) the number of rows in flight above which no further forward starts, unless nothing is in flight.
+        held: (i) the memory of a row from the start of its forward to the end of its backward.
+        arrived: (i) the memory of a row from its arrival to the start of its forward.
+        returned: (i) the memory of a row's gradient from its arrival to the start of its backward.
+        most: (i) the maximum memory of the stage. A run that needs more is not a valid result.
     """
 
     caps: Numbers
@@ -52,17 +53,20 @@ class Memory(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Stages that share a rank, and the notes of `kernel.run_chunks`.
+    """The stages that share a rank, and the working memory of `kernel.run_chunks`.
 
     Attributes:
-        lead, beside: (i) the first stage on its rank, and the next one there, the first after the last.
-        begun, done: (p) rows whose chunks have begun, and ended.
-        rest: (p) what the chunks that have not begun take.
-        tail: (p) what the processes after it take at least.
-        idle: (r) whether it runs nothing.
-        running, ends: the processes whose chunks are under way and when these end, the soonest last.
-        touched: those r that something happened to, twice as long as there are r.
-        flying, level, peak: (i) rows in flight, what is held now, and what was held at most.
+        lead: (i) the first stage on the rank of this stage.
+        beside: (i) the next stage on the same rank. After the last stage, this is the first one.
+        begun, done: (p) the number of rows whose chunks have begun, and ended.
+        rest: (p) the total duration of the chunks that have not begun.
+        tail: (p) the minimum duration of the processes after it.
+        idle: (r) whether it is idle.
+        running, ends: the processes whose chunks are running and the end times of these chunks, with the earliest end
+            last.
+        touched: the numbers r of ranks and links for which something changed. It has twice as many entries as there are
+            r.
+        flying, level, peak: (i) the number of rows in flight, the memory in use, and the peak of the memory in use.
     """
 
     lead: Numbers
@@ -81,12 +85,12 @@ class Room(NamedTuple):
 
 
 class Log(NamedTuple):
-    """The chunks as they ran; nothing is written where `starts` is empty.
+    """The chunks in the order in which they ran. Nothing is written if `starts` is empty.
 
     Attributes:
-        first: (p) where its first chunk is in the other two.
-        starts: when each chunk began.
-        turns: as how many-th of all chunks.
+        first: (p) the index of the process's first chunk in the other two lists.
+        starts: the start time of each chunk.
+        turns: the position of each chunk in the order in which all chunks started.
     """
 
     first: Numbers
@@ -95,7 +99,7 @@ class Log(NamedTuple):
 
 
 def make_room(kernel: Kernel, stages: int, ranks: Sequence[int] = ()) -> Room:
-    """Return notes for so many stages, which sit on these ranks; by default each on one of its own."""
+    """Return the working memory for `stages` stages on these ranks, by default with a rank for each stage."""
     processes, runners = 4 * stages - 2, 3 * stages - 2
     lengths = (*(processes,) * 4, *(runners,) * 3, 2 * runners, *(stages,) * 3)
     where = tuple(ranks) or tuple(range(stages))
@@ -106,7 +110,7 @@ def make_room(kernel: Kernel, stages: int, ranks: Sequence[int] = ()) -> Room:
 
 
 def make_log(kernel: Kernel, chunks: Chunks | None = None) -> Log:
-    """Return room for all of `chunks`; without, nothing is logged."""
+    """Return a log with room for all `chunks`. Without `chunks`, nothing is logged."""
     if chunks is None:
         return Log(kernel.fill(0), kernel.fill(0), kernel.fill(0))
     counts = [-(-chunks.rows // int(size)) for size in chunks.size]
@@ -115,7 +119,8 @@ def make_log(kernel: Kernel, chunks: Chunks | None = None) -> Log:
 
 
 def make_memory(kernel: Kernel, stages: int, memory: Memory | None = None) -> Memory:
-    """Return `memory` for the kernel; without, rows in flight count, and nothing is limited."""
+    """Return `memory` in the form that the kernel takes. By default, the rows in flight are counted and nothing is
+    limited."""
     if memory is None:
         memory = Memory(*((value,) * stages for value in (FREE, 1, 0, 0, FREE)))
     return Memory(*map(kernel.copy, memory))

@@ -1,4 +1,4 @@
-"""Schemes: what they take, and the best ones, all forwards before all backwards."""
+"""Evaluation of schemes, and searches for the best scheme that runs all forwards before all backwards."""
 
 from lightning_pipes.strategies.umpipe.search.chain import SchemeSolution, evaluate_schemes
 from lightning_pipes.strategies.umpipe.search.exact import (

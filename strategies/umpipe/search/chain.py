@@ -1,4 +1,4 @@
-"""One direction of a pipeline, as the searches see it: forward and backward are problems of their own."""
+"""One direction of a pipeline. The searches solve forward and backward as separate problems."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from lightning_pipes.strategies.umpipe.search.kernel import CHUNKS
 
 
 class CutTables(Protocol):
-    """A pipeline that is to be cut: a `Network`, or tables with a column for every count of chunks."""
+    """The problem of cutting a batch: a `Network`, or tables with a column for every number of chunks."""
 
     @property
     def rows(self) -> int:
-        """Samples of a batch."""
+        """The number of samples in a batch."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Samples of a chunk by option; they never rise."""
+        """The number of samples in a chunk for each option, in non-increasing order."""
 
     @property
     def forward(self) -> Times:
-        """The time of a chunk, a row for each process and a column for each option."""
+        """The duration of a chunk, with a row for each process and a column for each option."""
 
     @property
     def backward(self) -> Times:
@@ -34,7 +34,7 @@ class CutTables(Protocol):
 
 
 class Chain(NamedTuple):
-    """The processes of one direction: `times[k, q]` is what a chunk of `sizes[q]` samples takes in process k."""
+    """The processes of one direction: `times[k, q]` is the duration of a chunk of `sizes[q]` samples in process k."""
 
     rows: int
     sizes: Times
@@ -42,41 +42,42 @@ class Chain(NamedTuple):
 
     @property
     def processes(self) -> int:
-        """K = 2 N - 1."""
+        """K = 2 N - 1, the number of processes."""
         return len(self.times)
 
     @property
     def options(self) -> int:
-        """Q."""
+        """Q, the number of options."""
         return len(self.sizes)
 
     @property
     def counts(self) -> Times:
-        """Number of chunks by option."""
+        """The number of chunks for each option."""
         return -(-self.rows // self.sizes)
 
     @property
     def equal_schemes(self) -> Times:
-        """GPipe's schemes as rows: all processes take option 0, all take option 1, and so on."""
+        """GPipe's schemes as rows: all processes take option 0, all processes take option 1, and so on."""
         return np.repeat(np.arange(self.options)[:, None], self.processes, axis=1)
 
 
 def chains_of_network(cuts: CutTables) -> tuple[Chain, Chain]:
-    """Return the forward and the backward chain. A batch takes the sum of their times, as backward waits for all
-    forwards."""
+    """Return the forward and the backward chain.
+
+    The time of a batch is the sum of the times of both chains, because backward begins after all forwards.
+    """
     sizes = np.array(cuts.sizes, np.int64)
     return Chain(cuts.rows, sizes, cuts.forward), Chain(cuts.rows, sizes, cuts.backward)
 
 
 @dataclass(frozen=True)
 class SchemeSolution:
-    """A scheme that was found.
+    """A scheme found by a search.
 
     Attributes:
         scheme: the options of all processes.
-        value: what a batch takes with it, all forwards before all backwards, in the network's unit.
-        lower_bound: no scheme that the search may take goes below this.
-        is_proven: nor does any go below `value`.
+        value: the time of a batch with this scheme, all forwards before all backwards, in the unit of the network.
+        lower_bound: a lower bound for the value of all schemes that the search considers.
     """
 
     scheme: Scheme
@@ -85,21 +86,20 @@ class SchemeSolution:
 
     @property
     def is_proven(self) -> bool:
-        """Whether no scheme that the search may take is better."""
+        """Whether the scheme is proven to be the best one that the search considers."""
         return self.lower_bound >= self.value
 
     @property
     def gap(self) -> float:
-        """How much better another scheme may be at most, as a share of the lower bound."""
+        """The maximum share of the lower bound by which another scheme may be better."""
         return (self.value - self.lower_bound) / max(1, self.lower_bound)
 
 
 def evaluate_schemes(network: CutTables, schemes: Sequence[Scheme]) -> Times:
-    """Return the time that a batch takes with each scheme, all forwards before all backwards (E4), in the network's
-    unit.
+    """Return the time of a batch with each scheme, all forwards before all backwards (E4), in the unit of the network.
 
     Raises:
-        InputError: a scheme that does not name an option for each process.
+        InputError: a scheme does not have an option for each process.
     """
     return sum(
         (
@@ -111,10 +111,10 @@ def evaluate_schemes(network: CutTables, schemes: Sequence[Scheme]) -> Times:
 
 
 def people_of(network: CutTables, schemes: Sequence[Scheme]) -> tuple[Times, Times]:
-    """Return the genes of schemes, a row each: forward, and backward.
+    """Return the genes of the schemes, forward and backward, with a row for each scheme.
 
     Raises:
-        InputError: a scheme that does not name an option for each process.
+        InputError: a scheme does not have an option for each process.
     """
     shape = (len(schemes), len(network.forward))
     for number, scheme in enumerate(schemes):
@@ -129,7 +129,7 @@ def people_of(network: CutTables, schemes: Sequence[Scheme]) -> tuple[Times, Tim
 
 
 def evaluate_genes(chain: Chain, people: Times) -> Times:
-    """Return when the batch has left the chain, for each row of genes; `kernel.end_of_chain` in a row."""
+    """Return the time at which the batch has left the chain, for each row of genes; see `kernel.end_of_chain`."""
     counts = chain.counts
     run = CHUNKS.select(int(counts[people].sum()) if len(people) else 0).run
     ends = np.zeros(len(people), np.int64)

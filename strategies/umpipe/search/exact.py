@@ -1,4 +1,4 @@
-"""The best scheme of all, and the proof: labels process by process, as in shortest paths with several resources."""
+"""Exact search for the best scheme: labels per process, as in shortest paths with several resources."""
 
 from __future__ import annotations
 
@@ -21,41 +21,46 @@ from lightning_pipes.strategies.umpipe.search.chain import (
 from lightning_pipes.strategies.umpipe.search.kernel import CHUNKS
 
 BEAMS = (4, 32, 256, 2048)
-"""Labels that are kept of a process; a search that had to drop none has proven its result."""
+"""The numbers of labels that are kept per process. A search that dropped no label has proven its result."""
 SHARPENED = 1
-"""The number of the beam after which suffixes are found."""
+"""The index of the beam after which bounds are sharpened by suffixes."""
 ROOM = 8
-"""Labels that are made before those that promise least are dropped, for each that is kept."""
+"""The number of labels made per kept label, before the labels with the worst bounds are dropped."""
 LARGEST = 2**23
-"""Numbers of the labels that are made of a process at once, 64 MiB."""
+"""The maximum number of integers in the labels of a process that are made at once: 64 MiB."""
 STARTS = 4
-"""Of coordinate descent, at the best equal partitions."""
+"""The number of the best equal schemes from which coordinate descent begins."""
 SUFFIXES = 16
-"""Of a process, merged until no more are left, where small beams have not proven their result."""
+"""The maximum number of suffixes per process. Further suffixes are merged. They are used if small beams prove nothing.
+"""
 ELIMINATIONS = 6
-"""Rounds at most; each makes bounds tighter, which eliminates more."""
+"""The maximum number of rounds. Each round tightens the bounds, which eliminates more options."""
 
 
 def search_optimum(
     network: CutTables, seconds: float | None = None, gap: float = 0.0, beams: Sequence[int] = BEAMS
 ) -> SchemeSolution:
-    """Return the best scheme, all forwards before all backwards; or the best one found, where the search stops early.
+    """Return the best scheme with all forwards before all backwards, or the best scheme found if the search stops
+    early.
 
-    Forward and backward do not wait for each other but at the barrier, so they are searched one after the other. A
-    label is when samples leave a process; one that is nowhere later than another makes it useless, as nothing that
-    comes next is sooner for coming later. Bounds and elimination are `kernel.bound_options`'s.
+    Forward and backward wait for each other only at the barrier, so they are searched one after the other. A label
+    consists of the times at which samples leave a process. A label is dropped if another label is nowhere later,
+    because a later sample never makes a later process faster. For bounds and the elimination of options, see
+    `kernel.bound_options`.
 
-    The search starts at the best equal partitions and coordinate descent from there, so the scheme is never worse than
-    GPipe's.
+    The search begins with the best equal schemes and coordinate descent from them, so the result is never worse than
+    GPipe's best scheme.
 
     Args:
-        seconds: after which it stops between two processes; half of them are for either direction. None: when the
-            largest beam is done.
-        gap: a share of the lower bound by which the result may be worse than the optimum.
-        beams: the first of `BEAMS`, fewer for less effort whatever the clock says.
+        network: the times of all processes and options.
+        seconds: the time limit, which is checked between two processes. Half of it is for each direction. None means
+            that the search ends after the largest beam.
+        gap: the share of the lower bound by which the result may be worse than the optimum.
+        beams: the numbers of labels to keep, in ascending order. The first few of `BEAMS` limit the effort without a
+            clock.
 
     Raises:
-        InputError: the gap is no share.
+        InputError: the gap is negative or infinite.
     """
     check_number("gap", gap, "a share of 0 or more", lambda x: 0 <= x < math.inf)
     found = []
@@ -82,11 +87,11 @@ class _Search:
     """The search in one chain.
 
     Attributes:
-        genes, value: the best so far.
-        lower_bound: what no scheme goes below.
-        allowed: (process, option) that may be part of a scheme that goes below the limit.
+        genes, value: the best scheme found so far.
+        lower_bound: a lower bound for the value of all schemes.
+        allowed: (process, option) whether the option may be part of a scheme whose value is below the limit.
         heads, rests: (process, sample) see `kernel.bound_options`.
-        suffixes: of each process, before it, see `sharpen_bounds`; empty until then.
+        suffixes: for each process, the suffixes that begin there; see `sharpen_bounds`. Empty until then.
         sharpened: whether the small beams are done.
     """
 
@@ -105,22 +110,25 @@ class _Search:
 
     @property
     def target_bound(self) -> int:
-        """A lower bound that leaves no more than the gap."""
+        """The lower bound at which the remaining gap is small enough."""
         return math.ceil(self.value / (1 + self.gap))
 
     @property
     def limit(self) -> int:
-        """Schemes that do not go below this are not looked for: small beams look for all that are better, large ones
-        only for those that are better by the gap."""
+        """The value below which the search looks for schemes.
+
+        Small beams look for every better scheme. Large beams only look for schemes that are better by more than the
+        gap.
+        """
         return self.target_bound if self.sharpened else self.value
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is left to find."""
+        """Whether the lower bound is high enough to end the search."""
         return self.lower_bound >= self.target_bound
 
     def run(self, beams: Sequence[int]) -> _Search:
-        """Run the search with growing beams, and return itself."""
+        """Run the search with increasing beams, and return this object."""
         self.eliminate_options()
         for turn, beam in enumerate(beams):
             if self.is_done or read_seconds() > self.end:
@@ -134,7 +142,7 @@ class _Search:
         return self
 
     def eliminate_options(self) -> None:
-        """Drop options that cannot improve on the value, and raises the lower bound."""
+        """Disallow options that cannot improve the value, and raise the lower bound."""
         chain = self.chain
         for _ in range(ELIMINATIONS):
             before = int(self.allowed.sum())
@@ -153,10 +161,12 @@ class _Search:
                 break
 
     def sharpen_bounds(self) -> None:
-        """Find suffixes of which each rest of a scheme is at least as long as one: the least of groups of them, as in a
-        relaxed decision diagram. They bound labels more tightly than the least of all, and raise the lower bound.
+        """Compute suffixes that bound labels more tightly than `rests`, and raise the lower bound.
 
-        Those are grouped whose first sample takes longer than their last by about as much.
+        A suffix is the remaining time from each sample on. Every completion of a scheme takes at least as long as one
+        of the suffixes of its process. If there are too many suffixes, they are divided into groups, and each group is
+        replaced by its minimum, as in a relaxed decision diagram. A group has suffixes with a similar difference
+        between the first and the last sample.
         """
         chain = self.chain
         rests = np.zeros((1, chain.rows + 1), np.int64)
@@ -184,13 +194,13 @@ class _Search:
         self.lower_bound = max(self.lower_bound, min(int(rests[:, 1].min()), self.limit))
 
     def extend_labels(self, beam: int) -> None:
-        """Extend labels from the first process to the last, at most `beam` of each."""
+        """Extend labels from the first process to the last, and keep at most `beam` labels per process."""
         chain, limit = self.chain, self.limit
         room = max(ROOM * beam, 2 * chain.options)
         marks = self.chunk_ends(0)
         labels = np.zeros((1, len(marks)), np.int64)
         history: list[_Level] = []
-        dropped = limit  # the least that a dropped label promised
+        dropped = limit  # the lowest bound of the dropped labels
         for k in range(chain.processes):
             if read_seconds() > self.end:
                 return
@@ -220,8 +230,8 @@ class _Search:
     def grow_labels(
         self, k: int, labels: Times, place: Times, marks: Times, limit: int, room: int
     ) -> tuple[Times, Times, int]:
-        """Return labels after process k, their notes, and the least that a label promised for which there was no
-        room."""
+        """Return the labels after process k, their notes, and the lowest bound of the labels dropped for lack of room.
+        """
         chain = self.chain
         options = np.flatnonzero(self.allowed[k])
         room = min(room, len(labels) * len(options), max(LARGEST // len(marks), 2 * len(options)))
@@ -259,8 +269,8 @@ class _Search:
         return parts[0][0], parts[0][1], dropped
 
     def chunk_ends(self, k: int) -> Times:
-        """Return the samples that end a chunk of an option that process k may take; after the last process, the
-        batch's."""
+        """Return the samples that end a chunk of any allowed option of process k, or of the batch after the last
+        process."""
         chain = self.chain
         if k == chain.processes:
             return np.array([chain.rows])
@@ -269,12 +279,15 @@ class _Search:
 
 
 ROUNDS = 50
-"""Of global greedy at most; it stops where a round changes nothing, usually after three to six."""
+"""The maximum number of rounds of global greedy. It stops after a round without a change, usually after three to six.
+"""
 
 
 def best_equal_scheme(network: CutTables) -> SchemeSolution:
-    """Return the best scheme of GPipe's, where all processes have the same option; the coarsest of equally good
-    ones."""
+    """Return GPipe's best scheme, in which all processes have the same option.
+
+    If several schemes are equally good, the coarsest one is returned.
+    """
     forward, backward = chains_of_network(network)
     ends = evaluate_genes(forward, forward.equal_schemes) + evaluate_genes(backward, backward.equal_schemes)
     best = int(ends.argmin())
@@ -283,18 +296,25 @@ def best_equal_scheme(network: CutTables) -> SchemeSolution:
 
 
 def local_greedy(network: CutTables) -> SchemeSolution:
-    """Return the paper's LG (A5): each process in order takes the option with which the batch leaves it soonest.
+    """Return the scheme of the paper's LG (A5): each process in order takes the option with which the batch leaves it
+    first.
 
-    The first process takes what it ends soonest with alone, often the whole batch, and others wait for it. No bound.
+    The first process takes the option with which it ends first on its own. This is often the whole batch, for which all
+    other processes wait. No bound is computed, so the solution's lower bound is 0.
     """
     return _of([choose_locally(chain) for chain in chains_of_network(network)])
 
 
 def global_greedy(network: CutTables, start: Scheme | None = None, rounds: int = ROUNDS) -> SchemeSolution:
-    """Return the paper's GG (A6): rounds of coordinate descent, each process taking what is best with all others as
-    they are.
+    """Return the scheme of the paper's GG (A6): rounds of coordinate descent.
 
-    It starts at the best equal scheme by default. No bound.
+    Each process in order takes the option that is best if all others stay as they are. No bound is computed, so the
+    solution's lower bound is 0.
+
+    Args:
+        network: the times of all processes and options.
+        start: the scheme from which to begin. By default, this is the best equal scheme.
+        rounds: the maximum number of rounds.
     """
     schemes = start or best_equal_scheme(network).scheme
     return _of(
@@ -306,7 +326,7 @@ def global_greedy(network: CutTables, start: Scheme | None = None, rounds: int =
 
 
 def choose_locally(chain: Chain) -> tuple[Times, int]:
-    """Return genes of `kernel.choose_locally`, and when the batch has left the chain."""
+    """Return the genes of `kernel.choose_locally`, and the time at which the batch has left the chain."""
     genes = np.zeros(chain.processes, np.int64)
     ready, left, rest = np.zeros((3, chain.rows + 1), np.int64)
     run = CHUNKS.select(chain.processes * int(chain.counts.sum())).run
@@ -315,7 +335,7 @@ def choose_locally(chain: Chain) -> tuple[Times, int]:
 
 
 def descend_globally(chain: Chain, start: Times, rounds: int = ROUNDS) -> tuple[Times, int]:
-    """Return genes of `kernel.descend_by_process` from `start` on, and when the batch has left the chain."""
+    """Return the genes of `kernel.descend_by_process`, and the time at which the batch has left the chain."""
     genes = np.array(start, np.int64)
     ready, left = np.zeros((2, chain.rows + 1), np.int64)
     rests = np.zeros((chain.processes + 1, chain.rows + 1), np.int64)

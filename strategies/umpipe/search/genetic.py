@@ -19,23 +19,26 @@ from lightning_pipes.strategies.umpipe.search.chain import (
 )
 
 Evaluator = Callable[[Chain, Times], Any]
-"""When the batch has left a chain, for each row of genes."""
+"""Function that returns the time at which the batch has left the chain, for each row of genes."""
 
 
 METHODS = {"GAP": 1, "DGAP": 2, "OiDGAP": 2, "TiGAP": 1, "TiDGAP": 2}
-"""Chromosomes of an individual. What else the five differ in is how an individual is evaluated, to the same number."""
+"""The number of chromosomes of an individual.
+
+The five methods also differ in how they evaluate an individual, but the values are the same.
+"""
 
 
 @dataclass(frozen=True)
 class SchemeEvolution:
-    """Settings; the paper leaves some open.
+    """Settings of an evolution. The paper does not specify all of them.
 
     Attributes:
-        population: individuals, and children of each generation.
-        generations: how many.
-        mutation: how often a gene is drawn anew.
-        start: "equal" begins with GPipe's schemes, the best ones where there are more than individuals, and fills up
-            at random; "random" has none of them but by chance.
+        population: the number of individuals, and the number of children in each generation.
+        generations: the number of generations.
+        mutation: the probability that a gene is drawn again.
+        start: the initial population. "equal" begins with GPipe's schemes, or with the best of them if there are more
+            schemes than individuals, and adds random individuals. "random" draws all individuals at random.
     """
 
     population: int = 100
@@ -53,12 +56,13 @@ class SchemeEvolution:
 
 @dataclass(frozen=True)
 class EvolutionResult:
-    """The end of an evolution.
+    """The result of an evolution.
 
     Attributes:
         best: the best individual, as the paper returns it.
-        recombined: the best forward and the best backward genes that any survivor has; they do not wait for each other.
-        history: the best individual's value at first, and after each generation.
+        recombined: the best forward genes and the best backward genes of all survivors, which do not depend on each
+            other.
+        history: the value of the best individual at the start and after each generation.
     """
 
     best: SchemeSolution
@@ -73,18 +77,23 @@ def evolve_schemes(
     settings: SchemeEvolution | None = None,
     evaluator: Evaluator = evaluate_genes,
 ) -> EvolutionResult:
-    """Return the best scheme of a population that evolves (A2).
+    """Return the best scheme of an evolving population (A2).
 
-    With two chromosomes, forward genes C and backward genes D are parents for what they are worth themselves: four
-    parents, two from the better half by C and two from the better half by D. With one, two parents from the better half
-    by the sum. Each pair mixes gene by gene at random; parents and children together compete for the next generation by
-    the sum of both directions.
+    With two chromosomes, forward genes C and backward genes D are selected by their own values: two parents from the
+    better half by C, and two parents from the better half by D. With one chromosome, two parents are drawn from the
+    better half by the sum of both values. Each pair of parents is mixed gene by gene at random. Parents and children
+    compete for the next generation by the sum of both directions.
 
     Args:
-        evaluator: by default compiled loops; with those of the paper populations are the same.
+        network: the times of all processes and options.
+        method: one of `METHODS`.
+        seed: the seed of the random numbers.
+        settings: the settings of the evolution. None means the defaults.
+        evaluator: the function that evaluates genes, by default a compiled loop. The paper's evaluators result in the
+            same populations.
 
     Raises:
-        InputError: no such method.
+        InputError: the method is unknown.
     """
     if method not in METHODS:
         raise InputError(f"no genetic algorithm {method!r}; there are {', '.join(METHODS)}")
@@ -101,11 +110,11 @@ def evolve_schemes(
 
 
 class _Population:
-    """Individuals.
+    """The individuals of one generation.
 
     Attributes:
-        genes: (direction, individual, process).
-        values: (direction, individual) when the batch has left the chain.
+        genes: (direction, individual, process) the option of each process.
+        values: (direction, individual) the time at which the batch has left the chain.
     """
 
     def __init__(
@@ -122,13 +131,13 @@ class _Population:
         self.values = self.evaluate_genes(self.genes)
 
     def evaluate_genes(self, genes: Times) -> Times:
-        """Return the times of both directions of each individual."""
+        """Return the times of both directions for each individual."""
         return np.stack(
             [np.asarray(self.evaluator(chain, each), np.int64) for chain, each in zip(self.chains, genes, strict=True)]
         )
 
     def breed_generation(self, chromosomes: int) -> None:
-        """The next generation."""
+        """Replace the individuals by the next generation."""
         total = self.values.sum(axis=0)
         count, better = len(total), max(1, len(total) // 2)
         ranks = np.argsort(self.values if chromosomes == 2 else total[None], axis=1, kind="stable")[:, :better]
@@ -146,7 +155,7 @@ class _Population:
         self.genes, self.values = genes[:, kept], values[:, kept]
 
     def make_solution(self, forward: int, backward: int) -> SchemeSolution:
-        """Return the forward genes of one individual and the backward genes of another."""
+        """Return the solution with the forward genes of one individual and the backward genes of another."""
         there, back = self.genes[0, forward].tolist(), self.genes[1, backward].tolist()
         return SchemeSolution(
             Scheme(tuple(there), tuple(back)), int(self.values[0, forward] + self.values[1, backward]), 0

@@ -1,13 +1,15 @@
-"""The inner loops over chunks, on whole numbers: run by Python, or compiled by numba.
+"""The inner loops over chunks, on integers. They are run by Python or compiled by numba.
 
-All are in one file, as numba looks only at a function's own file to see whether what it has kept is still so.
+All functions are in one file, because numba only checks a function's own file when it decides whether a cached function
+is still valid.
 
-Samples are numbered from 1 to `rows`, as in the paper. `ready[j]` is when sample j has left a process, `rest[j]` what
-it takes at least from then on until the whole batch has left the last one. `genes` are the options of a chain's
-processes.
+Samples are numbered from 1 to `rows`, as in the paper. `ready[j]` is the time at which sample j has left the process
+before. `rest[j]` is the minimum time from then until the whole batch has left the last process. `genes` are the options
+of the processes of a chain.
 
-A label is what a scheme of the first processes comes to: when samples have left the last of them, at the marks, the
-samples that end a chunk of an option that the next process may still take. Others do not count for what comes next.
+A label describes the result of a scheme of the first processes: the times at which samples have left the last of them.
+It contains only the samples at the marks, which are the samples that end a chunk of an option that the next process may
+still take. Other samples do not affect the following processes.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -18,9 +20,11 @@ from lightning_pipes.sim.loops.jit import JitKernel
 
 
 def end_of_chain(rows, sizes, times, genes, before, after):
-    """Return when the batch has left a chain (E_{K,P} of E4), by E2: chunk i of process k starts when its last sample
-    has left process k - 1 and chunk i - 1 has left process k. `before` and `after` have room for the ends of a
-    process's chunks."""
+    """Return the time at which the batch has left a chain (E_{K,P} of E4), computed by E2.
+
+    Chunk i of process k starts when its last sample has left process k - 1 and chunk i - 1 has left process k. `before`
+    and `after` have room for the end times of the chunks of a process.
+    """
     before[0] = 0
     size = rows
     t = 0
@@ -46,13 +50,13 @@ def end_of_chain(rows, sizes, times, genes, before, after):
 
 
 def ends_of_chains(rows, sizes, times, people, before, after, ends):
-    """Fill `ends` with what `end_of_chain` says of each row of `people`."""
+    """Fill `ends` with the result of `end_of_chain` for each row of `people`."""
     for i in range(len(people)):
         ends[i] = end_of_chain(rows, sizes, times, people[i], before, after)
 
 
 def pass_process(rows, size, time, ready, left):
-    """Fill `left` with when samples that were `ready` have left a process."""
+    """Fill `left` with the times at which samples leave a process, given the times `ready` at which they reach it."""
     t = 0
     begin = 1
     while begin <= rows:
@@ -66,7 +70,8 @@ def pass_process(rows, size, time, ready, left):
 def rest_before_process(rows, size, time, rest, longer):
     """Fill `longer` with the `rest` of samples before a process, given the `rest` after it.
 
-    An earlier sample of a chunk never has less before it than a later one, so the first one's `rest` counts.
+    The `rest` of the samples of a chunk never increases from one sample to the next, so the first sample of the chunk
+    determines it.
     """
     t = 0
     begin = (rows - 1) // size * size + 1
@@ -80,7 +85,7 @@ def rest_before_process(rows, size, time, rest, longer):
 
 
 def end_through_process(rows, size, time, ready, rest):
-    """Return when the batch has left the chain, if this process has chunks of `size` samples."""
+    """Return the time at which the batch has left the chain, if this process has chunks of `size` samples."""
     t = 0
     last = 0
     begin = 1
@@ -93,8 +98,11 @@ def end_through_process(rows, size, time, ready, rest):
 
 
 def choose_locally(rows, sizes, times, genes, ready, left, rest):
-    """Fill `genes` with the paper's A5: from the first process to the last, the option with which the batch leaves it
-    soonest; the largest chunks of several. `rest` is all 0."""
+    """Fill `genes` with the result of the paper's A5.
+
+    From the first process to the last, each process takes the option with which the batch leaves it first. If several
+    options are equally good, it takes the one with the largest chunks. All entries of `rest` are 0.
+    """
     for j in range(rows + 1):
         ready[j] = 0
     for k in range(len(genes)):
@@ -109,11 +117,14 @@ def choose_locally(rows, sizes, times, genes, ready, left, rest):
 
 
 def descend_by_process(rows, sizes, times, genes, rounds, ready, left, rests):
-    """Return when the batch has left the chain after the paper's A6 from `genes` on, which it changes: in each of
-    `rounds` rounds, every process takes the option with which it is soonest, all others being as they are.
+    """Return the time at which the batch has left the chain after the paper's A6, which begins at `genes` and changes
+    them.
 
-    Rows of `rests` have room for the rest after each process, and before the first. A round takes K Q passes of one
-    process, not of the whole chain: what comes before and after it is known.
+    In each of at most `rounds` rounds, every process takes the option with which the batch leaves the chain first,
+    while all other processes keep their options.
+
+    The rows of `rests` have room for the rest before each process and after the last one. A round takes K Q passes of
+    one process, not of the whole chain, because the times before and after the process are already known.
     """
     processes = len(genes)
     last = 0
@@ -142,12 +153,13 @@ def descend_by_process(rows, sizes, times, genes, rounds, ready, left, rests):
 
 
 def bound_options(rows, sizes, times, allowed, limit, heads, rests, left):
-    """Return a lower bound of schemes of `allowed` options, or `limit` if none goes below; disallow options that
-    cannot.
+    """Return a lower bound for the schemes of `allowed` options, or `limit` if no scheme is below it.
 
-    Row k of `heads` comes to when each sample is ready for process k at the earliest, of `rests` to what it takes from
-    there on at least: the least of all options, sample by sample. So both may belong to no scheme, and are never too
-    long.
+    Options that cannot be part of a scheme below `limit` are disallowed.
+
+    Row k of `heads` is filled with the earliest time at which each sample is ready for process k, and row k of `rests`
+    with the minimum time from there on. Both are the minimum over all options, sample by sample. They may not belong to
+    any scheme, but they are never too long.
     """
     processes = len(times)
     never = limit + 1
@@ -186,10 +198,12 @@ def bound_options(rows, sizes, times, allowed, limit, heads, rests, left):
 
 
 def extend_suffixes(rows, sizes, times, options, limit, ready, rests, made, notes):
-    """Return the number of suffixes `made`: what it takes at least from each sample on before a process, one for each
-    of its `options` and of the `rests` after it, unless it cannot go below `limit` as samples are `ready`.
+    """Return the number of suffixes in `made`.
 
-    The rows of `notes` come to the sum of each, and by how much its first sample takes longer than its last.
+    A suffix is the minimum time from each sample on before a process. There is one suffix for each of the `options` of
+    the process and each of the `rests` after it. Suffixes that cannot be below `limit` with samples that are ready at
+    `ready` are left out. The rows of `notes` are filled with the sum of each suffix, and with the difference between
+    its first and last sample.
     """
     count = 0
     for q in options:
@@ -208,13 +222,15 @@ def extend_suffixes(rows, sizes, times, options, limit, ready, rests, made, note
 
 
 def extend_labels(rows, sizes, times, options, limit, rest, rests, place, marks, labels, first, made, notes):
-    """Return the number of labels `made`, and of the first label that was not extended: each of `labels` from number
-    `first` on by each of the `options` of the next process, unless it cannot go below `limit`; stops where there may
-    not be room for one more label's.
+    """Return the number of labels in `made`, and the number of the first label that was not extended.
 
-    `place[j]` is the number of the mark j of `labels`, `marks` are those of `made`. What follows takes at least `rest`
-    from each sample on, and at least one of the rows of `rests` from each mark on. The rows of `notes` come to the
-    parent, the option, the bound, and the sum of the times of each.
+    Each label from number `first` on is extended by each of the `options` of the next process, unless the result cannot
+    be below `limit`. The function stops when `made` might not have enough room for the extensions of one more label.
+
+    `place[j]` is the index of sample j among the marks of `labels`, and `marks` are the marks of the labels in `made`.
+    The remaining processes take at least `rest[j]` from each sample j on, and at least as long as one of the rows of
+    `rests` from each mark on. The rows of `notes` are filled with the parent of each label, its option, its bound, and
+    the sum of its times.
     """
     count = 0
     at = first
@@ -259,8 +275,11 @@ def extend_labels(rows, sizes, times, options, limit, rest, rests, place, marks,
 
 
 def select_undominated(labels, order, kept):
-    """Return the number of labels that no other one is as good as at all marks; fills `kept` with theirs, the first of
-    equal ones. `order` has numbers of labels by the sum of their times: no label is as good as one before it."""
+    """Return the number of labels that are not dominated, and fill `kept` with their indices.
+
+    A label dominates another one if it is not later at any mark. Of equal labels, the first one is kept. `order`
+    contains the indices of labels in the order of the sum of their times, so that no label dominates a label before it.
+    """
     count = 0
     width = labels.shape[1]
     for i in order:
@@ -293,9 +312,9 @@ CHUNKS = JitKernel(
     select_undominated,
     patience=100_000,
 )
-"""Their steps are chunks; Python, too, takes arrays."""
+"""The compiled or interpreted loops. One step is one chunk. The Python version also takes arrays."""
 
 
 def load_loops() -> str:
-    """Load machine code now rather than when it pays; return "numba", or "python" where there is none."""
+    """Load the machine code now instead of when it pays, and return "numba", or "python" if numba is not available."""
     return CHUNKS.load()
