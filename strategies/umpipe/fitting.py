@@ -55,8 +55,7 @@ class Choices:
 
     @cached_property
     def kernel_options(self) -> list[list[tuple[_Part, ...]]]:
-        """The options of each decision in the form that the kernel takes: stages, then each link forward and backward.
-        """
+        """The options of each decision in the form that the kernel takes: stages, then links forward and back."""
         last = 4 * len(self.stages) - 3
         found: list[list[tuple[_Part, ...]]] = [
             [(_Part(2 * s, o.forward, o.forward_time), _Part(last - 2 * s, o.backward, o.backward_time)) for o in every]

@@ -121,8 +121,7 @@ def _sizes(choices: Choices) -> list[int]:
 def _relaxed(
     choices: Choices, allowed: Allowed, sizes: Sequence[int]
 ) -> tuple[int, tuple[tuple[int, int, int, int], ...], tuple[int, ...]]:
-    """Return the lower bound for the allowed options, the prices taken from each stage, and the options of the links.
-    """
+    """Return the lower bound for the allowed options, the prices taken from each stage, and the options of links."""
     network = _network(choices, allowed, sizes)
     found = search_optimum(network, beams=FEW_BEAMS)
     return found.lower_bound, *_taken(choices, network, found.scheme)

@@ -230,8 +230,7 @@ class _Search:
     def grow_labels(
         self, k: int, labels: Times, place: Times, marks: Times, limit: int, room: int
     ) -> tuple[Times, Times, int]:
-        """Return the labels after process k, their notes, and the lowest bound of the labels dropped for lack of room.
-        """
+        """Return the labels after process k, their notes, and the lowest bound of labels dropped for lack of room."""
         chain = self.chain
         options = np.flatnonzero(self.allowed[k])
         room = min(room, len(labels) * len(options), max(LARGEST // len(marks), 2 * len(options)))
