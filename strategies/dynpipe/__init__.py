@@ -1,4 +1,4 @@
-"""DynPipe: asynchronous 1F1B whose layers move away from devices that are slowed down."""
+"""DynPipe: asynchronous 1F1B that moves layers away from slow devices during training."""
 
 from lightning_pipes.planning.replanning import GradientSample
 from lightning_pipes.planning.staleness import Constants, Iterations

@@ -1,4 +1,4 @@
-"""How many stages, which layers each has, and on which devices (DynPipe, Algorithm 1)."""
+"""Choice of the number of stages, and of the layers and devices of each stage (DynPipe, Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -20,20 +20,23 @@ from lightning_pipes.strategies.dynpipe.meshes import DeviceMesh, Pricing, list_
 from lightning_pipes.strategies.pipedream import PipeDream
 
 SIMULATED = 40
-"""The best by their bound that are simulated, for each number of stages."""
+"""The number of assignments with the lowest bounds that are simulated for each number of stages."""
 FRONT = 12
-"""Ways to the end that are kept for each rest of layers and devices."""
+"""The number of partial assignments that are kept for the same remaining layers and devices."""
 RISES = 2
-"""Numbers of stages in a row with which a run takes longer, after which no more are tried."""
+"""The number of consecutive increases of the total time after which no further numbers of stages are tried."""
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Layers and devices of each stage.
+    """The layers and devices of each stage.
 
     Attributes:
-        stages, transfers: seconds of a batch on each stage, and of its messages between them, both directions.
-        iteration: seconds from one batch to the next.
+        layers: the layers of each stage.
+        meshes: the devices of each stage.
+        stages: the seconds of a batch on each stage.
+        transfers: the seconds of the messages of a batch between stages, both directions together.
+        iteration: the seconds from one batch to the next.
     """
 
     layers: tuple[Span, ...]
@@ -44,35 +47,35 @@ class Assignment:
 
     @property
     def is_executable(self) -> bool:
-        """Whether it can run: without shards, or all stages on meshes of one shape. Others are planned only."""
+        """Whether the engine can run the assignment: without shards, or with equal meshes for all stages."""
         return {mesh.tensor for mesh in self.meshes} == {1} or len({*self.meshes}) == 1
 
     @property
     def data_parallel(self) -> int | list[int]:
-        """Replicas of the pipeline, or where stages have different numbers of ranks these, as `data_parallel=` takes
-        them."""
+        """The value for `data_parallel=`: the number of replicas, or a list if it differs between stages."""
         ranks = [mesh.data for mesh in self.meshes]
         return ranks[0] if len({*ranks}) == 1 else ranks
 
     @property
     def tensor_parallel(self) -> int:
-        """Shards of each stage, as `tensor_parallel=` takes them, of an assignment that can run."""
+        """The value for `tensor_parallel=`: the number of shards of each stage, if the assignment is executable."""
         return self.meshes[0].tensor
 
     @property
     def cuts(self) -> list[int]:
-        """The layers at which stages 1, 2, ... begin, as `partition=` takes them."""
+        """The value for `partition=`: the layers at which stages 1, 2, ... begin."""
         return [span.start for span in self.layers[1:]]
 
 
 @dataclass(frozen=True)
 class StageOption:
-    """One number of stages.
+    """The result for one number of stages.
 
     Attributes:
-        iterations: T(S), batches until the target; infinite where stale gradients never get there.
-        best: None where nothing fits, or T(S) is infinite.
-        why_not: then the reason.
+        n_stages: the number of stages.
+        iterations: T(S), the number of batches until the target. It is infinite if stale gradients never reach it.
+        best: the best assignment, or None if nothing fits or T(S) is infinite.
+        why_not: the reason if `best` is None.
     """
 
     n_stages: int
@@ -82,22 +85,22 @@ class StageOption:
 
     @property
     def seconds(self) -> float:
-        """T(S) W(S), of the whole run."""
+        """T(S) W(S), the seconds of the whole run."""
         return math.inf if self.best is None else self.iterations * self.best.iteration
 
 
 @dataclass(frozen=True)
 class StageChoice:
-    """The number of stages with the shortest run, and all that were tried."""
+    """The results for all numbers of stages that were tried."""
 
     options: tuple[StageOption, ...]
 
     @property
     def best(self) -> StageOption:
-        """The one to take.
+        """The option with the shortest run.
 
         Raises:
-            InputError: there is none; says why for each number.
+            InputError: there is no such option. The message contains the reason for each number of stages.
         """
         found = min(self.options, key=lambda option: option.seconds)
         if found.best is None:
@@ -134,23 +137,24 @@ def choose_stages(
     executable: bool = False,
     sharded: bool = False,
 ) -> StageChoice:
-    """Return the number of stages with the least T(S) W(S), each with its best layers and devices (DynPipe, Algorithm
-    1).
+    """Return the number of stages with the lowest T(S) W(S), and its best layers and devices (DynPipe, Algorithm 1).
 
-    For every S from 1 on layers and devices are shared out in all ways that fit: a stage has consecutive layers and
-    consecutive devices of one machine. It stops when the whole has risen twice in a row.
+    For every S from 1, the function assigns layers and devices to stages in all ways that fit. A stage has consecutive
+    layers, and consecutive devices of one machine. The search ends when the total time has increased twice in a row.
 
     Args:
-        iterations: T(S); by default the same for all, so that W(S) alone decides.
-        stages: the numbers to try; by default 1 to the number of devices, or of layers.
-        mode: "simulated" takes the best by a lower bound and has the simulator decide, "paper" goes by E4 and E5, which
-            are right for two stages.
-        scan_all: try all numbers.
-        executable: only what can run: no shards, but for those that `sharded` allows.
-        sharded: also all stages on meshes of one shape, with shards.
+        pricing: the seconds and bytes of layers on devices.
+        iterations: T(S). By default, it is the same for all S, so that W(S) alone decides.
+        stages: the numbers of stages to try. By default, from 1 to the number of devices or layers, whichever is less.
+        mode: "simulated" selects the best assignments by a lower bound and simulates them. "paper" uses E4 and E5,
+            which are exact for two stages.
+        scan_all: whether to try all numbers of stages.
+        executable: whether to consider only assignments that can run, without shards except for those that `sharded`
+            allows.
+        sharded: whether to also consider assignments with shards in which all stages have meshes of the same shape.
 
     Raises:
-        InputError: a mode that there is not, or no number of stages.
+        InputError: the mode is unknown, or there is no number of stages to try.
     """
     if mode not in ("simulated", "paper"):
         raise InputError(f"mode must be 'simulated' or 'paper', got {short_repr(mode)}")
@@ -177,7 +181,7 @@ def _option(pricing: Pricing, n: int, iterations: float, mode: str, executable: 
         return StageOption(n, iterations, None, f"{layers} layers on {devices} devices can't make so many stages")
     every: list[Assignment] = []
     even = [[mesh] for mesh in list_meshes(devices // n, replicas_only=not sharded)] if devices % n == 0 else []
-    for shapes in ([], *even):  # where devices are shared out evenly there are fewer ways, so that none is left out
+    for shapes in ([], *even):  # with even shares of devices there are fewer ways, so that none is dropped
         search = _Search(pricing, n, executable, shapes)
         every += search.by_paper() if mode == "paper" else search.by_simulator()
     if not every:
@@ -186,16 +190,17 @@ def _option(pricing: Pricing, n: int, iterations: float, mode: str, executable: 
 
 
 class _Way(NamedTuple):
-    """Stages from some layer and device on to the end.
+    """The stages from a certain layer and device to the end.
 
     Attributes:
-        way: seconds of a batch through them and their messages.
-        least: that a batch takes at least, by any of them.
+        least: a lower bound for the seconds of a batch because of these stages.
+        way: the seconds of a batch through these stages and their messages.
+        stages: the first layer and the mesh of each stage.
     """
 
     least: float
     way: float
-    stages: tuple[tuple[int, DeviceMesh], ...]  # where each begins, and its mesh
+    stages: tuple[tuple[int, DeviceMesh], ...]  # the first layer and the mesh of each stage
 
 
 class _Search:
@@ -214,7 +219,10 @@ class _Search:
         }
 
     def _allowed(self, mesh: DeviceMesh, stage: int, start: int, stop: int, device: int) -> bool:
-        """Return whether a stage fits its devices, the first of which is `device`, and these are of one machine."""
+        """Return whether the stage fits into the memory of its devices, and whether these are in one machine.
+
+        The first of the devices is `device`.
+        """
         machine, fits = self._pricing.machine_of_device, self._fits[mesh, stage]
         last = device + mesh.size - 1
         if last >= self._devices or machine[device] != machine[last]:
@@ -222,13 +230,16 @@ class _Search:
         return fits if isinstance(fits, bool) else bool(fits[start, stop])
 
     def _transfer(self, cut: int, before: DeviceMesh, after: DeviceMesh, device: int) -> float:
-        """Between the stage that ends before `device` and the one that begins there."""
+        """Return the seconds of messages between the stage that ends before `device` and the stage after it."""
         machine = self._pricing.machine_of_device
         return self._pricing.transfer_seconds(cut, before, after, machine[device - 1] != machine[device])
 
     def by_simulator(self) -> list[Assignment]:
-        """Return the best by their bounds, simulated: stage by stage from the last one, whatever no other is better
-        than."""
+        """Return the assignments with the lowest bounds, simulated.
+
+        The search goes from the last stage to the first, and keeps the Pareto front for the same remaining layers and
+        devices.
+        """
         fronts: dict[tuple[int, int, DeviceMesh], list[_Way]] = {}
         for stage in reversed(range(self._n)):
             now: dict[tuple[int, int, DeviceMesh], list[_Way]] = defaultdict(list)
@@ -256,7 +267,7 @@ class _Search:
         return self._assigned([way.stages for way in best], true_seconds)
 
     def by_paper(self) -> list[Assignment]:
-        """Return the best by E4 and E5, stage by stage from the first one."""
+        """Return the best assignments by E4 and E5. The search goes from the first stage to the last."""
         best: dict[tuple[int, int, DeviceMesh], tuple[float, tuple[tuple[int, DeviceMesh], ...]]] = {}
         for stage in range(self._n):
             now: dict[tuple[int, int, DeviceMesh], tuple[float, tuple[tuple[int, DeviceMesh], ...]]] = {}
@@ -304,7 +315,8 @@ class _Search:
 
 
 def _front(ways: list[_Way]) -> list[_Way]:
-    """Return the Pareto front of bound and sum, then the others by their bounds: at most FRONT ways."""
+    """Return the Pareto front of bound and sum, and then the other ways in the order of their bounds, at most `FRONT`
+    ways."""
     kept: list[_Way] = []
     rest: list[_Way] = []
     for way in sorted(ways, key=lambda way: way[:2]):
@@ -314,15 +326,20 @@ def _front(ways: list[_Way]) -> list[_Way]:
 
 
 Pipeline = tuple[Sequence[float], Sequence[float]]
-"""Seconds of a batch on each stage, and of its messages between them, both directions together."""
+"""The seconds of a batch on each stage, and of its messages between stages, both directions together."""
 
 
 def extend_pipeline(before: float, seconds: float, transfer: float, printed: bool = False) -> float:
-    """Return seconds of an iteration of all stages up to one that takes `seconds`, where those before take `before` and
-    the messages between both directions together `transfer` (DynPipe, E4).
+    """Return the seconds of an iteration of a pipeline that is extended by one stage (DynPipe, E4).
 
-    Right for two stages: max(p1, p2, (p1 + p2 + c) / 2), for two batches are under way. As `printed` the first stage
-    can't be the slowest: where p1 > p2 + c it gives less than p1.
+    The result is exact for two stages: max(p1, p2, (p1 + p2 + c) / 2), because two batches are in flight. As `printed`
+    in the paper, the first stage can't be the slowest: if p1 > p2 + c, the result is less than p1.
+
+    Args:
+        before: the seconds of an iteration of the stages before.
+        seconds: the seconds of a batch on the added stage.
+        transfer: the seconds of the messages between them, both directions together.
+        printed: whether to use the equation as printed.
     """
     if seconds >= before + transfer:
         return seconds
@@ -331,8 +348,10 @@ def extend_pipeline(before: float, seconds: float, transfer: float, printed: boo
 
 
 def paper_seconds(stages: Sequence[float], transfers: Sequence[float], printed: bool = False) -> float:
-    """Return seconds of an iteration by E5: all stages but the last count as one. That holds for two stages; on more,
-    more batches are under way than two."""
+    """Return the seconds of an iteration by E5, which treats all stages except the last as one.
+
+    This is exact for two stages. With more stages, more than two batches are in flight.
+    """
     found = stages[0]
     for seconds, transfer in zip(stages[1:], transfers, strict=True):
         found = extend_pipeline(found, seconds, transfer, printed)
@@ -340,8 +359,10 @@ def paper_seconds(stages: Sequence[float], transfers: Sequence[float], printed: 
 
 
 def least_seconds(stages: Sequence[float], transfers: Sequence[float]) -> float:
-    """Return seconds that an iteration takes at least: of stages s to S, S - s + 1 batches are under way at most, and
-    each takes the way to the last stage and back."""
+    """Return a lower bound for the seconds of an iteration.
+
+    At most S - s + 1 batches are in flight on stages s to S, and each of them goes to the last stage and back.
+    """
     way, least, n = 0.0, max(stages), len(stages)
     for s in reversed(range(n)):
         way += stages[s] + (transfers[s] if s < n - 1 else 0.0)
@@ -350,12 +371,15 @@ def least_seconds(stages: Sequence[float], transfers: Sequence[float]) -> float:
 
 
 def true_seconds(pipelines: Sequence[Pipeline], share: float = 1 / 3, batches: int = 24) -> list[float]:
-    """Return seconds of an iteration of each of several pipelines with as many stages, in the simulator: 1F1B that
-    never flushes, one micro-batch a batch, links that work beside the stages in both directions.
+    """Return the simulated seconds of an iteration of several pipelines with the same number of stages.
+
+    The schedule is 1F1B without flushes, with one micro-batch per batch. Links work at the same time as stages, in both
+    directions.
 
     Args:
-        share: of a stage's seconds that its forward takes.
-        batches: over which the mean is taken, once the pipeline is full; they do not all take the same.
+        pipelines: the seconds of the stages and messages of each pipeline.
+        share: the share of a stage's seconds that its forward takes.
+        batches: the number of batches over which the mean is computed, after the pipeline is full. Their times differ.
     """
     stages, transfers = (np.array([each[n] for each in pipelines], float) for n in (0, 1))
     n = stages.shape[1]

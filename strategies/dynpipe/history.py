@@ -1,4 +1,4 @@
-"""Looks at devices under all plans that ran lately, and the seconds that other partitions would have taken there."""
+"""Estimated step times of other partitions in past observations, and the choice of how many observations to use."""
 
 from __future__ import annotations
 
@@ -14,18 +14,24 @@ from lightning_pipes.strategies.dynpipe.repartition import WindowReplay
 
 Array = npt.NDArray[np.float64]
 BETTER = 0.002
-"""By what share something else must have served better than to go by few looks."""
+"""The minimum share of time by which another rule must have been better than choosing by few observations."""
 STAYS = 2
-"""How many times as many looks as it takes to move one stays there, about: it takes as many to want to go on."""
+"""The duration for which a new partition is evaluated, as a multiple of the observations needed for a move.
+
+The planner needs the same number of observations again before it can make the next move.
+"""
 
 
 def select_history_length(last: Array, at: int, least: float) -> int | None:
-    """Return the partition to take by the last looks, for one that runs; None for none. Chosen by either half of the
-    looks it has to save the share `least` of a step in the other half: else it suits what is over already.
+    """Return the best partition by the last observations, or None if the current partition should stay.
+
+    The observations are divided into two halves. The partition that is best in one half has to save the share `least`
+    of a step in the other half. Otherwise, it may fit a situation that has already passed.
 
     Args:
-        last: seconds of a step: axis 0 is looks, axis 1 partitions.
-        at: the partition that runs.
+        last: the seconds of a step. Axis 0 is observations, and axis 1 is partitions.
+        at: the index of the current partition.
+        least: the share of a step that a move has to save.
     """
     half = len(last) // 2
     parts = [last[:half].mean(axis=0), last[half:].mean(axis=0)] if half else [last.mean(axis=0)]
@@ -38,17 +44,19 @@ def select_history_length(last: Array, at: int, least: float) -> int | None:
 def looks_that_count(
     seconds: Array, at: int, stays: Iterable[int], shortest: int, least: float
 ) -> tuple[int, int | None]:
-    """How many of the last looks to choose a partition by: `shortest`, or twice as many and so on; or the partition to
-    stay with. Each is tried on what was seen so far: how long would all steps have taken with it?
+    """Return the number of past observations by which to choose a partition, and the partition to stay with, if there
+    is one.
 
-    Where neighbours stay for long, few looks serve best, for they show soonest what has changed. Where they soon go,
-    few looks are out of date, and choosing by many, or staying, is better.
+    The number is `shortest`, twice as many, four times as many, and so on. Each rule is evaluated on the past
+    observations, by the total time of all steps if a planner had followed the rule. If neighbors stay for long, few
+    observations are best, because they show a change first. If neighbors leave soon, few observations are out of date,
+    and it is better to choose by many observations or not to move.
 
     Args:
-        seconds: of a step: axis 0 is looks, the oldest first, axis 1 partitions.
-        at: the partition that runs.
-        stays: those that one could stay with.
-        shortest: looks that are enough for a move.
+        seconds: the seconds of a step. Axis 0 is observations, the oldest first, and axis 1 is partitions.
+        at: the index of the current partition.
+        stays: the partitions with which the planner could stay.
+        shortest: the number of observations that are enough for a move.
         least: the share of a step that a move has to save.
     """
     numbers = [shortest]
@@ -66,8 +74,11 @@ def looks_that_count(
 
 
 def _total(seconds: Array, then: Array, at: int, number: int, least: float) -> float:
-    """Return the seconds after every look but the first one of a planner that averages the `number` looks before it and
-    keeps `at` if none is better."""
+    """Return the total seconds of steps if a planner always chose by the mean of the last `number` observations.
+
+    The first observation is left out. The planner keeps partition `at` unless another partition saves the share
+    `least`.
+    """
     total = 0.0
     for now in range(1, len(seconds)):
         mean = seconds[max(0, now - number) : now].mean(axis=0)
@@ -77,14 +88,16 @@ def _total(seconds: Array, then: Array, at: int, number: int, least: float) -> f
 
 
 class History:
-    """Seconds of a step in every look of partitions that come into question for some of them: the best of each, and all
-    that ran. They are rough: a stage takes as much longer as its device took then, on the average, all follow the
-    slowest, and messages take no time.
+    """The estimated seconds of a step with several partitions in every past observation.
+
+    The partitions are the best one of each observation, and all partitions that ran. The estimates are rough: each
+    stage is scaled by the mean factor by which its device was slowed down, the slowest stage determines the time, and
+    messages take no time.
 
     Args:
-        windows: the last ones.
-        cuts: the partitions that may be had.
-        looks: the last ones, of this plan and earlier ones, the oldest first.
+        windows: the replay of the last observations.
+        cuts: the partitions among which to choose.
+        looks: the observations of the current plan and of earlier plans, the oldest first.
     """
 
     def __init__(self, windows: WindowReplay, cuts: Cuts, looks: Sequence[tuple[Plan, Observation]]) -> None:
@@ -98,7 +111,7 @@ class History:
         pieces = np.inf if windows.order.is_endless else len(now.plan.spans(Kind.F, 0))
 
         def stack_seconds(of: np.ndarray) -> np.ndarray:
-            """Axis 0 is partitions, axis 1 looks."""
+            """Return the seconds of a step. Axis 0 is partitions, and axis 1 is observations."""
             stages = alone[of][:, None, :] * factors[None]
             return np.asarray(stages.max(axis=2) + stages.sum(axis=2) / pieces)
 
@@ -112,10 +125,10 @@ class History:
         self._may = [n for n in ran if n == at or (cuts == self._cuts[n]).all(axis=1).any()]
 
     def select_length(self, counted: int, least: float) -> bool:
-        """Return whether the last looks want another partition than the one that runs."""
+        """Return whether another partition should run, by the last `counted` observations."""
         return select_history_length(self._seconds[-counted:], int(self._ran[-1]), least) is not None
 
     def count_windows(self, shortest: int, least: float) -> tuple[int, tuple[Span, ...] | None]:
-        """How many of the last looks count, and the layers of stages to stay with, if one should."""
+        """Return the number of past observations to use, and the layers of each stage to stay with, or None."""
         number, stay = looks_that_count(self._seconds, int(self._ran[-1]), self._may, shortest, least)
         return number, None if stay is None else spans_of(self._cuts[stay])

@@ -1,4 +1,4 @@
-"""Stages on groups of devices: what layers take on replicas of a stage and on shards of it."""
+"""Durations and memory of layers on a stage with several devices, which hold replicas and shards of the stage."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Array = npt.NDArray[np.float64]
 
 
 class DeviceMesh(NamedTuple):
-    """The devices of a stage: `data` replicas, each of `tensor` shards."""
+    """The devices of a stage: `data` replicas of `tensor` shards each."""
 
     data: int
     tensor: int
 
     @property
     def size(self) -> int:
-        """How many devices."""
+        """The number of devices."""
         return self.data * self.tensor
 
     def __str__(self) -> str:
@@ -31,7 +31,7 @@ class DeviceMesh(NamedTuple):
 
 
 def list_meshes(size: int, replicas_only: bool = False) -> tuple[DeviceMesh, ...]:
-    """Return all shapes of a group of so many devices, as (1, 8), (2, 4), (4, 2) and (8, 1) (DynPipe, S IV-C)."""
+    """Return all shapes of a group of `size` devices, such as (1, 8), (2, 4), (4, 2) and (8, 1) (DynPipe, S IV-C)."""
     return tuple(
         DeviceMesh(data, size // data)
         for data in range(1, size + 1)
@@ -41,18 +41,21 @@ def list_meshes(size: int, replicas_only: bool = False) -> tuple[DeviceMesh, ...
 
 @dataclass(frozen=True)
 class Pricing:
-    """Seconds and bytes of layers on meshes of equal devices; devices of one machine are consecutive.
+    """Seconds and bytes of layers on meshes of equal devices. The devices of one machine are consecutive.
 
-    A stage's work is shared out evenly (E6). Shards put their outputs together after each layer, forward and backward,
-    which takes longer the more there are, and not less as printed; replicas average their gradients, if there are
-    several. Between stages the activations of a batch and their gradients, which have the same size, use as many links
-    as both stages have devices (E7), or where machines have one network card those of the stage that has fewer.
+    The work of a stage is divided evenly (E6). Shards combine their outputs after each layer, forward and backward.
+    This takes longer with more shards, and not less time as printed in the paper. If there are several replicas, they
+    average their gradients. Between two stages, the activations of a batch and their gradients, which have the same
+    size, use a number of links equal to the product of the two numbers of devices (E7). If each machine has one network
+    card, they use as many links as the stage with fewer devices has devices.
 
     Args:
-        rows: of a batch.
-        microbatches: in which it goes through; the paper has one.
-        shared: whether devices of one machine share its network card.
-        cached: whether devices keep two weight versions only, and the rest on the host.
+        profile: the seconds and bytes of each layer.
+        cluster: the devices and links.
+        rows: the number of samples in a batch.
+        microbatches: the number of micro-batches in a batch. The paper has one.
+        shared: whether the devices of one machine share its network card.
+        cached: whether devices keep only two weight versions, with the others on the host.
     """
 
     profile: ModelProfile
@@ -63,7 +66,8 @@ class Pricing:
     cached: bool = False
 
     def stage_seconds(self, mesh: DeviceMesh) -> Array:
-        """Return seconds of a batch on a mesh of one machine, of the layers i to j in row i, column j."""
+        """Return the seconds of a batch on a mesh within one machine. Row i, column j is for the layers i to j
+        (exclusive)."""
         rows = self.rows / self.microbatches / mesh.data
         work = self._between(self._work(rows)) * self.microbatches / mesh.tensor
         inside = self.cluster.inside
@@ -77,9 +81,12 @@ class Pricing:
         return np.where(self._count > 0, work, np.inf)
 
     def transfer_seconds(self, cut: int, before: DeviceMesh, after: DeviceMesh, across: bool) -> float:
-        """Return seconds of the messages of a batch, both directions, where a stage begins at layer `cut`.
+        """Return the seconds of the messages of a batch, in both directions, between two stages.
 
         Args:
+            cut: the layer at which the second stage begins.
+            before: the mesh of the first stage.
+            after: the mesh of the second stage.
             across: whether the stages are on different machines.
         """
         link = self.cluster.between if across else self.cluster.inside
@@ -89,8 +96,11 @@ class Pricing:
         return size / (lanes * link.bandwidth) + 2 * self.microbatches * link.latency
 
     def bytes(self, mesh: DeviceMesh, under_way: int) -> Array:
-        """Return bytes that each device of a stage needs which has so many micro-batches under way, with their
-        weights."""
+        """Return the bytes that each device of a stage needs with `under_way` micro-batches in flight and their
+        weights.
+
+        Row i, column j is for the layers i to j (exclusive).
+        """
         columns = self.profile.layer_arrays
         versions = 1 - (1 - under_way) // self.microbatches
         versions = min(versions, 2) if self.cached else versions
@@ -104,7 +114,7 @@ class Pricing:
 
     @cached_property
     def memory_limit(self) -> int | None:
-        """Bytes of the device that has least."""
+        """The memory in bytes of the smallest device, or None if no device has a limit."""
         return min((d.memory for d in self.cluster.devices if d.memory is not None), default=None)
 
     @cached_property
@@ -112,7 +122,7 @@ class Pricing:
         """The number of the machine of each device.
 
         Raises:
-            PlanError: devices of one machine are not in a row.
+            PlanError: the devices of one machine are not consecutive.
         """
         hosts = [device.host for device in self.cluster.devices]
         starts = [n for n, host in enumerate(hosts) if not n or hosts[n - 1] != host]
@@ -128,8 +138,10 @@ class Pricing:
         return np.asarray((1 - share) * ends[0] + share * ends[1])
 
     def _between(self, values: Array) -> Array:
-        """Return the sum of the values i to j (exclusive) in row i, column j; what runs before the layers, and after,
-        is with the first and the last."""
+        """Return the sum of the values i to j (exclusive) in row i, column j.
+
+        Work before the layers counts for the first layer, and work after the layers counts for the last one.
+        """
         n = len(self.profile.layers)
         inner = values
         if len(values) == n + 2:

@@ -1,4 +1,4 @@
-"""Partitions to choose from: all, or those that only move blocks to a neighbour."""
+"""Partitions among which to choose: all of them, or only those that move blocks to a neighboring stage."""
 
 from __future__ import annotations
 
@@ -12,19 +12,25 @@ import numpy.typing as npt
 from lightning_pipes.ir import PlanError, Span
 
 Cuts = npt.NDArray[np.int64]
-"""A partition a row: where stages 0, 1, ... begin and the last one ends, so 0 first and the number of layers last."""
+"""One partition per row: the layers at which stages 0, 1, ... begin, followed by the number of layers."""
 MOST_STAGES = 9
-"""Up to which all neighbours of a partition are gone through at once, 3 ** 8 of them; beyond that one cut moves."""
+"""The maximum number of stages for which all neighbors of a partition are listed, up to 3 ** 8 of them.
+
+With more stages, only one cut moves at a time.
+"""
 
 
 def all_partitions(may: Sequence[int], stages: int, layers: int) -> Cuts:
-    """Return every choice of places to cut among `may`."""
+    """Return every partition whose cuts are among `may`."""
     found = [*combinations(sorted(may), stages - 1)]
     return _closed(np.array(found, np.int64).reshape(len(found), stages - 1), layers)
 
 
 def list_neighbours(at: Sequence[int], may: Sequence[int], layers: int) -> Cuts:
-    """Partitions in which every cut of `at` is where it was, or one place on or back among `may`; it itself first."""
+    """Return the partitions in which every cut of `at` stays or moves by one place among `may`.
+
+    The first row is the partition `at` itself.
+    """
     places = sorted({*may, *at})
     number = {place: n for n, place in enumerate(places)}
     options = [[places[m] for m in (number[a], number[a] - 1, number[a] + 1) if 0 <= m < len(places)] for a in at]
@@ -37,18 +43,20 @@ def list_neighbours(at: Sequence[int], may: Sequence[int], layers: int) -> Cuts:
 
 
 def cuts_of(layers: Sequence[Span]) -> list[int]:
-    """Where stages 1, 2, ... begin."""
+    """Return the layers at which stages 1, 2, ... begin."""
     return [span.start for span in layers[1:]]
 
 
 def spans_of(cuts: Sequence[int]) -> tuple[Span, ...]:
-    """Return the layers of each stage, of one row."""
+    """Return the layers of each stage for one row of `Cuts`."""
     return tuple(Span(int(a), int(b)) for a, b in pairwise(cuts))
 
 
 def keeps_tied_layers(cuts: Cuts, now: Sequence[Span], tied: Sequence[Sequence[int]]) -> npt.NDArray[np.bool_]:
-    """Which of the partitions may be had from `now`: layers that share a parameter stay where they are, or go from one
-    stage to one other together."""
+    """Return for each partition whether it can be reached from `now` with respect to layers that share a parameter.
+
+    Such layers have to stay where they are, or move together from one stage to one other stage.
+    """
     keep = np.ones(len(cuts), bool)
     before = np.array([span.start for span in now[1:]])
     for group in tied:
@@ -68,21 +76,23 @@ def _closed(inner: Cuts, layers: int) -> Cuts:
 
 Array = npt.NDArray[np.float64]
 ALIKE = 0.05
-"""Layers whose weights differ by less than this share count as equally heavy: no measurement is more exact."""
+"""The relative difference below which two layers count as equally heavy, because measurements are not more precise."""
 MOST_PARTITIONS = 20_000
-"""Partitions that are gone through at a time."""
+"""The maximum number of partitions that are evaluated at a time."""
 
 
 def condense_layers(weights: Sequence[float], k: int) -> tuple[int, ...]:
     """Return the k - 1 layers at which blocks 1, 2, ... begin (DynPipe, S V-B1, Algorithm 2, Condense).
 
-    The k heaviest layers end a block each: it begins after the one before, and the last one takes all that follow too,
-    of which the paper says nothing. Seconds, parameters and memory of a block are sums from the last kept layer to this
-    one, not of its last two layers as printed, and what it hands on is the value at its end. Of layers that are equally
-    heavy, within `ALIKE`, those are kept that are evenly apart.
+    Each of the k heaviest layers ends a block, which begins after the block before it. The last block also contains all
+    layers that follow, which the paper does not mention. The seconds, parameters and memory of a block are sums from
+    the layer after the previous kept layer to this one, not of its last two layers as printed. The output of a block is
+    the output of its last layer. Among layers that are equally heavy, within `ALIKE`, evenly spaced ones are kept.
 
     Args:
-        weights: of each layer the seconds of its forward and backward and of its output's way there and back.
+        weights: for each layer, the seconds of its forward and backward, and of its output and the gradient of its
+            output on the link.
+        k: the number of blocks.
 
     Raises:
         PlanError: k is below 1.
@@ -104,7 +114,7 @@ def condense_layers(weights: Sequence[float], k: int) -> tuple[int, ...]:
 
 
 def affordable_blocks(stages: int, layers: int) -> int:
-    """Return the largest number of blocks with at most `MOST_PARTITIONS` partitions; at least one block a stage."""
+    """Return the largest number of blocks with at most `MOST_PARTITIONS` partitions, at least one block per stage."""
     k = stages
     while k < layers and comb(k, stages - 1) <= MOST_PARTITIONS:
         k += 1
@@ -112,12 +122,12 @@ def affordable_blocks(stages: int, layers: int) -> int:
 
 
 def layer_weights(seconds: Array, output: Array, bandwidth: float) -> list[float]:
-    """Return the weights that `condense_layers` ranks layers by: p_f + p_b + 2 a / b.
+    """Return the weights by which `condense_layers` ranks layers: p_f + p_b + 2 a / b.
 
     Args:
-        seconds: of a forward and a backward of each layer.
-        output: bytes of its output, which come back as gradients.
-        bandwidth: of the slowest link.
+        seconds: the seconds of a forward and a backward of each layer.
+        output: the bytes of the output of each layer. Its gradient has the same size.
+        bandwidth: the bandwidth of the slowest link in bytes per second.
     """
     found: list[float] = (seconds + 2 * output / bandwidth).tolist()
     return found

@@ -1,4 +1,4 @@
-"""Layers move while training goes on, to where they take least time beside neighbours."""
+"""Planner that moves layers during training to the stages where they take the least time, despite neighbors."""
 
 from __future__ import annotations
 
@@ -30,34 +30,42 @@ from lightning_pipes.strategies.dynpipe.situation import Situation
 from lightning_pipes.strategies.dynpipe.work import estimate_work
 
 RELIEF = 1.5
-"""Batches overlap again when all devices have this many times the low mark free."""
+"""The multiple of the low mark that has to be free on all devices before batches overlap again."""
 
 
 @dataclass(frozen=True)
 class MemoryGuard:
-    """When batches stop overlapping (DynPipe, S V-B2): each then runs alone, so that one is held and no older weights
-    are. Where that leaves less than `low` free, layers leave the device. What is free is seen by a monitor; where
-    is unknown, nothing is guarded.
+    """Rule that decides when batches stop overlapping (DynPipe, S V-B2).
+
+    Each batch then runs alone, so that only one batch and no older weights are held. If less than `low` bytes are still
+    free after that, layers leave the device. A monitor measures the free memory. Devices whose free memory is unknown
+    are not guarded.
 
     Attributes:
-        low: bytes of which more has to be free on each device; None for no such mark.
-        drop: the share of what is free that may go within `every` batches; None for any.
+        low: the number of bytes that has to be free on each device. None means no such mark.
+        drop: the share of the free memory that may be lost within `every` batches. None means no limit.
     """
 
     low: int | None = None
     drop: float | None = None
 
     def should_serialize(self, free: Sequence[FreeBytes], serialized: bool) -> bool:
-        """Return whether batches run one by one now, by the free bytes before the last batches, the oldest first.
+        """Return whether batches have to run one after another now.
 
-        It ends when all are above RELIEF times the low mark; without one, when nothing has fallen lately."""
+        This ends when all devices have at least `RELIEF` times the low mark free. Without a low mark, it ends when the
+        free memory has not dropped recently.
+
+        Args:
+            free: the free bytes before each of the last batches, the oldest first.
+            serialized: whether batches run one after another at present.
+        """
         now = free[-1]
         if self.short_ranks(now) or any(self._falls(before, now) for before in free):
             return True
         return serialized and not all(each is None or each >= RELIEF * (self.low or 0) for each in now)
 
     def short_ranks(self, now: FreeBytes) -> dict[int, float]:
-        """Return the bytes that devices lack, by rank."""
+        """Return the number of missing bytes by rank, for devices below the low mark."""
         low = self.low or 0
         return {n: RELIEF * low - each for n, each in enumerate(now) if each is not None and each < low}
 
@@ -69,35 +77,41 @@ class MemoryGuard:
 
 
 PATIENT = 8
-"""Looks for which a re-plan that was wrong is remembered."""
+"""The number of observations for which a move with a wrong prediction is remembered."""
 DOUBT = 2.0
-"""A re-plan must promise this many times what the last one was wrong by, as long as there are PATIENT looks at most."""
+"""The multiple of the last move's prediction error that the next move has to save, within `PATIENT` observations."""
 ANYWAY = 8
-"""Every so many looks all is weighed even if no stage takes another time than before: times may drift."""
+"""The number of observations after which partitions are evaluated even without a change, because times may drift."""
 RISEN = 1.1
-"""By what factor a device takes longer that counts as slower than before."""
+"""The factor of its slowdown by which a device counts as slower than before."""
 
 _UNGUARDED = MemoryGuard()
 
 
 @dataclass(frozen=True)
 class DynPlanner(EvenPlanner):
-    """Even micro-batches; and layers that move where that pays, by what is seen of a run (DynPipe, S V-B1).
+    """Planner with even micro-batches, which moves layers during a run if this saves time (DynPipe, S V-B1).
 
-    It plans on every operation's own duration, as medians are too low by 12-13 % where one stage is slow now and then.
-    Layers move only if that saves more than the share `gain` of a step, and more until the run ends, or for `horizon`
-    batches, than moving takes; and if this was so in each of the last `windows` looks, or on the average of more of
-    them where that would have served better so far (`select_history_length`): where neighbours come and go layers soon
-    stay. Nor does what slows all stages alike move any. After a move that did not bring what it promised the next one
-    must promise DOUBT times the difference, for a while, or lead back: layers may not take what their profile says.
+    It uses the duration of every single operation, because medians are 12-13 % too low if a stage is slow from time to
+    time. Layers move only if two conditions hold. First, this has to save more than the share `gain` of a step. Second,
+    until the end of the run, or in `horizon` batches, it has to save more time than the move takes. Both conditions
+    have to hold in each of the last `windows` observations, or on average over more of them if this rule would have
+    been better so far (see `history.looks_that_count`). If neighbors come and go, this means that layers soon stay
+    where they are. A slowdown that affects all stages equally does not move layers either. If a move did not save the
+    predicted time, the next move has to save `DOUBT` times the difference for a while, or lead back to the earlier
+    plan, because the profile of the layers may be wrong.
 
-    Without a profile of the layers nothing is known of other partitions, and nothing moves.
+    Without a profile of the layers, the times of other partitions are unknown, and layers do not move.
 
     Attributes:
-        every: training batches from one look to the next.
-        predictor: of interference; None takes stages that would suffer otherwise than the present ones to suffer as
-            much.
-        guard: says when memory gets short.
+        every: the number of training batches between two observations.
+        windows: the number of consecutive observations in which a move has to save time.
+        gain: the minimum share of a step that a move has to save.
+        horizon: the number of batches for which conditions are assumed to stay the same.
+        search: the limits of the search for other partitions.
+        predictor: the predictor of interference. Without it, the planner assumes that all stages are slowed down
+            equally on the same device.
+        guard: the rule that decides when memory is short.
     """
 
     every: int = 10
@@ -117,7 +131,7 @@ class DynPlanner(EvenPlanner):
         return self.guard.should_serialize(free, serialized)
 
     def reduce_memory(self, plan: Plan, problem: Problem, free: FreeBytes) -> Plan | None:
-        """Return the fastest plan that frees the bytes which devices lack, or as many of them as possible."""
+        """Return the fastest plan that frees the missing bytes of all devices, or as many of them as possible."""
         short = self.guard.short_ranks(free)
         looks = [look for look in problem.observations if look.matches_plan(plan)]
         if not short or not looks or problem.profile is None or plan.n_stages < 2 or not plan.layers:
@@ -135,7 +149,7 @@ class DynPlanner(EvenPlanner):
         if problem.profile is None or len(looks) < self.windows or plan.n_stages < 2 or not plan.layers:
             return None
         schedule = problem.schedule
-        if not isinstance(schedule, Schedule):  # a policy that orders while it runs can't be simulated in advance
+        if not isinstance(schedule, Schedule):  # a policy selects its order at run time: no simulation
             return None
         every = [*_comparable_looks(plan, problem.earlier_observations), *((plan, look) for look in looks)][
             -MAX_OBSERVATIONS:
@@ -168,7 +182,7 @@ class DynPlanner(EvenPlanner):
         return None if change is None else replace(plan, layers=change.layers)
 
     def _teach_predictor(self, plan: Plan, look: Observation, problem: Problem) -> None:
-        """Have a predictor that goes on learning see the last look."""
+        """Pass the last observation to a predictor that learns during training."""
         if isinstance(self.predictor, LearningPredictor):
             assert problem.profile is not None
             self.predictor.observe(*Situation(problem.profile, plan, look, problem.deployment).feature_rows())
@@ -176,17 +190,19 @@ class DynPlanner(EvenPlanner):
     def _find_way_back(
         self, windows: WindowReplay, plan: Plan, problem: Problem, order: Program, last: _LastMove | None
     ) -> PartitionChange | None:
-        """Return the change to the plan before the last move, if that was faster, and would be again."""
+        """Return the change to the plan before the last move, if it was faster and would be faster again."""
         if last is None or not last.risen:
             return None
         change = last.correct_change(windows.predict_change(last.plan.layers))
         return change if self._pays(change, plan, problem, order, self.gain) else None
 
     def balance_shares(self, plan: Plan, problem: Problem) -> Seconds | None:
-        """Return the seconds of a sample on each rank, where shares by them pay (DynPipe, S V-B1).
+        """Return the seconds of a sample on each rank, or None if dividing the samples by them does not pay (DynPipe, S
+        V-B1).
 
-        They pay if the slowest stage takes less by the share `gain` in each of the last looks, and a flush is made up
-        for. Each rank keeps a sample of a batch, so that its speed is seen.
+        It pays if the slowest stage takes less time by the share `gain` in each of the last observations, and if this
+        makes up for a flush. The seconds are limited so that each rank keeps about one sample of a batch, and its speed
+        can still be measured.
         """
         looks = [look.replicas for look in problem.observations if look.replicas][-self.windows :]
         if len(looks) < self.windows:
@@ -203,7 +219,7 @@ class DynPlanner(EvenPlanner):
             for each in (plan, other)
         )
         left = self.horizon if problem.remaining is None else min(problem.remaining, self.horizon)
-        waits = 0 if flushes else plan.n_stages  # it has to run dry, and to fill again
+        waits = 0 if flushes else plan.n_stages  # the pipeline has to drain and fill again
         pays = (old - new > self.gain * old) & ((old - new) * left > waits * old)
         return wanted if pays.all() else None
 
@@ -213,8 +229,12 @@ class DynPlanner(EvenPlanner):
         return WindowReplay(each, order)
 
     def _changed(self, looks: Sequence[Observation], problem: Problem) -> bool:
-        """Return whether some stage takes another time than in a look before, by a share that could matter, or there
-        are twice as many looks as when the answer was another time; else the answer is that of the last look."""
+        """Return whether partitions have to be evaluated again.
+
+        This is the case if the time of a stage changed by more than `gain` between the observations, if the number of
+        observations is `windows` times a power of two, or after every `ANYWAY` observations. Otherwise, the result
+        would be the same as the last one.
+        """
         if problem.remaining is not None and problem.remaining // self.every % ANYWAY == 0:
             return True
         if len(looks) < MAX_OBSERVATIONS and log2(len(looks) / self.windows).is_integer():
@@ -223,16 +243,18 @@ class DynPlanner(EvenPlanner):
         return bool((times.max(axis=0) > (1 + self.gain) * times.min(axis=0)).any())
 
     def _pays(self, change: PartitionChange, plan: Plan, problem: Problem, order: Program, least: float) -> bool:
-        """Return whether it does in each of the last windows; where more than the usual number count, on their
-        average."""
+        """Return whether a change pays in each of the last windows.
+
+        If more than the usual number of windows count, the change has to pay on average.
+        """
         left = self.horizon if problem.remaining is None else min(problem.remaining, self.horizon)
         assert problem.profile is not None
         waits = travels = move_seconds(problem.profile, plan, change.layers, problem.deployment)
         if problem.relocation == BLOCKING:
             travels = 0.0
-        else:  # only for the gradients of the last batch that ran meanwhile
+        else:  # ranks wait only for the gradients of the last batch during the move
             waits = move_seconds(problem.profile, plan, change.layers, problem.deployment, ("gradients",))
-        if order.is_endless:  # it has to run dry, and to fill again
+        if order.is_endless:  # the pipeline has to drain and fill again
             waits += plan.n_stages * max(change.old) / len(plan.jobs[0].forward[0])
 
         def is_worthwhile(old: float, new: float) -> bool:
@@ -245,7 +267,7 @@ class DynPlanner(EvenPlanner):
     def _find_last_move(
         self, plan: Plan, earlier: Sequence[tuple[Plan, Observation]], looks: int, problem: Problem, order: Program
     ) -> _LastMove | None:
-        """Return the last move, where it was one, by the last window of the plan before it."""
+        """Return the last move of layers, or None, by the last window of the plan before it."""
         if not earlier or earlier[-1][0].layers == plan.layers:
             return None
         windows, then = (
@@ -266,10 +288,11 @@ class _LastMove:
     """The last move of layers.
 
     Attributes:
-        plan: before it.
-        seconds: of that plan's steps, in its last window.
-        doubt: the share of a step by which the re-plan was wrong, times DOUBT.
-        risen: some device to which layers went is slower now than then: maybe they are slower than is known.
+        plan: the plan before the move.
+        seconds: the seconds of a step of this plan in its last window.
+        doubt: the share of a step by which the prediction of the move was wrong, multiplied by `DOUBT`.
+        risen: whether a device that received layers is slower now than before the move. If so, the layers may be slower
+            than their profile.
     """
 
     plan: Plan
@@ -278,14 +301,15 @@ class _LastMove:
     risen: bool
 
     def correct_change(self, change: PartitionChange) -> PartitionChange:
-        """Return the same with what this plan took, where it is to come back, if layers may be slower than is known."""
+        """Return the change with the measured seconds of the earlier plan, if it leads back to this plan and `risen` is
+        true."""
         if not self.risen or change.layers != self.plan.layers:
             return change
         return replace(change, new=tuple(max(each, self.seconds) for each in change.new))
 
 
 def _comparable_looks(plan: Plan, before: Sequence[tuple[Plan, Observation]]) -> Iterator[tuple[Plan, Observation]]:
-    """Yield the looks at earlier plans that have the jobs and the ranks of `plan`."""
+    """Yield the observations of earlier plans that have the jobs and the ranks of `plan`."""
     for earlier, look in before:
         if look.matches_plan(earlier) and (earlier.jobs, earlier.ranks) == (plan.jobs, plan.ranks):
             yield earlier, look
@@ -298,8 +322,15 @@ def move_seconds(
     deployment: Deployment | None = None,
     what: Sequence[str] = ("weights", "optimizer"),
 ) -> float:
-    """Return seconds until the layers that have to are elsewhere: the bytes of `what` they have, by default their
-    weights and what optimizers remember of them, on the links that they take, which work side by side."""
+    """Return the seconds until all moving layers have arrived. The links transfer at the same time.
+
+    Args:
+        profile: the bytes of each layer.
+        plan: the current plan.
+        layers: the layers of each stage after the move.
+        deployment: the links. If it is None, the result is 0.
+        what: the data of a layer that is sent, by default the weights and the optimizer states.
+    """
     size = np.sum([profile.layer_arrays.layer_values(name) for name in what], axis=0)
     before, after = ([s for s, span in enumerate(each) for _ in range(span.rows)] for each in (plan.layers, layers))
     taken: dict[tuple[int, int], float] = {}

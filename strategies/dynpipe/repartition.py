@@ -1,4 +1,4 @@
-"""Choose the layers of each stage from recent measurements of the devices."""
+"""Choice of the layers of each stage by recent measurements of the devices."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from lightning_pipes.strategies.dynpipe.situation import Situation
 
 Array = npt.NDArray[np.float64]
 SIMULATED = 64
-"""Partitions that are simulated with mean durations, those with the lowest bounds."""
+"""The number of partitions with the lowest bounds that are simulated with mean durations."""
 REPLAYED = 12
-"""Of these, how many are simulated with every operation's own."""
+"""The number of these partitions that are simulated with the duration of every single operation."""
 
 
 @dataclass(frozen=True)
 class PartitionChange:
-    """Another partition than the one that runs.
+    """A change from the current partition to another one.
 
     Attributes:
-        layers: of each stage.
-        old, new: seconds of a step with the partition that runs, and with this one, of every window.
+        layers: the layers of each stage after the change.
+        old, new: the seconds of a step in each window, with the current partition and with the other one.
     """
 
     layers: tuple[Span, ...]
@@ -51,8 +51,9 @@ class Search:
     """Limits of the search for other partitions.
 
     Attributes:
-        top_k: blocks of the condensed model; None for as many as can be gone through, see `affordable_blocks`.
-        incremental: blocks move to a neighbouring stage only.
+        top_k: the number of blocks of the condensed model. None means as many as the search can evaluate; see
+            `affordable_blocks`.
+        incremental: whether blocks move only to a neighboring stage.
     """
 
     top_k: int | None = None
@@ -63,11 +64,11 @@ WHOLE = Search()
 
 
 class WindowReplay:
-    """Replays measured windows of one plan with layers placed otherwise.
+    """Replay of measured windows with other partitions of the layers.
 
     Args:
-        situations: one of each window, the oldest first.
-        order: of the plan; of a schedule that does not flush the endless one.
+        situations: one for each window, the oldest first.
+        order: the program of the plan. For a schedule that does not flush, this is the endless program.
     """
 
     def __init__(self, situations: Sequence[Situation], order: Program) -> None:
@@ -77,27 +78,30 @@ class WindowReplay:
         self.old = self._each(self.now.now)
 
     def predict_change(self, layers: Sequence[Span]) -> PartitionChange:
-        """Return the change that these layers on the stages would be."""
+        """Return the change to the partition with these layers on the stages."""
         cuts = np.array([[0, *(span.stop for span in layers)]], np.int64)
         return PartitionChange(tuple(layers), self.old, self._each(cuts))
 
     def mean_step(self, cuts: Cuts) -> Array:
-        """Return seconds of a step of each partition, the mean of all windows."""
+        """Return the seconds of a step with each partition, averaged over all windows."""
         each = [self._seconds(s.seen.batches, s.stage_durations(cuts)) for s in self._situations]
         return np.asarray(np.mean(each, axis=0))
 
     def mean_durations(self, cuts: Cuts) -> Durations:
-        """Durations of a batch, as of `Situation.mean_durations`, the mean of all windows."""
+        """Return the durations of one batch (see `Situation.mean_durations`), averaged over all windows."""
         each = [situation.mean_durations(cuts) for situation in self._situations]
         return {key: np.mean([means[key] for means in each], axis=0) for key in each[0]}
 
     def estimate_steps(self, means: Durations) -> Array:
-        """Seconds of a step with the durations of a batch, as of `Situation.mean_durations`."""
+        """Return the seconds of a step with the given durations of one batch (see `Situation.mean_durations`)."""
         batches = self.now.plan.n_stages + 2 if self.order.is_endless else 1
         return self._seconds(batches, means)
 
     def _each(self, cuts: Cuts) -> tuple[float, ...]:
-        """Return seconds of a step of one partition in every window; windows of as many batches are timed together."""
+        """Return the seconds of a step with one partition in each window.
+
+        Windows with the same number of batches are simulated together.
+        """
         found: dict[int, float] = {}
         for batches in {each.seen.batches for each in self._situations}:
             same = [n for n, each in enumerate(self._situations) if each.seen.batches == batches]
@@ -112,14 +116,18 @@ class WindowReplay:
 
 
 def find_partition(windows: WindowReplay, cuts: Cuts, least: float = 0.0) -> PartitionChange | None:
-    """Return the partition with the shortest steps in these windows, on the average (DynPipe, S V-B1, Algorithm 2,
-    Repartition); None where there is none, or none can save more than the share `least` of a step.
+    """Return the partition with the shortest mean step in these windows (DynPipe, S V-B1, Algorithm 2, Repartition).
 
-    All of them are priced; those with the lowest bounds are simulated with mean durations, and the best of these with
-    every operation's own.
+    The function computes a price for all partitions. The partitions with the lowest bounds are simulated with mean
+    durations, and the best of these with the duration of every single operation.
 
     Args:
-        cuts: those that come into question, as of `partitions_of`.
+        windows: the replay of the measured windows.
+        cuts: the partitions among which to choose, as returned by `partitions_of`.
+        least: the share of a step that has to be saved.
+
+    Returns:
+        The best partition, or None if there are no partitions or if no bound is low enough to save `least`.
     """
     if not len(cuts):
         return None
@@ -140,11 +148,14 @@ def partitions_of(
     search: Search = WHOLE,
     reserve: float = 0.0,
 ) -> Cuts:
-    """Return the partitions at blocks of the condensed model that fit into memory, without the current one.
+    """Return the partitions between blocks of the condensed model that fit into memory, without the current partition.
 
     Args:
-        tied: numbers of layers that share a parameter.
-        reserve: bytes that stay free on devices that get layers.
+        windows: the replay of the measured windows.
+        deployment: the devices and links, or None if they are unknown.
+        tied: the numbers of layers that share a parameter.
+        search: the limits of the search.
+        reserve: the number of bytes that have to stay free on devices that receive layers.
     """
     now = windows.now
     every = _partitions(now, deployment, search)
@@ -162,12 +173,18 @@ def partitions_that_free(
     tied: Sequence[Sequence[int]] = (),
     search: Search = WHOLE,
 ) -> Cuts:
-    """Return the partitions that free memory on devices which lack it: those that free all they lack, or if there are
-    none, those that free the largest share of it; empty where none frees any (DynPipe, S V-B2).
+    """Return the partitions that free memory on devices that are short of it (DynPipe, S V-B2).
+
+    These are the partitions that free all of the missing bytes. If there are none, they are the partitions that free
+    the largest share of them. The result is empty if no partition frees memory.
 
     Args:
-        short: bytes that devices lack, by rank.
-        reserve: bytes that stay free on devices that get layers.
+        windows: the replay of the measured windows.
+        short: the number of missing bytes by rank.
+        reserve: the number of bytes that have to stay free on devices that receive layers.
+        deployment: the devices and links, or None if they are unknown.
+        tied: the numbers of layers that share a parameter.
+        search: the limits of the search.
     """
     cuts = partitions_of(windows, deployment, tied, search, reserve)
     needed = _bytes_by_rank(np.vstack([windows.now.now, cuts]), windows.now, windows.order)
@@ -178,12 +195,14 @@ def partitions_that_free(
 
 
 def step_bounds(means: Durations, plan: Plan, endless: bool) -> Array:
-    """Return the least seconds of a step of each partition, with the durations of `Situation.mean_durations`.
+    """Return a lower bound for the seconds of a step of each partition, with durations as in
+    `Situation.mean_durations`.
 
-    A rank works through all its stages. With one stage a rank, what flushes passes the stages and links before a stage
-    forward and back besides; what does not has S - s + 1 micro-batches on stages s to S at most, and each of them takes
-    the way there and back: max over s of the sums of p_i and c_i from s on over S - s + 1 (which E5 of the paper
-    replaces by half of all stages but the last, for any number of stages).
+    A rank runs the work of all its stages one after another. If each rank has one stage, the bound is higher. In a
+    schedule that flushes, a micro-batch also passes through the stages and links before a stage, forward and back. In a
+    schedule that does not flush, at most S - s + 1 micro-batches are in flight on stages s to S, and each of them takes
+    the way there and back. The bound is the maximum over s of the sum of p_i and c_i for i >= s, divided by S - s + 1.
+    E5 of the paper replaces this by half of the sum over all stages but the last, for any number of stages.
     """
     work = _by_stage(means, plan, (Kind.F, Kind.B, Kind.I, Kind.W))
     by_rank = np.zeros((len(work), plan.n_ranks))
@@ -193,7 +212,7 @@ def step_bounds(means: Durations, plan: Plan, endless: bool) -> Array:
         return np.asarray(by_rank.max(axis=1))
     one = {key: table.min(axis=2, keepdims=True) for key, table in means.items() if key[0] is not Kind.STEP}
     way = _by_stage(one, plan, (Kind.F,)) + _by_stage(one, plan, (Kind.SF,))
-    if not plan.split_backward:  # else W fills the way back
+    if not plan.split_backward:  # otherwise W fills the way back
         way += _by_stage(one, plan, (Kind.B,)) + np.roll(_by_stage(one, plan, (Kind.SB,)), -1, axis=1)
     if not endless:
         return np.asarray((by_rank + np.cumsum(way, axis=1) - way).max(axis=1))
@@ -203,7 +222,7 @@ def step_bounds(means: Durations, plan: Plan, endless: bool) -> Array:
 
 
 def _by_stage(means: Durations, plan: Plan, kinds: Sequence[Kind]) -> Array:
-    """Return seconds of all operations of these kinds together, by partition and stage."""
+    """Return the total seconds of all operations of these kinds, by partition and stage."""
     cases = max(len(table) for table in means.values())
     found = np.zeros((cases, plan.n_stages))
     for (kind, stage), table in means.items():
@@ -237,8 +256,11 @@ def _slowest(plan: Plan, deployment: Deployment | None) -> float:
 def _fitting(
     cuts: Cuts, now: Situation, order: Program, deployment: Deployment | None, reserve: float
 ) -> npt.NDArray[np.bool_]:
-    """Return which partitions fit: into the devices' memory, and with what they need more than now into what is
-    free."""
+    """Return for each partition whether it fits into memory.
+
+    A partition has to fit into the memory of each device, and the memory that it needs in addition to the current
+    partition has to fit into the free memory.
+    """
     plan = now.plan
     devices = () if deployment is None else deployment.pipeline.devices
     limits = [devices[rank].memory if devices else None for rank in range(plan.n_ranks)]
@@ -257,7 +279,7 @@ def _fitting(
 
 
 def _bytes_by_rank(cuts: Cuts, now: Situation, order: Program) -> Array:
-    """Return the bytes that every device needs: axis 0 is partitions, axis 1 ranks."""
+    """Return the bytes that each device needs. Axis 0 is partitions, and axis 1 is ranks."""
     plan = now.plan
     held = held_rows(order.unroll(2 * plan.n_stages) if order.is_endless else order, plan)
     needed = np.zeros((len(cuts), plan.n_ranks))

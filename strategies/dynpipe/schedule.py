@@ -1,4 +1,4 @@
-"""PipeDream's order, and layers that move while training goes on."""
+"""The order of PipeDream, with layers that move between stages during training."""
 
 from __future__ import annotations
 
@@ -25,28 +25,31 @@ from lightning_pipes.strategies.pipedream import PipeDream
 
 @dataclass(frozen=True)
 class DynPipe(PipeDream):
-    """Asynchronous 1F1B with weight stashing that re-partitions itself (DynPipe): the order and the weight versions of
-    `pipedream` (S IV-B1), and a planner that looks at every operation's time and has layers move to other stages, away
-    from devices that a neighbour slows down (S V).
+    """Asynchronous 1F1B with weight stashing that moves layers between stages during training (DynPipe).
+
+    The order and the weight versions are the same as in `pipedream` (S IV-B1). A planner observes the duration of every
+    operation, and moves layers away from devices that are slowed down by other programs, called neighbors (S V).
 
     Attributes:
-        every: training batches from one look to the next. The paper's code looks every 50 and acts 60 batches later;
-            looking more often costs little here, and what is seen counts at once.
-        windows: looks in a row that have to want a move.
-        gain: the share of a step that a move must save at least. The paper's text has no threshold; its code waits for
-            a stage that takes twice as long as another.
-        horizon: batches for which it is counted on that all stays as it is, when a move is weighed.
-        top_k: blocks of the condensed model between which it may be cut, S V-B1; None takes as many as can be gone
-            through.
-        incremental: layers only move to a neighbouring stage.
-        predictor: of interference, S V-A, or the path of a forest (`interference.Predictor.load`); None plans with
-            measured times alone ("w/o RF").
-        low_memory: bytes, such as "2GiB", of which more has to be free on each device before every batch. Else batches
-            stop overlapping until that is so again, and if it stays so layers leave the device (S V-B2). None for no
-            such mark. An InterferenceMonitor has to see it.
-        memory_drop: the share of the free memory that may go within `every` batches, or batches stop overlapping; None
-            for any.
-        predict: as with `pipedream`.
+        every: the number of training batches between two observations. The paper's code observes every 50 batches and
+            acts 60 batches later. Here, more frequent observations are cheap, and the planner acts on an observation at
+            once.
+        windows: the number of consecutive observations in which a move has to save time.
+        gain: the minimum share of a step that a move has to save. The paper's text has no threshold. Its code waits
+            until a stage takes twice as long as another.
+        horizon: the number of batches for which conditions are assumed to stay the same, when the cost of a move is
+            compared with its gain.
+        top_k: the number of blocks of the condensed model, between which it may be cut (S V-B1). None means as many as
+            the search can evaluate.
+        incremental: whether layers move only to a neighboring stage.
+        predictor: the predictor of interference (S V-A), or the path of a forest (see `interference.Predictor.load`).
+            None means that the planner only uses measured times ("w/o RF").
+        low_memory: the number of bytes, such as "2GiB", that has to be free on each device before every batch. If less
+            is free, batches no longer overlap until there is enough free memory again. If memory stays short, layers
+            leave the device (S V-B2). None means no such limit. It requires an InterferenceMonitor.
+        memory_drop: the share of the free memory that may be lost within `every` batches. If more is lost, batches no
+            longer overlap. None means no limit.
+        predict: as in `pipedream`.
     """
 
     every: int = 10
@@ -98,18 +101,24 @@ class DynPipe(PipeDream):
         sharded: bool = False,
         cached: bool = False,
     ) -> StageChoice:
-        """Return the number of stages with the least T(S) W(S), and all that were tried (Algorithm 1).
+        """Return the number of stages with the lowest T(S) W(S), and all numbers that were tried (Algorithm 1).
 
         Args:
-            rows: of a batch.
-            batches: by number of stages the batches that runs took until the target; T(S) is fitted to them.
-            theory: instead, `loss`, `lipschitz`, `noise`, `lr` and `target` of Theorem 1. Without either T(S) is 1.
-            executable: only what can run, without shards.
-            sharded: also shards of the layers of all stages alike, which the module has to make.
-            cached: devices keep two weight versions and MemorySwap the rest on the host; else stage s keeps p - s.
+            profile: the seconds and bytes of each layer.
+            cluster: the devices and links.
+            rows: the number of samples in a batch.
+            microbatches: the number of micro-batches in a batch.
+            batches: the measured number of batches until the target, by number of stages. T(S) is fitted to them.
+            theory: the values of `loss`, `lipschitz`, `noise`, `lr` and `target` in Theorem 1, as an alternative to
+                `batches`. Without either, T(S) is 1.
+            executable: whether to consider only assignments that can run, without shards.
+            sharded: whether to also consider assignments in which all stages have the same shards. The module has to
+                create the shards.
+            cached: whether devices keep two weight versions, with the others on the host by MemorySwap. Otherwise,
+                stage s of p keeps p - s versions.
 
         Raises:
-            InputError: both `batches` and `theory`; nothing fits.
+            InputError: both `batches` and `theory` are given, or nothing fits.
         """
         if batches and theory:
             raise InputError("batches that were measured and theory both say T(S); give one of them")
@@ -126,15 +135,19 @@ class DynPipe(PipeDream):
         data: Path | None,
         forest: Path,
     ) -> dict[str, float]:
-        """Train the forest of `predictor`, and return how well it predicts kinds of neighbours that it has not seen.
+        """Train the forest of `predictor`, and return its accuracy for kinds of neighbors that it was not trained on.
 
         Args:
-            windows: stages beside neighbours, see `Dataset.from_windows`; None reads them from `data`.
-            data: a file that keeps them.
-            forest: the file for the forest.
+            windows: stages that ran next to neighbors; see `Dataset.from_windows`. None means that they are read from
+                `data`.
+            data: the file that stores the windows.
+            forest: the file to which the forest is written.
+
+        Returns:
+            The number of windows, and the R2 score and the mean absolute error of the formula and of the forest.
 
         Raises:
-            InputError: neither windows nor data; `data` can't be read.
+            InputError: neither `windows` nor `data` is given, or `data` can't be read.
         """
         if windows is None and data is None:
             raise InputError("a predictor learns from windows, or from a file of them; give either")

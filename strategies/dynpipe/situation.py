@@ -1,4 +1,4 @@
-"""A pipeline as it is now: the seconds of any layers on any of its devices, under what is seen of their neighbours."""
+"""The current state of a pipeline: the seconds of any layers on any of its devices, with their present neighbors."""
 
 from __future__ import annotations
 
@@ -18,15 +18,20 @@ Array = npt.NDArray[np.float64]
 
 
 class Situation:
-    """Factors by which operations took longer than in the profile, by device: now, which includes neighbours, and one
-    by one, which includes what is rare. Other layers on the device take their own seconds times the same factors (the
-    last measured ones, "w/o RF"). A predictor of interference scales them for stages that suffer more or less than the
-    one that is there now: its answer for the new stage over its answer for this one, so that a constant bias cancels
-    (DynPipe, S V-A).
+    """The factors by which operations took longer on each device than in the profile.
+
+    The mean factors include the effect of neighbors. The factors of single operations also include rare slow
+    operations. The time of other layers on a device is their profiled time multiplied by the same factors ("w/o RF"). A
+    predictor of interference scales the factors for stages that are affected more or less than the present stage. The
+    scale is the prediction for the new stage divided by the prediction for the present stage, so that a constant bias
+    cancels out (DynPipe, S V-A).
 
     Args:
-        seen: a window of `plan`, which it fits.
-        deployment: links and devices; None where they were not asked for.
+        profile: the seconds and bytes of each layer.
+        plan: the plan that ran.
+        seen: a window of observations of `plan`.
+        deployment: the links and devices, or None if they are unknown.
+        predictor: the predictor of interference, or None.
     """
 
     def __init__(
@@ -46,7 +51,7 @@ class Situation:
         self.factors = {key: _factors(self._operations[key], alone) for key, alone in solo.items()}
 
     def stage_durations(self, cuts: Cuts) -> dict[tuple[Kind, int], Array]:
-        """Return seconds of all operations for each partition, as `Replay` takes them."""
+        """Return the seconds of all operations for each partition, in the form that `Replay` takes."""
         scale = self._scale(cuts)
         found = {
             (kind, stage): solo * self.factors[kind, stage] * scale[:, stage, None, None]
@@ -55,7 +60,8 @@ class Situation:
         return found | self._messages(cuts) | self._steps(cuts)
 
     def mean_durations(self, cuts: Cuts) -> dict[tuple[Kind, int], Array]:
-        """Return the same for one batch, with the mean factor of each operation."""
+        """Return the seconds of all operations of one batch for each partition, with the mean factor of each kind and
+        stage."""
         scale = self._scale(cuts)
         found = {
             (kind, stage): solo * self.factors[kind, stage].mean() * scale[:, stage, None, None]
@@ -66,15 +72,18 @@ class Situation:
         )
 
     def feature_rows(self) -> tuple[list[tuple[Mapping[str, float], HostedStage]], list[float]]:
-        """Return the devices, each with the stage that it hosts now, and by how much it takes longer than the profile
-        has it: of this a predictor learns. Nothing without a monitor."""
+        """Return each device with the stage that it hosts now, and the slowdown of each stage compared with the
+        profile.
+
+        A predictor can learn from these rows. The lists are empty if there is no monitor.
+        """
         if not self.seen.devices:
             return [], []
         spans = enumerate(pairwise(self.now[0].tolist()))
         return [(self._device(s), self._device_features(s, a, b)) for s, (a, b) in spans], self.stage_slowdowns()
 
     def stage_slowdowns(self) -> list[float]:
-        """Return the current slow-down of each stage over the profile."""
+        """Return the current slowdown of each stage compared with the profile."""
         solo = self._solo(self.now)
         found = []
         for stage in range(self.plan.n_stages):
@@ -86,16 +95,20 @@ class Situation:
         return found
 
     def undisturbed_durations(self, cuts: Cuts) -> Array:
-        """Return seconds of a micro-batch's forward and backward by the profile: axis 0 is partitions, axis 1
-        stages."""
+        """Return the seconds of forward and backward of a micro-batch by the profile.
+
+        Axis 0 is partitions, and axis 1 is stages.
+        """
         solo, stages = self._solo(cuts), range(self.plan.n_stages)
         return np.stack(
             [sum(solo[kind, s].mean(axis=(1, 2)) for kind in self.plan.compute_kinds) for s in stages], axis=1
         )
 
     def _solo(self, cuts: Cuts) -> dict[tuple[Kind, int], Array]:
-        """Return seconds of all operations by the profile: axis 0 is partitions, axis 1 has length 1, axis 2
-        micro-batches."""
+        """Return the seconds of all operations by the profile.
+
+        Axis 0 is partitions, axis 1 has length 1, and axis 2 is micro-batches.
+        """
         found = {}
         again = self.plan.recompute or (False,) * self.plan.n_stages
         sizes, which = np.unique(self._rows, return_inverse=True)
@@ -120,7 +133,7 @@ class Situation:
         return np.asarray(seconds + ends)
 
     def _messages(self, cuts: Cuts) -> dict[tuple[Kind, int], Array]:
-        """Return seconds of messages as measured, in proportion to the bytes that cross."""
+        """Return the measured seconds of messages, scaled by the bytes that cross each cut."""
         found = {}
         known = self.seen.costs.seconds
         for kind, stage in sends_of(self.plan):
@@ -132,7 +145,7 @@ class Situation:
         return found
 
     def _steps(self, cuts: Cuts) -> dict[tuple[Kind, int], Array]:
-        """Return seconds of STEP as measured, in proportion to the bytes of weights."""
+        """Return the measured seconds of STEP, scaled by the bytes of weights."""
         sums = np.concatenate([[0.0], np.cumsum(self.profile.layer_arrays.layer_values("weights"))])
         found = {}
         for stage in range(self.plan.n_stages):
@@ -148,8 +161,10 @@ class Situation:
         return np.array([self.profile.edge_bytes(cut) for cut in range(len(self.profile.layers) + 1)])
 
     def _scale(self, cuts: Cuts) -> Array:
-        """Return the predicted slow-down of each stage in each partition, over that of the current stage; 1 where it
-        has not seen the like of either."""
+        """Return the predicted slowdown of each stage in each partition, divided by the slowdown of the current stage.
+
+        The result is 1 if the predictor was not trained on similar stages.
+        """
         stages = self.plan.n_stages
         if self._predictor is None or not self.seen.devices:
             return np.ones((len(cuts), stages))
@@ -192,13 +207,13 @@ class Situation:
 
 
 def _factors(operations: Array, solo: Array) -> Array:
-    """Return measured seconds of operations over profiled seconds; 1 where it has none."""
+    """Return the measured seconds of operations divided by the profiled seconds, or 1 if these are 0."""
     alone = solo[0]
     return np.where(alone > 0, operations / np.where(alone > 0, alone, 1.0), 1.0)
 
 
 def _whole(operations: Mapping[tuple[Kind, int], Array]) -> dict[tuple[Kind, int], Array]:
-    """Operations; for those without a measurement the mean of the others."""
+    """Return the operations, in which missing measurements are replaced by the mean of the others."""
     found = {}
     for key, table in operations.items():
         known = np.isfinite(table)

@@ -1,11 +1,13 @@
-"""The work of layers, apart from what slowed devices down while layers were measured.
+"""Estimation of the work of layers, separate from the slowdown of devices while the layers were measured.
 
-    seconds of a stage now  =  work of its layers  x  slow-down of its device now, which is 1 or more
+    seconds of a stage now  =  work of its layers  x  slowdown of its device now, which is 1 or more
 
-A profile that was made beside a neighbour has the slow-down of that day in the work of the layers on that device. When
-the neighbour has gone, the stage takes less than the profile says, which no device can do: its layers have less work.
+If a profile was measured while a neighbor was active, the slowdown of that time is contained in the work of the layers
+on that device. When the neighbor has gone, the stage takes less time than the profile predicts. A device cannot cause
+this, so its layers must have less work.
 
-A slow device slows all its layers, so a layer that takes longer while others of its stage do not has more work.
+A slow device slows down all of its layers. If a layer takes longer while other layers of its stage do not, this layer
+has more work.
 """
 
 from __future__ import annotations
@@ -24,29 +26,34 @@ from lightning_pipes.planning.replanning import Observation
 
 Array = npt.NDArray[np.float64]
 BELOW = 0.9
-"""The share of its work by the profile that a stage must stay below; more is chance."""
+"""The share of its work by the profile below which a stage counts as too fast. Smaller differences are chance."""
 IMPOSSIBLE, SLOWED, CHANGED = 10.0, 1.0, 0.1
-"""Costs of an explanation, each times a logarithm: a stage that is faster than its work, one that is slower, for each
-plan; and a layer that has less work than the profile says."""
+"""The costs of an explanation, each multiplied by a logarithm.
+
+They are for a stage that is faster than its work, for a stage that is slower than its work (both for each plan), and
+for a layer that has less work than the profile predicts.
+"""
 OWN = 1.5
-"""How many times as much longer than others of its stage a layer must take to have more work."""
+"""The factor by which a layer must have slowed down, compared with the other layers of its stage, to have more work."""
 SEEN = 0.1
-"""The share of a stage's forward that this must be; less is chance."""
+"""The minimum additional time of such a layer, as a share of the forward of its stage. Smaller differences are chance.
+"""
 STEPS = 64
-"""Corrections at most."""
+"""The maximum number of corrections."""
 ENOUGH = 1e-6
-"""By what the cost has to fall in each."""
+"""The minimum decrease of the cost in each correction."""
 
 
 def estimate_work(profile: ModelProfile, looks: Sequence[tuple[Plan, Observation]], lasting: int) -> ModelProfile:
-    """Return the profile with less work for those layers that explain best why stages were faster than it says.
+    """Return the profile with less work for the layers that best explain why stages were faster than it predicts.
 
-    Plans with other stages tell which layers it is. Work becomes more where a layer alone is slower (DynPipe, S III); a
-    stage that is slower as a whole has a slow device.
+    Plans with other stages help to identify these layers. The work of a layer is increased if the layer alone is slower
+    (DynPipe, S III). If a whole stage is slower, its device is slow.
 
     Args:
-        looks: the last ones of this plan and earlier ones, the oldest first.
-        lasting: looks in a row that a stage has to be so fast.
+        profile: the seconds and bytes of each layer.
+        looks: the last observations of the current plan and of earlier plans, the oldest first.
+        lasting: the number of consecutive observations in which a difference has to be present.
     """
     if not looks:
         return profile
@@ -64,8 +71,15 @@ def estimate_work(profile: ModelProfile, looks: Sequence[tuple[Plan, Observation
 
 
 def find_slow_layers(profile: ModelProfile, plan: Plan, look: Observation) -> Array:
-    """Return by what factor each layer takes longer than other layers of its stage do, over the profile; 1 where that
-    is little, or the stage has too few layers to tell."""
+    """Return the factor by which each layer has slowed down compared with the other layers of its stage.
+
+    The factor is 1 if the difference is small, or if fewer than three layers of the stage were measured.
+
+    Args:
+        profile: the seconds of each layer without the slowdown.
+        plan: the plan that ran.
+        look: the observation of the plan.
+    """
     rows = plan.spans(Kind.F, 0)[0].rows
     alone = profile.layer_arrays.seconds_at(Kind.F, rows)[1:-1] / rows
     factors = np.ones(len(alone))
@@ -82,12 +96,14 @@ def find_slow_layers(profile: ModelProfile, plan: Plan, look: Observation) -> Ar
 
 
 class _Explanation:
-    """The search for factors of the parts' work, step by step: each makes one stage possible, at the least cost.
+    """Search for the factors of the work of all parts. Each step makes one stage possible at the lowest cost.
+
+    The parts are what runs before the layers, each layer, and what runs after the layers.
 
     Args:
-        alone: seconds of each part by the profile.
-        stages: which parts a stage has: axis 0 is stages of all plans, axis 1 parts.
-        seconds: that each of them took.
+        alone: the seconds of each part by the profile.
+        stages: whether a stage contains a part. Axis 0 is the stages of all plans, and axis 1 is parts.
+        seconds: the measured seconds of each stage.
     """
 
     def __init__(self, alone: Array, stages: npt.NDArray[np.bool_], seconds: Array) -> None:
@@ -96,13 +112,16 @@ class _Explanation:
 
     @cached_property
     def _groups(self) -> npt.NDArray[np.bool_]:
-        """Parts that may have more or less work together: each, those that were together under all plans, stages."""
+        """The groups of parts whose work may change together.
+
+        These are the single parts, the parts that were in one stage under all plans, and the stages.
+        """
         _, segment = np.unique(self._stages.T, axis=0, return_inverse=True)
         segments = segment.reshape(-1) == np.arange(segment.max() + 1)[:, None]
         return np.unique(np.vstack([np.eye(len(self._alone), dtype=bool), segments, self._stages]), axis=0)
 
     def find_factors(self) -> Array:
-        """Return a factor for each part, 1 or less."""
+        """Return a factor for each part, which is at most 1."""
         factors = np.ones(len(self._alone))
         cost = float(self._costs(factors[None])[0])
         for _ in range(STEPS):
@@ -117,8 +136,7 @@ class _Explanation:
         return factors
 
     def _options(self, factors: Array) -> Array:
-        """Return factors that explain the measured seconds of one stage: a row for each group that may have more or
-        less."""
+        """Return factors that explain the measured seconds of one stage, with a row for each group that may change."""
         work = factors * self._alone
         whole = self._stages @ work
         less = self._seconds < BELOW * whole
@@ -143,7 +161,10 @@ class _Explanation:
 
 
 def _fastest(looks: Sequence[tuple[Plan, Observation]], lasting: int) -> tuple[npt.NDArray[np.bool_], Array]:
-    """Return the parts of each stage of all plans, and the seconds of a micro-batch in its fastest looks in a row."""
+    """Return the parts of each stage of all plans, and the seconds of a micro-batch in its fastest observations.
+
+    The seconds are the lowest value that a stage did not exceed in `lasting` consecutive observations.
+    """
     by_layers: dict[tuple[int, ...], list[tuple[float, ...]]] = {}
     for plan, look in looks:
         by_layers.setdefault((*(span.stop for span in plan.layers),), []).append(look.stage_seconds)
@@ -153,7 +174,7 @@ def _fastest(looks: Sequence[tuple[Plan, Observation]], lasting: int) -> tuple[n
             continue
         table = np.array(taken)
         windows = np.stack([table[n : len(table) - lasting + 1 + n] for n in range(lasting)])
-        ends = [0, *(stop + 1 for stop in stops[:-1]), stops[-1] + 2]  # the ends have what runs around the layers
+        ends = [0, *(stop + 1 for stop in stops[:-1]), stops[-1] + 2]  # first and last stage include the work around the layers
         for (start, stop), least in zip(pairwise(ends), windows.max(axis=0).min(axis=0).tolist(), strict=True):
             if least > 0 and stop > start:
                 parts = np.arange(stops[-1] + 2)
@@ -163,7 +184,8 @@ def _fastest(looks: Sequence[tuple[Plan, Observation]], lasting: int) -> tuple[n
 
 
 def _work(profile: ModelProfile, plan: Plan) -> Array:
-    """Return the seconds of a micro-batch by the profile: of what runs before the layers, of each, and after them."""
+    """Return the seconds of each part of a micro-batch by the profile: before the layers, each layer, and after them.
+    """
     kinds = [*plan.compute_kinds, *([Kind.F] * any(plan.recompute))]
     sizes = [span.rows for span in plan.spans(Kind.F, 0)]
     each = [np.sum([profile.layer_arrays.seconds_at(kind, rows) for kind in kinds], axis=0) for rows in sizes]
