@@ -193,7 +193,7 @@ class _Way(NamedTuple):
     """The stages from a certain layer and device to the end.
 
     Attributes:
-        least: a lower bound for the seconds of a batch because of these stages.
+        least: a lower bound for the seconds of an iteration, by these stages alone.
         way: the seconds of a batch through these stages and their messages.
         stages: the first layer and the mesh of each stage.
     """

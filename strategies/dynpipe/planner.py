@@ -83,7 +83,7 @@ DOUBT = 2.0
 ANYWAY = 8
 """The number of observations after which partitions are evaluated even without a change, because times may drift."""
 RISEN = 1.1
-"""The factor of its slowdown by which a device counts as slower than before."""
+"""The factor by which the slowdown of a device must have increased to count as slower than before."""
 
 _UNGUARDED = MemoryGuard()
 

@@ -36,8 +36,7 @@ for a layer that has less work than the profile predicts.
 OWN = 1.5
 """The factor by which a layer must have slowed down, compared with the other layers of its stage, to have more work."""
 SEEN = 0.1
-"""The minimum additional time of such a layer, as a share of the forward of its stage. Smaller differences are chance.
-"""
+"""The minimum additional time of such a layer, as a share of its stage's forward. Smaller differences are chance."""
 STEPS = 64
 """The maximum number of corrections."""
 ENOUGH = 1e-6
@@ -174,7 +173,7 @@ def _fastest(looks: Sequence[tuple[Plan, Observation]], lasting: int) -> tuple[n
             continue
         table = np.array(taken)
         windows = np.stack([table[n : len(table) - lasting + 1 + n] for n in range(lasting)])
-        ends = [0, *(stop + 1 for stop in stops[:-1]), stops[-1] + 2]  # first and last stage include the work around the layers
+        ends = [0, *(stop + 1 for stop in stops[:-1]), stops[-1] + 2]  # the ends include the work around them
         for (start, stop), least in zip(pairwise(ends), windows.max(axis=0).min(axis=0).tolist(), strict=True):
             if least > 0 and stop > start:
                 parts = np.arange(stops[-1] + 2)
@@ -184,8 +183,7 @@ def _fastest(looks: Sequence[tuple[Plan, Observation]], lasting: int) -> tuple[n
 
 
 def _work(profile: ModelProfile, plan: Plan) -> Array:
-    """Return the seconds of each part of a micro-batch by the profile: before the layers, each layer, and after them.
-    """
+    """Return the seconds of each part of a micro-batch by the profile: before the layers, each layer, after them."""
     kinds = [*plan.compute_kinds, *([Kind.F] * any(plan.recompute))]
     sizes = [span.rows for span in plan.spans(Kind.F, 0)]
     each = [np.sum([profile.layer_arrays.seconds_at(kind, rows) for kind in kinds], axis=0) for rows in sizes]

@@ -1,8 +1,9 @@
-"""Stages beside neighbours, as they were measured: what a forest learns from, and how predictors are compared.
+"""Measurements of stages next to neighbors, on which forests are trained and predictors are compared.
 
-DynPipe trains on a set of its own, each task alone and beside others (S V-A), and scores on a random part of it. Rows
-of one neighbour resemble each other, so whole kinds of neighbours, and whole kinds of stages, have to be held out here:
-a predictor is for those that it has not seen.
+Neighbors are other programs on the same device. DynPipe trains on its own set of tasks, each of which ran alone and
+next to others (S V-A), and evaluates on a random part of it. Rows with the same neighbor resemble each other. A
+predictor is needed for neighbors and stages that it was not trained on, so whole kinds of neighbors and whole kinds of
+stages have to be held out here.
 """
 
 from __future__ import annotations
@@ -22,16 +23,21 @@ from lightning_pipes.strategies.dynpipe.interference.forest import arrays_of
 from lightning_pipes.strategies.dynpipe.interference.predictor import Model
 
 NONE = "none"
-"""The kind of no neighbour: others of the machine may be there anyway. It is in every training."""
+"""The kind of a window without a neighbor. Other programs may still run on the machine. It is in every training set."""
 FOLDS = 5
 LEARNED = 3000
-"""Rows at most that a forest for planners learns from: more take longer, and say the same."""
+"""The maximum number of rows on which a forest for planners is trained. More rows take longer, with equal results."""
 _DEVICE_COLUMNS = len(NAMES) - len(STAGE)
 
 
 class PredictionScore(NamedTuple):
-    """Errors of predicted ratios against measured ones: the share of their variance that is explained, 1 at best and
-    below 0 for what is worse than their mean; and the mean of the absolute error."""
+    """Errors of predicted ratios compared with measured ratios.
+
+    Attributes:
+        r2: the share of the variance that is explained. It is 1 at best, and below 0 if the predictions are worse than
+            the mean.
+        mae: the mean absolute error.
+    """
 
     r2: float
     mae: float
@@ -39,16 +45,16 @@ class PredictionScore(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Windows of time in which a stage ran beside neighbours.
+    """Windows of time in which a stage ran next to neighbors.
 
     Attributes:
-        rows: axis 0 is windows, axis 1 the columns `features.NAMES`.
-        ratios: seconds of a step over those of one alone.
-        neighbours, stages: the kinds, by name.
-        settings: numbers of what was beside: windows with the same number had the same neighbours, one after another.
+        rows: the features. Axis 0 is windows, and axis 1 is the columns `features.NAMES`.
+        ratios: the seconds of a step divided by the seconds of a step without neighbors.
+        neighbours, stages: the names of the kinds of neighbor and stage.
+        settings: the numbers of the settings. Windows with the same number had the same neighbors, one after another.
 
     Raises:
-        InputError: different lengths, no rows, or ratios that are none.
+        InputError: the arrays have different lengths or no rows, or a ratio is not positive and finite.
     """
 
     rows: Array
@@ -66,10 +72,11 @@ class Dataset:
 
     @classmethod
     def from_windows(cls, windows: Iterable[tuple[Mapping[str, float], HostedStage, float, str, str, int]]) -> Self:
-        """Return windows as arrays.
+        """Return a dataset of these windows.
 
         Args:
-            windows: metrics of the monitor, the stage, the ratio, the kinds of neighbour and stage, and the setting.
+            windows: for each window, the metrics of the monitor, the stage, the ratio, the kinds of neighbor and stage,
+                and the number of the setting.
         """
         seen, hostings, ratios, neighbours, stages, settings = zip(*windows, strict=True)
         rows = feature_table(list(zip(seen, hostings, strict=True)))
@@ -79,12 +86,15 @@ class Dataset:
         return len(self.ratios)
 
     def select_rows(self, index: npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> Dataset:
-        """Return some of its windows."""
+        """Return the dataset with some of the windows."""
         return Dataset(*(each[index] for each in vars(self).values()))
 
     def cross_pairs(self) -> Dataset:
-        """Return the questions of planners: a device as it was seen while one stage ran there, another stage, and the
-        ratio of that one beside the same neighbours; every pair of windows of a setting."""
+        """Return the questions that planners ask, for every pair of windows of the same setting.
+
+        A row combines the metrics of a device while one stage ran there with another stage. The ratio is the ratio of
+        the other stage next to the same neighbors.
+        """
         pairs = [
             (i, j)
             for setting in np.unique(self.settings)
@@ -97,31 +107,35 @@ class Dataset:
         return Dataset(rows, *(each[asked] for each in labels))
 
     def sample_rows(self, most: int = LEARNED) -> Dataset:
-        """Return so many of its windows, by chance; seeded, in their order."""
+        """Return a random sample of at most `most` windows in their original order. The sample is seeded."""
         return self.select_rows(np.sort(np.random.default_rng(0).permutation(len(self))[:most]))
 
     def random_parts(self, seed: int = 0) -> Iterator[tuple[str, Dataset, Dataset]]:
-        """Parts by chance: (name, to learn from, to score on), five times."""
+        """Yield five random splits as (name, training set, test set)."""
         part = np.random.default_rng(seed).permutation(len(self)) % FOLDS
         for n in range(FOLDS):
             yield str(n), self.select_rows(part != n), self.select_rows(part == n)
 
     def without_each(self, kinds: npt.NDArray[np.str_]) -> Iterator[tuple[str, Dataset, Dataset]]:
-        """For each of the kinds (`neighbours` or `stages`) all other windows, and its own."""
+        """Yield a split for each kind as (name, all other windows, windows of this kind).
+
+        Args:
+            kinds: the kind of each window, which is `neighbours` or `stages`.
+        """
         for kind in sorted({*kinds.tolist()} - {NONE}):
             yield kind, self.select_rows(kinds != kind), self.select_rows(kinds == kind)
 
     def save(self, path: str | Path) -> None:
-        """Write arrays."""
+        """Write the arrays to a file."""
         with Path(path).open("wb") as file:
             np.savez_compressed(file, allow_pickle=False, names=np.array(NAMES), **vars(self))
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read what `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
-            InputError: there is no such file, or it is not one of these.
+            InputError: the file does not exist, or it is not a dataset of this version.
         """
         data = arrays_of(path, "a dataset")
         try:
@@ -135,7 +149,7 @@ class Dataset:
 
 
 def score_predictions(truth: Array, predicted: Array) -> PredictionScore:
-    """How good predictions are."""
+    """Return the errors of predictions compared with the true values."""
     variance = float(((truth - truth.mean()) ** 2).sum())
     r2 = 1 - float(((truth - predicted) ** 2).sum()) / variance if variance else float("nan")
     return PredictionScore(r2, float(np.abs(truth - predicted).mean()))
@@ -144,7 +158,7 @@ def score_predictions(truth: Array, predicted: Array) -> PredictionScore:
 def cross_validated(
     model: type[Model], parts: Iterator[tuple[str, Dataset, Dataset]]
 ) -> tuple[PredictionScore, dict[str, PredictionScore]]:
-    """Return the cross-validated score of a model over all parts; and of each part."""
+    """Return the score of a model over the test sets of all parts together, and the score of each part."""
     truths, guesses, each = [], [], {}
     for name, learned, scored in parts:
         guess = model().fit(learned.rows, learned.ratios).predict(scored.rows)

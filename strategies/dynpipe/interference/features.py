@@ -1,9 +1,9 @@
-"""A device as its monitor sees it, and a stage that it would host, as one row of numbers.
+"""Features of a device, as its monitor reports them, and of a stage that runs on it, as one row of numbers.
 
-DynPipe has 26 counters of Nsight and 6 numbers of the task (S V-A). Nsight's are not to be had on CPUs, nor in
-containers without permission, so the row has whatever the monitor has; what is missing is NaN. The task is described by
-what it moves in a second, so that it may be larger or smaller than those of the training, and not by its count of
-layers of some type.
+DynPipe uses 26 counters of Nsight and 6 numbers of the task (S V-A). The counters of Nsight are not available on CPUs,
+or in containers without permission. Therefore, the row contains whatever the monitor provides, and missing values are
+NaN. The task is described by the bytes that it moves per second, so that it may be larger or smaller than the tasks in
+training, and not by its number of layers of certain types.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Array = npt.NDArray[np.float64]
 
 RUN, WAIT = "host.compute_run_share", "host.compute_wait_share"
 FORMULA = "formula.ratio"
-"""The plain formula as a feature."""
+"""The name of the plain formula as a feature."""
 
 DEVICE = (
     RUN,
@@ -51,7 +51,7 @@ DEVICE = (
     "gpu.memory_busy_share",
     "gpu.processes_count",
 )
-"""Of the metrics of a monitor, those that mean the same on another machine: no bytes of memory."""
+"""The metrics of a monitor that have the same meaning on another machine. Bytes of memory do not, for example."""
 STAGE = (
     "stage.backward_share",
     "stage.weight_bytes_per_s",
@@ -59,15 +59,18 @@ STAGE = (
     "stage.sent_bytes_per_s",
 )
 NAMES = (FORMULA, *DEVICE, *STAGE)
-"""Of a row's numbers, in order."""
+"""The names of the numbers in a row, in order."""
 FORMULA_AT = NAMES.index(FORMULA)
-"""Its place in a row."""
+"""The index of the formula in a row."""
 _MOST = 1000.0
 
 
 def predict_by_formula(device: Mapping[str, float]) -> float:
-    """Return the slow-down that Linux's scheduler has counted, (run + wait) / run of the computing thread, without any
-    learning; NaN where it counts nothing. It is that of the device, whatever stage it would host."""
+    """Return the slowdown by the counters of Linux's scheduler: (run + wait) / run of the computing thread.
+
+    The formula is not learned. It is the slowdown of the device, for whatever stage. The result is NaN if there are no
+    counters.
+    """
     run, wait = device.get(RUN, np.nan), device.get(WAIT, np.nan)
     return min((run + wait) / run, _MOST) if run > 0 else float("nan")
 
@@ -87,7 +90,7 @@ def feature_table(rows: Sequence[tuple[Mapping[str, float], HostedStage]]) -> Ar
 
 
 def stage_row(stage: HostedStage) -> list[float]:
-    """Return the numbers `STAGE`."""
+    """Return the numbers of a stage, with the columns `STAGE`."""
     seconds = stage.forward + stage.backward
     if seconds <= 0:
         return len(STAGE) * [float("nan")]

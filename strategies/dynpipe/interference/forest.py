@@ -1,4 +1,4 @@
-"""A random forest as flat arrays: predicts with numpy alone, and is kept in a file that holds nothing but numbers."""
+"""A random forest as flat arrays. It predicts with numpy alone, and its file contains only numbers and names."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ from lightning_pipes.ir import InputError, short_repr
 Array = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int32]
 FORMAT = 1
-"""Of the file; raised when a reader of an older one would misread it."""
+"""The version of the file format. It is increased when readers of an older version would misread the file."""
 MOST_NODES = 50_000_000
+"""The maximum number of nodes of a forest."""
 PARTS = 4
+"""The number of parts in cross-validation."""
 TRIED_TREES = 16
-"""Of cross-validation."""
+"""The number of trees in cross-validation."""
 FEW = 40
-"""Rows below which cross-validation says little."""
+"""The number of rows below which cross-validation is not informative."""
 _AT_ONCE = 4096
-"""Rows that go down the trees together: more would not fit into caches."""
+"""The number of rows that are predicted together. More rows would not fit into caches."""
 
 
 class ForestSettings(NamedTuple):
-    """Settings of trees, by scikit-learn's names.
+    """Settings of trees, named as in scikit-learn.
 
     Attributes:
-        max_features: the share of columns that a split chooses from.
-        min_samples_leaf: rows that a leaf has at least.
+        max_features: the share of columns among which a split chooses.
+        min_samples_leaf: the minimum number of rows in a leaf.
     """
 
     max_features: float
@@ -45,22 +47,22 @@ CANDIDATES = tuple(ForestSettings(features, leaf) for leaf in (3, 1) for feature
 
 @dataclass(frozen=True, eq=False)
 class Forest:
-    """Trees of which every row goes down one path each; the forest says the mean of their leaves.
+    """Regression trees. The prediction of the forest is the mean of the leaves that a row reaches, one in each tree.
 
     Attributes:
-        names: of the columns of a row.
+        names: the names of the columns of a row.
         roots: the first node of every tree.
-        children: of every node the one for numbers up to its threshold, and the one for larger ones; axis 0 is nodes. A
+        children: the children of every node: for values up to its threshold, and for larger values. Axis 0 is nodes. A
             leaf is its own child. Children come after their parents.
-        feature: the column that a node looks at.
-        threshold: of a node; infinite where only what is missing goes another way.
-        missing: which child a row goes to whose number is NaN: 0 or 1.
-        value: of every node; those of leaves are predictions.
-        low, high: of every column the range that it had in training; NaN where there was nothing.
-        gaps: of every column whether it was missing in some row of the training.
+        feature: the column that a node compares.
+        threshold: the threshold of every node. It is infinite if only missing values take the other branch.
+        missing: the child to which a node sends a row whose value is NaN: 0 or 1.
+        value: the value of every node. The values of leaves are predictions.
+        low, high: the range of every column in training, or NaN if all of its values were missing.
+        gaps: whether the value of a column was missing in a row of the training data.
 
     Raises:
-        InputError: arrays that make no forest.
+        InputError: the arrays do not form a forest.
     """
 
     names: tuple[str, ...]
@@ -106,39 +108,48 @@ class Forest:
                 raise InputError(f"forest: {what}")
 
     def predict(self, rows: Array) -> Array:
-        """Return the word of each tree on each row: axis 0 is rows, axis 1 trees. As in scikit-learn, numbers of rows
-        count in single precision."""
+        """Return the prediction of each tree for each row. Axis 0 is rows, and axis 1 is trees.
+
+        As in scikit-learn, the values of rows are compared in single precision.
+
+        Raises:
+            InputError: the rows have another number of columns.
+        """
         rows = np.asarray(rows, float)
         if rows.ndim != 2 or rows.shape[1] != len(self.names):
             raise InputError(f"rows need {len(self.names)} columns ({', '.join(self.names)}), got shape {rows.shape}")
         found = np.empty((len(rows), len(self.roots)))
-        with np.errstate(over="ignore"):  # infinity compares as well
+        with np.errstate(over="ignore"):  # infinity is compared correctly
             single = rows.astype(np.float32)
         for first in range(0, len(rows), _AT_ONCE):
             found[first : first + _AT_ONCE] = self._leaves(single[first : first + _AT_ONCE])
         return found
 
     def is_familiar(self, rows: Array, margin: float = 0.1) -> npt.NDArray[np.bool_]:
-        """Return whether each row lies in the range of the training rows: every number in the range that its column had
-        there, widened by the share `margin` of it at both ends, and none missing that never was. Trees say the same
-        beyond their data as at the edge of it, so of other rows they know nothing."""
+        """Return whether each row lies within the range of the training rows.
+
+        Every value has to be in the range of its column in training, widened by the share `margin` at both ends. A
+        value may be missing only if it was missing in a training row, too. A column that was always missing in training
+        is not checked. Beyond the training data, trees make the same prediction as at its edge, so they are not
+        reliable for other rows.
+        """
         room = margin * (self.high - self.low)
         inside = (rows >= self.low - room) & (rows <= self.high + room)
         never = np.isnan(self.low)
         return np.asarray((never | inside | (np.isnan(rows) & self.gaps)).all(axis=1))
 
     def save(self, path: str | Path | BinaryIO) -> None:
-        """Write arrays, to be read without running anything in them."""
+        """Write the arrays to a file that can be read without running code from it."""
         data: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "names"}
         with Path(path).open("wb") if isinstance(path, str | Path) else nullcontext(path) as file:
             np.savez_compressed(file, allow_pickle=False, format=np.int64(FORMAT), names=np.array(self.names), **data)
 
     @classmethod
     def load(cls, path: str | Path | BinaryIO) -> Forest:
-        """Read what `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
-            InputError: there is no such file, or it is not one of these.
+            InputError: the file does not exist, or it is not a forest of this version.
         """
         data = arrays_of(path, "a forest")
         if data.get("format") != FORMAT:
@@ -171,10 +182,14 @@ _KINDS = {
 
 
 def arrays_of(path: str | Path | BinaryIO, what: str) -> dict[str, npt.NDArray[Any]]:
-    """Return the arrays of a file, by name; nothing in them is run. Errors say `what` it should be.
+    """Return the arrays of a file by name, without running code from it.
+
+    Args:
+        path: the file.
+        what: the expected content, for error messages.
 
     Raises:
-        InputError: there is no such file, or it is none of arrays.
+        InputError: the file does not exist, or it does not contain arrays.
     """
     try:
         with np.load(path, allow_pickle=False) as file:
@@ -205,10 +220,10 @@ def _untrained(trees: int, settings: ForestSettings, seed: int) -> Any:
 
 
 def select_settings(rows: Array, values: Array, seed: int = 0) -> ForestSettings:
-    """Return the settings with the least squared error in cross-validation, over parts of consecutive rows.
+    """Return the settings with the lowest squared error in cross-validation over parts of consecutive rows.
 
-    Rows that follow each other had the same neighbours, so parts by chance would favour trees that learn by heart.
-    Where there are few rows it is the first of CANDIDATES.
+    Consecutive rows had the same neighbors, so random parts would favor trees that overfit. If there are fewer than
+    `FEW` rows, the first of `CANDIDATES` is returned.
     """
     if len(rows) < FEW:
         return CANDIDATES[0]
@@ -226,7 +241,7 @@ def select_settings(rows: Array, values: Array, seed: int = 0) -> ForestSettings
 
 
 def join_trees(names: Sequence[str], trees: Sequence[Any], rows: Array) -> Forest:
-    """Return the forest of scikit-learn's `trees` (`tree_` of each estimator), trained on `rows`."""
+    """Return the forest of scikit-learn's `trees` (the `tree_` of each estimator), which were trained on `rows`."""
     sizes = [tree.node_count for tree in trees]
     roots = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int32)
     children, missing = [], []
@@ -261,15 +276,21 @@ def train(
     seed: int = 0,
     settings: ForestSettings | None = None,
 ) -> Forest:
-    """Return a forest that predicts `values` of `rows`, by scikit-learn; 128 trees as in DynPipe (S V-A), where its
-    code has 500, which say the same.
+    """Return a forest that predicts `values` of `rows`, trained by scikit-learn.
+
+    It has 128 trees, as in DynPipe (S V-A). The code of DynPipe has 500 trees, which make the same predictions.
 
     Args:
-        rows: axis 0 is rows, in the order in which they were seen, axis 1 the columns `names`; what is missing is NaN.
-        settings: of the trees; by default those that predict best what was left out.
+        rows: the training rows. Axis 0 is rows, in the order in which they were observed, and axis 1 is the columns
+            `names`. Missing values are NaN.
+        values: the value of each row.
+        names: the names of the columns.
+        trees: the number of trees.
+        seed: the seed of the random numbers.
+        settings: the settings of the trees. By default, the settings with the best predictions in cross-validation.
 
     Raises:
-        InputError: scikit-learn is not there, or there are too few rows, or numbers that are not finite.
+        InputError: scikit-learn is not installed, there are too few rows, or some numbers are not finite.
     """
     if len(rows) < 2 or len(rows) != len(values) or not np.isfinite(values).all() or np.isinf(rows).any():
         raise InputError(f"training needs two rows at least, and finite numbers; got {rows.shape} and {values.shape}")

@@ -1,4 +1,4 @@
-"""A forest as planners ask it: how much a device's neighbours would slow each stage down, and whether it knows."""
+"""Predictors for planners: the slowdown of each stage by the neighbors of a device, and whether it is reliable."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lightning_pipes.strategies.dynpipe.interference.forest import Forest, train
 
 
 class Model(ABC):
-    """Predicts ratios of a stage's time to that without neighbours, from rows with the columns `NAMES`."""
+    """Model of the time of a stage divided by its time without neighbors, for rows with the columns `NAMES`."""
 
     name: ClassVar[str]
 
     def fit(self, rows: Array, ratios: Array, seed: int = 0) -> Self:
-        """Learn the ratios of these rows, and return this predictor."""
+        """Train on these rows and ratios, and return this model."""
         return self
 
     @abstractmethod
@@ -31,7 +31,7 @@ class Model(ABC):
 
 
 class Formula(Model):
-    """(run + wait) / run as the scheduler has counted it; 1 where it has not."""
+    """(run + wait) / run by the counters of the scheduler, or 1 if there are none."""
 
     name: ClassVar[str] = "formula"
 
@@ -40,7 +40,7 @@ class Formula(Model):
 
 
 class CorrectedFormula(Model):
-    """The formula, times a factor that a forest has learned."""
+    """The formula multiplied by a factor that a forest predicts."""
 
     name: ClassVar[str] = "formula x forest"
 
@@ -53,28 +53,29 @@ class CorrectedFormula(Model):
 
 
 def formula_of(rows: Array) -> Array:
-    """Return the plain formula's ratio of each row; 1 where nothing was counted."""
+    """Return the ratio of the plain formula for each row, or 1 if there are no counters."""
     found = rows[:, FORMULA_AT]
     return np.where(np.isnan(found), 1.0, found)
 
 
 @dataclass(frozen=True, eq=False)
 class Predictor:
-    """Predict slow-downs as a formula of the scheduler's counters times a correction by a forest (DynPipe, S V-A, which
-    has the forest alone).
+    """Prediction of slowdowns by a formula of the scheduler's counters, multiplied by the correction of a forest.
 
-    Planners take its answer for one stage over that for the stage that is on the device now, of which the time is
-    measured; so a machine on which everything is slower by some factor is no error. It does not know rows whose numbers
-    are outside of the ranges of the training (widened by `margin`), rows that lack a number which training always had,
-    and rows of which its trees disagree by more than `spread`.
+    DynPipe (S V-A) has the forest alone.
+
+    Planners divide the prediction for one stage by the prediction for the stage that is on the device now, whose time
+    is measured. Therefore, a machine on which everything is slower by a constant factor does not cause an error. A
+    prediction is marked as unknown if a value is outside of the range in training (widened by `margin`), if a value is
+    missing that was never missing in training, or if the trees differ by more than `spread`.
 
     Args:
-        forest: of the logarithm of the factor, on the columns of `features.NAMES`.
-        margin: by which share of a range a number may be outside of it.
-        spread: standard deviation of the trees' logarithms.
+        forest: predicts the logarithm of the factor from the columns `features.NAMES`.
+        margin: the share of a range by which a value may be outside of it.
+        spread: the maximum standard deviation of the trees' logarithms.
 
     Raises:
-        InputError: the forest is of other columns.
+        InputError: the forest has other columns.
     """
 
     forest: Forest
@@ -96,14 +97,14 @@ class Predictor:
         """Read a forest that `Forest.save` wrote.
 
         Raises:
-            InputError: there is none.
+            InputError: the file does not exist, or it is not a forest of this version.
         """
         return cls(Forest.load(path))
 
     def predict(self, rows: Sequence[tuple[Mapping[str, float], HostedStage]]) -> Predicted:
-        """Predict all rows in one call, see `planning.replanning.Interference`.
+        """Predict all rows in one call; see `planning.replanning.Interference`.
 
-        Equal rows count once, so a whole re-plan may be asked at a time.
+        Equal rows are predicted once, so a planner may pass the rows of a whole replan together.
         """
         places: dict[tuple[int, HostedStage], int] = {}
         index = np.array([places.setdefault((id(device), stage), len(places)) for device, stage in rows], np.intp)
