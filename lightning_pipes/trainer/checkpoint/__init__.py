@@ -1,1 +1,1 @@
-"""Checkpoints, and where training is in its data."""
+"""Checkpoints of a pipeline, and the position of a training in its data."""

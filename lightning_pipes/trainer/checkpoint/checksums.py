@@ -1,14 +1,14 @@
-"""Checksums of checkpoint files, and the index of a sharded checkpoint. Checksums are made while they are written and
-compared before they are read.
+"""Checksums of checkpoint files, and the index of a sharded checkpoint.
 
-A file of torch's is a zip file with a checksum of each of its records, which torch does not look at when it reads. So
-a file ends with a seal of our own, the CRC-32 of all bytes before it. Everybody else reads the file as ever: in a zip
-file the seal is the comment, and a pickle ends before it. The CRC-32 of a GiB takes 0.3 s.
+Checksums are computed while files are written, and compared before files are read.
 
-The index of a sharded checkpoint: where each tensor is, and the checksums of the files.
+A file of torch is a zip file with a checksum for each of its records, but torch does not verify them when it reads the
+file. Therefore, our files end with a seal, the CRC-32 of all bytes before it. Other programs can still read the files:
+in a zip file the seal is the comment, and a pickle ends before the seal. The CRC-32 of one GiB takes 0.3 s.
 
-It is the pickle by which torch.distributed.checkpoint finds tensors. To unpickle it is to run what is in it; here it is
-read by stand-ins, which only remember what they would have been made of.
+The index of a sharded checkpoint contains the location of each tensor and the checksums of the files. It is the pickle
+in which torch.distributed.checkpoint looks up tensors. Unpickling can run code from the file. To prevent this, the
+index is read with placeholder objects that only store the arguments of the original objects.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ WAY_OUT = "Use an earlier checkpoint, or another copy of this one"
 
 
 class Sum(NamedTuple):
-    """The size of a file in bytes and its CRC-32, which detect changes."""
+    """The size of a file in bytes and its CRC-32, by which changes are detected."""
 
     size: int
     crc32: int
 
     def check(self, path: Path) -> None:
-        """Raise PipelineError if the file is another, or has changed."""
+        """Raise PipelineError if the file has another size or another checksum."""
         if path.stat().st_size != self.size:
             raise damage_error(path, f"it has {path.stat().st_size} bytes, and {self.size} were written")
         with open(path, "rb") as file:
@@ -49,7 +49,7 @@ class Sum(NamedTuple):
 
 
 class ChecksumWriter:
-    """A file written from start to end, with a running checksum."""
+    """File that is written from start to end and updates a checksum."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -67,13 +67,13 @@ class ChecksumWriter:
 
 
 class SealedZip(ChecksumWriter):
-    """A zip file in the making that gets a seal as its comment; torch.save writes to it, then `seal` is called."""
+    """Zip file that gets a seal as its comment. torch.save writes to it, and then `seal` has to be called."""
 
     _last = b""
-    """The end of what was written, held back: in the last two bytes of a zip file is the length of its comment."""
+    """The last two bytes, which are not written yet, because they contain the length of the comment of a zip file."""
 
     def write(self, data: Any) -> int:
-        """Flush the file."""
+        """Write data, except for the last two bytes, and add it to the checksum."""
         view = memoryview(data).cast("B")
         if view.nbytes:
             whole = view if view.nbytes > 1 else memoryview(self._last + bytes(view))
@@ -84,8 +84,10 @@ class SealedZip(ChecksumWriter):
         return view.nbytes
 
     def seal(self) -> None:
-        """Ends the file; nothing may be written after it. A file of another form, as of a patched torch.save, gets no
-        seal."""
+        """Write the seal. Nothing may be written after it.
+
+        A file in another format, such as the file of a patched torch.save, gets no seal.
+        """
         if self._last != bytes(2):
             super().write(self._last)
             return
@@ -94,17 +96,18 @@ class SealedZip(ChecksumWriter):
 
 
 def seal(file: ChecksumWriter) -> None:
-    """End a file of a form that says itself where it ends, such as a pickle."""
+    """Write the seal of a file whose format marks its own end, such as a pickle."""
     file.write(_SEAL % file.sum.crc32)
 
 
 def check(path: Path, sealed: bool = False) -> None:
-    """Raise PipelineError, with the file and a way out, if a file's checksum differs.
+    """Raise PipelineError if the checksum of a file is wrong. The message contains the path and a way out.
 
-    Of files without a seal, which other programs and older versions write, torch's checksums are compared instead.
+    Files of other programs and of older versions have no seal. For these files, the checksums of torch are verified.
 
     Args:
-        sealed: the file is known to have a seal.
+        path: the file.
+        sealed: whether the file must have a seal.
     """
     size = path.stat().st_size
     if size == 0:
@@ -127,13 +130,13 @@ def check(path: Path, sealed: bool = False) -> None:
 def _check_zip(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as whole:
-            broken = 0 < len(whole.comment) <= _LENGTH  # a seal that has changed, or its beginning
+            broken = 0 < len(whole.comment) <= _LENGTH  # a seal that was changed or cut off
             for record in whole.infolist():
-                if record.CRC and not broken:  # none: torch.serialization.set_crc32_options(False)
+                if record.CRC and not broken:  # 0 with torch.serialization.set_crc32_options(False)
                     with whole.open(record) as file:
                         while file.read(_CHUNK):
                             pass
-    except Exception as error:  # of any kind, as anything may be in the file
+    except Exception as error:  # any error, because the file may contain anything
         raise damage_error(path, f"{type(error).__name__}: {error}") from error
     if broken:
         raise damage_error(path, "its checksum can't be read")
@@ -147,27 +150,30 @@ def _crc_of(file: IO[bytes], size: int) -> int:
 
 
 def damage_error(path: str | os.PathLike[str], how: str) -> PipelineError:
-    """Return an error that says so, and what can be done."""
+    """Return an error with the damage and a way out."""
     return PipelineError(f"the checkpoint {os.fspath(path)} is damaged: {how}. {WAY_OUT}")
 
 
 INDEX = ".metadata"
-"""The file; written last."""
+"""The name of the index, which is written last."""
 _SUMS = "lightning_pipes_sums"
 
 
 def is_sharded(path: Path) -> bool:
-    """Return whether there is a sharded checkpoint at a path."""
+    """Return whether the path is a folder with a sharded checkpoint."""
     return (path / INDEX).is_file()
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a part of a tensor is: the name of the file, and a part of its bytes, which torch.load reads.
+    """The location of a part of a tensor: a file, and the range of bytes that torch.load reads.
 
     Attributes:
-        corner: where the part begins in the whole tensor, by axis.
-        shape: of the part.
+        file: the name of the file.
+        offset: the first byte.
+        length: the number of bytes.
+        corner: the position of the part's first element in the whole tensor, by axis.
+        shape: the shape of the part.
     """
 
     file: str
@@ -182,9 +188,9 @@ class Index:
     """The parts of a sharded checkpoint.
 
     Attributes:
-        shapes: of each tensor, by its name.
-        places: of the parts of each tensor, by its name.
-        sums: of each file but this one; None where an older version has written none.
+        shapes: the shape of each tensor, by its name.
+        places: the locations of the parts of each tensor, by its name.
+        sums: the checksum of each file except the index. None if an older version has written the checkpoint.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -193,10 +199,10 @@ class Index:
 
     @classmethod
     def read(cls, folder: Path) -> Index:
-        """Return the index of a folder; nothing in the file is run.
+        """Return the index of a folder without running code from the file.
 
         Raises:
-            PipelineError: there is none, it is damaged, or anything else is in it.
+            PipelineError: there is no index, it is damaged, or it has unexpected content.
         """
         path = folder / INDEX
         if not folder.exists():
@@ -227,7 +233,7 @@ class Index:
                 places.setdefault(name, []).append(_place(value.state, name, corner, parts[name, corner]))
             known = None if sums is None else {_file(f): Sum(int(n), int(c)) for f, (n, c) in sums.items()}
             index = cls(shapes, places, known)
-        except Exception as error:  # of any kind, as anything may be in the file
+        except Exception as error:  # any error, because the file may contain anything
             raise damage_error(path, f"{type(error).__name__}: {error}") from error
         if index.sums is not None:
             check(path, sealed=True)
@@ -235,7 +241,7 @@ class Index:
 
 
 def with_sums(sums: Mapping[str, Sum]) -> dict[str, Any]:
-    """Return the entries that the index has to hold, in its `planner_data`, for `Index.read` to find the sums."""
+    """Return the `planner_data` of an index that contains the checksums, so that `Index.read` finds them."""
     return {_SUMS: {name: tuple(found) for name, found in sums.items()}}
 
 
@@ -251,14 +257,14 @@ def _place(entry: Mapping[str, Any], name: str, corner: tuple[int, ...], shape: 
 
 
 def _file(name: str) -> str:
-    """Return the name of a file that is in the folder itself."""
+    """Return the name of a file, after checking that it is directly in the folder."""
     if Path(name).name != name:
         raise ValueError(f"{name!r} is outside of the folder")
     return name
 
 
 class _Thing:
-    """Stands for an object of any class, and knows what that would have been made of."""
+    """Placeholder for an object of any class, which stores the arguments and the state of the object."""
 
     def __new__(cls, *arguments: Any) -> _Thing:
         made = object.__new__(cls)
@@ -273,7 +279,7 @@ class _Thing:
 
 
 class _Reader(pickle.Unpickler):
-    """Reads a pickle, and neither imports nor calls anything that is named in it."""
+    """Unpickler that does not import or call anything that the pickle refers to."""
 
     def find_class(self, module: str, name: str) -> Any:
-        return type(name, (_Thing,), {})  # of its own for each, so that no pickle can change what others get
+        return type(name, (_Thing,), {})  # a new class each time, so that a pickle cannot affect others

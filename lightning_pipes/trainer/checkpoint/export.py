@@ -1,4 +1,4 @@
-"""Weights of checkpoints as folders of safetensors files, which other libraries load."""
+"""Export of the weights of a checkpoint to safetensors files, which other libraries can load."""
 
 from __future__ import annotations
 
@@ -29,19 +29,20 @@ def export_weights(
 ) -> None:
     """Write the weights of a checkpoint as safetensors files, as `save_pretrained` does.
 
-    It needs no processes, and reads tensors from the checkpoint one by one.
+    The function runs in a single process, and reads tensors from the checkpoint one by one.
 
     Args:
-        checkpoint: a file of Lightning, or a folder that `checkpoint="sharded"` has written.
-        folder: what is written: one file, or several and an index. What had the name is replaced.
+        checkpoint: a checkpoint file of Lightning, or a folder that `checkpoint="sharded"` has written.
+        folder: the folder to write, with one file, or several files and an index. An existing file or folder with this
+            name is replaced.
         prefix: the attribute of the LightningModule that holds the model, such as "net". Other weights are left out.
-        model: a model of transformers, also on `meta`. Then names and forms are those that its `from_pretrained` reads,
-            and its configuration is written, too.
-        max_file_bytes: where a new file begins.
+        model: a model of transformers, which may be on `meta`. If it is given, names and shapes are those that its
+            `from_pretrained` reads, and its configuration is also written.
+        max_file_bytes: the size in bytes above which a new file begins.
 
     Raises:
-        InputError: an argument has another type, or no weight has the prefix.
-        PipelineError: the checkpoint is damaged, or there is none.
+        InputError: an argument has the wrong type, no weight has the prefix, or safetensors is not installed.
+        PipelineError: the checkpoint is damaged, or it does not exist.
     """
     for name, value, kind in (
         ("checkpoint", checkpoint, str | Path),
@@ -86,7 +87,7 @@ def _read_state_dict(path: Path) -> Mapping[str, Any]:
 
 
 def _select(state: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
-    """Return the tensors below a prefix, by their names there; tied ones once."""
+    """Return the tensors below a prefix by their names without the prefix."""
     start = f"{prefix.rstrip('.')}." if prefix else ""
     keys = [key for key in state if key.startswith(start)]
     if not keys:
@@ -108,5 +109,5 @@ def _divide(tensors: Mapping[str, Tensor], limit: int) -> Iterator[list[str]]:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """Return a tensor with memory of its own: safetensors takes no two that share it."""
+    """Return a copy with its own memory, because safetensors does not accept tensors that share memory."""
     return tensor.detach().clone().contiguous()

@@ -1,6 +1,6 @@
-"""Files and folders that are whole or not there, at whatever instant the process is killed.
+"""Files and folders that are complete or do not exist, at whatever time the process is killed.
 
-They are written under a temporary name next to their own, brought to the disk, and renamed.
+They are written under a temporary name in the same folder, flushed to disk, and renamed.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _AT_CWD, _EXCHANGE = -100, 2  # of Linux
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Lightning's checkpoint files, written so that no kill and no full disk leaves half of one.
+    """Lightning's checkpoint files, written so that neither a kill nor a full disk leaves an incomplete file.
 
-    Lightning itself writes to TMPDIR and moves the file, which is a copy from another file system, and can be cut off.
-    Paths that are not on a local file system are left to Lightning.
+    Lightning itself writes to TMPDIR and moves the file. If TMPDIR is on another file system, this is a copy, which can
+    be interrupted. Paths that are not on a local file system are left to Lightning.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Write the file, or raise and leave the previous one."""
+        """Write the file. If this fails, raise the error and keep the previous file."""
         local = local_path(path)
         if local is None or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
@@ -48,10 +48,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 save(checkpoint, temporary)
 
     def load_checkpoint(self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None) -> Any:
-        """Return the content of the file, on the CPU, as torch.load reads it.
+        """Return the content of the file, by default on the CPU, as torch.load reads it.
 
         Raises:
-            PipelineError: it is not what was written, or no checkpoint.
+            PipelineError: the file has changed since it was written, or it is not a checkpoint.
         """
         local = local_path(path)
         if local is None:
@@ -68,23 +68,23 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def local_path(path: str | Path) -> Path | None:
-    """Return the path if it is one of a file system, which a mounted one is too; None for s3:// and its like."""
+    """Return the path if it is on a file system, which may be mounted, or None for URLs such as s3://."""
     protocol, separator, rest = str(path).partition("://")
     return Path(path) if not separator else Path(rest) if protocol == "file" else None
 
 
 def save(thing: Any, path: Path) -> Sum:
-    """Write what torch.load reads, down to the disk.
+    """Write a file for torch.load, flush it to disk, and return its size and checksum.
 
     Raises:
-        FileExistsError: there is something under the name, be it a link, which is not followed.
-        OSError: it could not be written.
+        FileExistsError: the name exists. This includes symbolic links, which are not followed.
+        OSError: the file could not be written.
     """
     fault_point("checkpoint.write")
     with (
         raise_os_error(),
         open(path, "xb") as file,
-    ):  # given a name, torch.save lets no other thread run while it writes
+    ):  # with a path, torch.save blocks all other threads
         sealed = SealedZip(file)
         torch.save(thing, sealed)
         sealed.seal()
@@ -94,11 +94,11 @@ def save(thing: Any, path: Path) -> Sum:
 
 
 def load(path: Path, **options: Any) -> Any:
-    """Return the content by torch.load with these options, after checking the file.
+    """Check the file, and return its content by torch.load with these options.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        PipelineError: it is not what was written, or no checkpoint.
+        FileNotFoundError: the file does not exist.
+        PipelineError: the file has changed since it was written, or it is not a checkpoint.
     """
     if path.is_dir():
         raise PipelineError(
@@ -109,14 +109,14 @@ def load(path: Path, **options: Any) -> Any:
     try:
         return torch.load(path, **options)
     except Exception as error:
-        if isinstance(error, OSError) or zipfile.is_zipfile(path):  # that is whole: torch says what it won't load
+        if isinstance(error, OSError) or zipfile.is_zipfile(path):  # the file is complete: keep the error of torch
             raise
         raise PipelineError(f"{path} is damaged, or no checkpoint. {WAY_OUT}. torch.load says: {error}") from error
 
 
 @contextmanager
 def raise_os_error() -> Iterator[None]:
-    """Raise the system's error in place of torch.save's error about a position in the file."""
+    """Raise the error of the operating system instead of torch.save's error about a position in the file."""
     try:
         yield
     except RuntimeError as error:
@@ -139,32 +139,35 @@ def replace_path(path: Path) -> Iterator[Path]:
 
 
 def temporary_for(path: Path) -> Path:
-    """Return a new path next to `path`; make its folder and remove files of killed processes."""
+    """Return a new path in the folder of `path`.
+
+    The folder is created if necessary, and temporary files of processes that have ended are removed.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     for entry in os.scandir(path.parent):
         owner = _owner(entry.name)
         if owner is not None and owner.has_ended():
-            with suppress(OSError):  # another process may be at it
+            with suppress(OSError):  # another process may be removing it
                 _remove_now(Path(entry.path))
     return path.with_name(_temporary_name(path.name))
 
 
 def _temporary_name(name: str) -> str:
-    """Return an unpredictable name, with the process that it belongs to."""
+    """Return an unpredictable name that contains the identity of this process."""
     return f".{name[:100]}.{Process.current()}.{secrets.token_hex(8)}.saving"
 
 
 def _owner(name: str) -> Process | None:
-    """Return the process in a `_temporary_name`; None for any other name."""
+    """Return the process in the result of `_temporary_name`, or None for any other name."""
     match = re.fullmatch(r"\..+\.([0-9a-f-]+)\.[0-9a-f]+\.saving", name)
     return None if match is None else Process.parse(match[1])
 
 
 def put(temporary: Path, path: Path) -> None:
-    """Give a complete file or folder its name, in one step; what had the name is removed.
+    """Rename a complete file or folder in one step. An existing file or folder with this name is removed.
 
-    A folder that replaces something takes two steps where the system can't exchange names, as over NFS: a process that
-    is killed between them leaves the earlier checkpoint where `find_existing` finds it.
+    If a folder is involved and the system can't exchange two names, as over NFS, this takes two steps. If the process
+    is killed between them, `find_existing` finds the earlier checkpoint.
     """
     fault_point("checkpoint.put")
     if not os.path.lexists(path) or not (_is_folder(path) or _is_folder(temporary)):
@@ -182,12 +185,12 @@ def put(temporary: Path, path: Path) -> None:
 
 
 def find_existing(path: Path) -> Path:
-    """Return the path, or where its content is if a process was killed while it replaced it."""
+    """Return the path, or the path of its earlier content if a process was killed while it replaced the path."""
     return _aside(path) if not os.path.lexists(path) and _aside(path).exists() else path
 
 
 def remove(path: Path) -> None:
-    """Remove a file or folder, if it is there; a folder's name is gone before its files are."""
+    """Remove a file or folder if it exists. A folder is renamed before its files are removed."""
     if _is_folder(path):
         hidden = temporary_for(path)
         os.rename(path, hidden)
@@ -211,7 +214,7 @@ def _aside(path: Path) -> Path:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Swaps two names in one step; False where the system or the file system can't."""
+    """Exchange two names in one step, and return False if the system or the file system can't do this."""
     if sys.platform != "linux":
         return False
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
@@ -219,8 +222,8 @@ def _exchange(a: Path, b: Path) -> bool:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk."""
-    with suppress(OSError):  # not every file system has folders that can be synchronised
+    """Flush the names in a folder to disk."""
+    with suppress(OSError):  # not every file system can flush folders
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -229,23 +232,25 @@ def sync_folder(folder: Path) -> None:
 
 
 def load_mapped(reader: CheckpointIO, path: str | Path, weights_only: bool | None) -> dict[str, Any] | None:
-    """Load a checkpoint with weights that are read on first use; None where that is not possible.
+    """Load a checkpoint whose weights are read on first use, or return None if this is not possible.
 
     Args:
-        reader: of such files.
+        reader: the plugin that reads the checkpoint.
+        path: the file of the checkpoint.
+        weights_only: as in torch.load.
     """
     if type(reader) not in (TorchCheckpointIO, AtomicCheckpointIO) or not os.path.isfile(path):
         return None
     whole: Mapping[str, Any] = load(Path(path), map_location="cpu", mmap=True, weights_only=weights_only)
-    # What outlives the loading must not: the file may be overwritten.
+    # Other entries outlive the loading, so they are copied: the file may be overwritten.
     return {k: v if k in ("state_dict", "optimizer_states") else copy.deepcopy(v) for k, v in whole.items()}
 
 
 class CheckpointWriter:
-    """How the checkpoints of a strategy are written.
+    """Settings for writing the checkpoints of a strategy.
 
     Attributes:
-        background: while training goes on.
+        background: whether checkpoints are written while training continues.
     """
 
     def __init__(self, background: bool) -> None:
@@ -254,11 +259,11 @@ class CheckpointWriter:
 
     @property
     def io(self) -> CheckpointIO:
-        """Writes and reads the files of `checkpoint="full"`."""
+        """The plugin that writes and reads the files of `checkpoint="full"`."""
         if self._io is None:
             self._io = AtomicCheckpointIO()
         elif isinstance(self._io, private.WrappingCheckpointIO):
-            self._io.checkpoint_io = AtomicCheckpointIO()  # taken only if it has none
+            self._io.checkpoint_io = AtomicCheckpointIO()  # only used if it has none
         return self._io
 
     @io.setter
@@ -270,7 +275,7 @@ class CheckpointWriter:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Checkpoints in the block are written when saving them returns."""
+        """Write checkpoints synchronously inside the block."""
         before, self.background = self.background, False
         try:
             yield

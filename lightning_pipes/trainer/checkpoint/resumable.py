@@ -1,9 +1,9 @@
-"""Training data that go on where a checkpoint was written.
+"""Training data that continue at the position at which a checkpoint was written.
 
-Lightning restores its counters in the middle of an epoch, but the loader starts again with its first batch. So the
-training loaders of a pipeline remember where they are: with which random numbers the pass over the data began, and how
-many batches were trained on. A resumed loader begins the pass with the same random numbers and drops that many entries
-of the sampler, without loading them.
+Lightning restores its counters in the middle of an epoch, but the loader begins with its first batch again. Therefore,
+the training loaders of a pipeline store their position: the random state at the beginning of the pass over the data,
+and the number of batches that were used for training. A resumed loader begins the pass with the same random state and
+skips the same number of entries of the sampler without loading them.
 """
 
 from __future__ import annotations
@@ -27,22 +27,26 @@ State = dict[str, Any]
 
 _CPU = torch.device("cpu")
 _AHEAD = 2
-"""Batches that can be loaded and not trained on: Lightning's look-ahead, and one in whose step something failed."""
+"""The number of batches that can be loaded but not used for training.
+
+These are the batch that Lightning prefetches, and a batch whose step failed.
+"""
 
 
 class ResumableLoader(LoaderOfSamples):
-    """A DataLoader that knows where its passes are; made by `make_resumable` from any other."""
+    """DataLoader that can save and restore its position. `make_resumable` creates it from any DataLoader."""
 
     _start: State | None = None
     _samples: Samples | None = None
     had_workers = False
-    """Whether the run that goes on here had workers that stay from pass to pass."""
+    """Whether the resumed run had persistent workers."""
 
     def resume_from(self, state: State, compare: bool) -> None:
-        """Let the next pass go on where `state` was taken.
+        """Make the next pass continue at the position `state`.
 
         Args:
-            compare: warn when the sampler does not give what it gave then.
+            state: the position, as `LoaderPass.state` or `ResumableLoader.state` returns it.
+            compare: whether to warn if the sampler returns other entries than before.
         """
         found = sorted(_generators(self))
         if found != sorted(state["generators"]):
@@ -60,27 +64,27 @@ class ResumableLoader(LoaderOfSamples):
         _set_generators(_generators(self), state["generators"])
 
     def begin_anew(self) -> None:
-        """Let the next pass begin with the first batch."""
+        """Make the next pass begin with the first batch."""
         self._start = None
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         start, self._start = self._start, None
-        if start is not None and start["wrapped"]:  # a shorter loader of several, in its second pass or later
+        if start is not None and start["wrapped"]:  # a shorter one of several loaders, in its second pass or later
             self._start = {**start, "wrapped": False}
             return iter(())
         return LoaderPass(self, start)
 
     def state(self) -> State:
-        """Return where the loader is between two passes."""
+        """Return the position of the loader between two passes."""
         state = {"generators": _states(_generators(self)), "wrapped": False, "pass": None}
         return {**state, "workers": self.has_workers}
 
     def batches(self, skip: int, workers: bool) -> Iterator[Any]:
-        """A pass of the loader that this one was made from.
+        """Return an iterator over one pass of the original loader.
 
         Args:
-            skip: leaves out so many entries of the sampler.
-            workers: draws random numbers as if workers were there from an earlier pass.
+            skip: the number of entries of the sampler to skip.
+            workers: whether to draw random numbers as if there were workers from an earlier pass.
         """
         samples = self.samples()
         if workers and not self.has_workers:
@@ -90,19 +94,19 @@ class ResumableLoader(LoaderOfSamples):
                 super().__iter__()
             _set_generators(_generators(self), generators)
         samples.skip = skip
-        batches = super().__iter__()  # with workers it makes two passes over the sampler, and uses the second
+        batches = super().__iter__()  # with workers, it begins two passes over the sampler and uses the second
         samples.skip = 0
         return batches
 
     @property
     def skips_samples(self) -> bool:
-        """Whether leaving out an entry of the sampler leaves out a batch."""
+        """Whether skipping an entry of the sampler skips a batch."""
         kinds = (kind for kind in type(self).__mro__ if not issubclass(kind, ResumableLoader | SharedLoader))
         own = next(kind for kind in kinds if "__iter__" in vars(kind)) is DataLoader
         return own and not isinstance(self.dataset, IterableDataset)
 
     def wrap_sampler(self, sampler: Iterable[Any]) -> Samples:
-        """Return the stand-in for the sampler, or for the batch sampler."""
+        """Return the wrapper of the sampler or of the batch sampler."""
         if self._samples is None:
             in_flight = self.num_workers * (self.prefetch_factor or 0)
             self.__dict__["_samples"] = Samples(sampler, _AHEAD + in_flight)
@@ -111,8 +115,7 @@ class ResumableLoader(LoaderOfSamples):
 
 
 def make_resumable(loader: DataLoader[Any]) -> ResumableLoader:
-    """Return the same loader, with the same dataset and samplers, that can say where it is; the original is left
-    alone."""
+    """Return a loader with the same dataset and samplers that can save its position. The original is not modified."""
     kind: type[Any] = type(loader)
     if not issubclass(kind, ResumableLoader):
         kind = type(f"Resumable{kind.__name__}", (ResumableLoader, kind), {})
@@ -124,21 +127,21 @@ def make_resumable(loader: DataLoader[Any]) -> ResumableLoader:
 
 
 class Samples(Iterable[Any]):
-    """A sampler with passes that can begin after the first entry.
+    """Sampler whose passes can begin after the first entries.
 
     Args:
-        sampler: gives indices, or lists of them.
-        kept: how many entries at the end of what was given can be distinguished later.
+        sampler: the sampler of indices, or of lists of indices.
+        kept: the number of the last entries whose checksums are kept.
     """
 
     def __init__(self, sampler: Iterable[Any], kept: int) -> None:
         self._sampler = sampler
         self._kept = kept
-        self.skip: int | None = 0  # None: all of them
+        self.skip: int | None = 0  # None: skip all entries
         self.latest: SamplePass | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy; a pass under way is not copied."""
+        """Return the state of a copy, which does not include a running pass."""
         return {**self.__dict__, "latest": None}
 
     def __len__(self) -> int:
@@ -151,7 +154,7 @@ class Samples(Iterable[Any]):
 
 
 class SamplePass(Iterator[Any]):
-    """Gives the entries of a sampler after the first `skip`."""
+    """Iterator over the entries of a sampler after the first `skip` entries."""
 
     def __init__(self, entries: Iterator[Any], skip: int, kept: int) -> None:
         self._entries = entries
@@ -164,13 +167,13 @@ class SamplePass(Iterator[Any]):
         return self._next()
 
     def advance(self) -> None:
-        """Drop the entries to be left out, if that has not been done."""
+        """Skip the first entries, unless this was done before."""
         while self._skip:
             self._skip -= 1
             self._next()
 
     def checksum(self, number: int) -> int | None:
-        """Return the checksum of entry `number`, counted from 1; None if it is too old."""
+        """Return the checksum of entry `number`, counted from 1, or None if it is no longer available."""
         back = self._given - number
         return self._checksums[-1 - back] if 0 <= back < len(self._checksums) else None
 
@@ -182,7 +185,10 @@ class SamplePass(Iterator[Any]):
 
 
 class LoaderPass(Iterator[Any]):
-    """One pass over a loader; with `start` it begins when its first batch is asked for, and where that says."""
+    """One pass over a loader.
+
+    With `start`, the pass begins at that position, when its first batch is requested.
+    """
 
     def __init__(self, loader: ResumableLoader, start: State | None) -> None:
         self._loader = loader
@@ -191,8 +197,8 @@ class LoaderPass(Iterator[Any]):
         self._samples: SamplePass | None = None
         self._delivered = 0
         self._exhausted = False
-        self._began: State | None = None  # where the sampler begins if there are workers
-        self._first: State | None = None  # where it begins if there are none
+        self._began: State | None = None  # the start of the sampler with workers
+        self._first: State | None = None  # the start of the sampler without workers
         self._before: deque[State] = deque(maxlen=_AHEAD)
         self._workers: bool = loader.has_workers or loader.had_workers
         if start is None:
@@ -214,11 +220,11 @@ class LoaderPass(Iterator[Any]):
         return batch
 
     def state(self, ahead: int, batches: int) -> State:
-        """Return where the pass is.
+        """Return the position of the pass.
 
         Args:
-            ahead: so many batches were loaded and are to be loaded again.
-            batches: were trained on in this epoch.
+            ahead: the number of batches that were loaded and have to be loaded again.
+            batches: the number of batches of this epoch that were used for training.
         """
         generators = _states(_generators(self._loader))
         if self._batches is None:
@@ -295,7 +301,7 @@ def _set_moment(loader: DataLoader[Any], moment: State) -> None:
 
 
 def _generators(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the random generators that belong to a loader and its samplers, by the path of their attribute."""
+    """Return the random generators of a loader and its samplers, by the paths of their attributes."""
     found: dict[str, Any] = {}
     seen: set[int] = set()
 

@@ -1,4 +1,4 @@
-"""Writing checkpoints, at once or in the background."""
+"""Saving of checkpoints, synchronously or in the background."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from lightning_pipes.trainer.ranks.control import Control
 
 
 class Saver:
-    """Writes the checkpoints of one pipeline, one after the other.
+    """Write the checkpoints of one pipeline, one after another.
 
-    In the background, `save` and `save_parts` copy what is to be written and return; a thread writes it. The next one
-    waits for that. A removal follows what was saved before it, and is left out if that failed: an older checkpoint
-    goes only when the newer one is complete.
+    In the background, `save` and `save_parts` copy the data and return, and a thread writes the copy. The next
+    checkpoint waits until the thread has finished. A checkpoint is removed after the checkpoints that were saved before
+    the removal, and only if they were written. So an older checkpoint is never removed before a newer one is complete.
 
     Args:
-        control: of the ranks that hold the model together.
+        control: the communication between the ranks that hold the model together.
     """
 
     def __init__(self, control: Control) -> None:
@@ -45,19 +45,35 @@ class Saver:
         self._error: PipelineError | None = None
 
     def save(self, checkpoint: dict[str, Any], path: str | Path, write: Callable[..., None], background: bool) -> None:
-        """Write a whole checkpoint by `write(checkpoint, path)`, on the first rank."""
+        """Write a whole checkpoint on the first rank.
+
+        Args:
+            checkpoint: the checkpoint.
+            path: the file or folder to write.
+            write: the function that writes it, called as `write(checkpoint, path)`.
+            background: whether to return before the checkpoint is written.
+
+        Raises:
+            PipelineError: this checkpoint or an earlier one could not be written.
+        """
         if self._control.position == 0:
             self._make_way(path)
             whole = snapshot_state(checkpoint) if background else checkpoint
             self._do(path, partial(write, whole, path), background)
 
     def save_parts(self, checkpoint: dict[str, Any], order: Sequence[str], path: str | Path, background: bool) -> None:
-        """Write a folder to which every rank adds its part, as `plan_part` takes it; all ranks call it.
+        """Write a folder to which every rank adds its part. All ranks have to call this method.
+
+        Args:
+            checkpoint: the part of this rank, as `plan_part` takes it.
+            order: the keys of the whole state dict.
+            path: the folder to write.
+            background: whether to return before the checkpoint is written.
 
         Raises:
-            PipelineError: the path is not on a file system.
+            PipelineError: the path is not on a file system, or this checkpoint or an earlier one could not be written.
         """
-        from lightning_pipes.trainer.checkpoint.sharded import plan_part, write_part  # which takes long
+        from lightning_pipes.trainer.checkpoint.sharded import plan_part, write_part  # a slow import
 
         local = local_path(path)
         if local is None:
@@ -70,24 +86,28 @@ class Saver:
         self._do(path, partial(write_part, part, self._control, self._store()), background)
 
     def remove(self, path: str | Path, io: CheckpointIO) -> None:
-        """Remove a checkpoint, on the first rank; after those that are being written."""
+        """Remove a checkpoint on the first rank, after the checkpoints that are being written."""
         if self._control.position == 0:
             self._do(path, partial(_remove, path, io), background=bool(self._jobs))
 
     def check(self) -> None:
-        """Raise PipelineError if something could not be written."""
+        """Raise PipelineError if a checkpoint could not be written."""
         if self._error is not None:
             raise self._error
 
     def wait(self) -> None:
-        """Return when everything is written, or raise why it is not."""
+        """Wait until all checkpoints are written.
+
+        Raises:
+            PipelineError: a checkpoint could not be written.
+        """
         for job in self._jobs:
             job.result()
         self._jobs.clear()
         self.check()
 
     def close(self) -> None:
-        """Wait for writing under way; raise nothing."""
+        """Wait until all checkpoints are written, and stop the thread. An error is reported as a warning."""
         try:
             self.wait()
         except PipelineError as error:
@@ -124,7 +144,7 @@ class Saver:
 
     @contextmanager
     def _remember_error(self, path: str | Path) -> Iterator[None]:
-        """Make an error in the block one that names the rank and the path."""
+        """Convert an error in the block into a PipelineError with the rank and the path, and store it for `check`."""
         try:
             yield
         except PeerFailure:
@@ -148,7 +168,6 @@ def _remove(path: str | Path, io: CheckpointIO) -> None:
 
 
 def snapshot_state(tree: Any) -> Any:
-    """Return a copy that later work on the tensors and objects does not reach; tensors of a GPU are copied to the
-    CPU."""
+    """Return a copy that does not change when the tensors and objects are modified, with all tensors on the CPU."""
     leaves = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu"]
     return copy.deepcopy(tree, {id(leaf): leaf.detach().cpu() for leaf in leaves})

@@ -1,8 +1,9 @@
-"""Checkpoints as folders, with a part of every rank, in the format of torch.distributed.checkpoint.
+"""Checkpoints as folders with a part from every rank, in the format of torch.distributed.checkpoint.
 
-All tensors of the model and the optimizers are in that format, by name. What else Lightning saves is in one file of the
-same folder, together with small values of the optimizers that are no tensors. torch's own `save` has collectives that
-wait for dead ranks; the ranks agree by `Control` here, and everything after that needs a store only.
+All tensors of the model and the optimizers are stored in this format, by name. The other data that Lightning saves are
+in one file of the same folder, together with small values of the optimizers that are not tensors. The `save` function
+of torch uses collectives, which would wait for dead ranks. Here, the ranks agree on the plan through `Control`, and
+everything after that only needs a store.
 """
 
 from __future__ import annotations
@@ -57,28 +58,28 @@ from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.replicas import own_box, shard_from_local
 
 REST = "checkpoint.pt"
-"""The file with everything but the tensors of the model and the optimizers."""
+"""The file with everything except the tensors of the model and the optimizers."""
 _TENSORS = "lightning_pipes_tensors"
-"""In the rest: where each tensor belongs, by its name in the index."""
+"""The key in `REST` for the place of each tensor in the checkpoint, by its name in the index."""
 _ORDER = "lightning_pipes_order"
-"""In the rest: the keys of the whole state dict."""
+"""The key in `REST` for the keys of the whole state dict."""
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 3.0
-"""How long after a failure a rank of another host, which may be gone, may take to say that its part is written."""
+"""The time after a failure for which to wait for the report of a rank on another host, which may be gone."""
 
 
 @dataclass
 class Part:
-    """The part that one rank adds to a checkpoint.
+    """The part of a checkpoint that one rank writes.
 
     Attributes:
-        number: of the checkpoint; the same on every rank.
-        path: of the whole checkpoint.
-        temporary: the folder that becomes it.
-        plan: which tensors this rank writes.
-        planner: has them.
-        metadata: of the whole, on the first rank only.
-        rest: what goes into the file `REST`, on the first rank only.
+        number: the number of the checkpoint, which is the same on every rank.
+        path: the path of the whole checkpoint.
+        temporary: the folder that is renamed to `path`.
+        plan: the tensors that this rank writes.
+        planner: the planner, which holds the tensors.
+        metadata: the metadata of the whole checkpoint, on the first rank only.
+        rest: the content of the file `REST`, on the first rank only.
     """
 
     number: int
@@ -91,13 +92,16 @@ class Part:
 
 
 def plan_part(checkpoint: Mapping[str, Any], order: Sequence[str], path: Path, number: int, control: Control) -> Part:
-    """Agree with other ranks on the part that each writes; no tensor is sent, and none is written.
+    """Agree with the other ranks on the part that each rank writes. No tensor is sent or written.
 
     Args:
-        checkpoint: Lightning's, with this rank's part of the state dict and of each optimizer's `named_state`. Of a
-            sharded tensor each rank writes its shard; what several ranks have is written once.
+        checkpoint: Lightning's checkpoint with this rank's part of the state dict and of each optimizer's
+            `named_state`. Each rank writes its shard of a sharded tensor. Tensors that several ranks have are written
+            once.
         order: the keys of the whole state dict.
-        number: different for every checkpoint, the same on every rank.
+        path: the path of the whole checkpoint.
+        number: a number that is different for every checkpoint and the same on every rank.
+        control: the communication between the ranks.
     """
     tensors, index, small = _split(checkpoint)
     planner = DefaultSavePlanner(flatten_state_dict=False)
@@ -112,7 +116,7 @@ def plan_part(checkpoint: Mapping[str, Any], order: Sequence[str], path: Path, n
         rest = _without_tensors(checkpoint)
         rest[_ORDER] = list(order)
         rest[_TENSORS] = {name: place for _, places, _ in found for name, place in places.items()}
-        for _, _, values in reversed(found):  # of what several ranks hold, the first one's counts
+        for _, _, values in reversed(found):  # if several ranks have a value, the value of the first rank is used
             for place, value in values.items():
                 _set(rest, place, value)
         message = temporary, FileSystemWriter(temporary).prepare_global_plan(plans)
@@ -122,12 +126,14 @@ def plan_part(checkpoint: Mapping[str, Any], order: Sequence[str], path: Path, n
 
 
 def write_part(part: Part, control: Control, store: Any) -> None:
-    """Write this rank's part; the first rank then waits for the others, and gives the whole its name.
+    """Write the part of this rank. The first rank then waits for the other ranks and renames the folder.
 
-    Uses no collective, so that it can run in any thread.
+    The function does not use collectives, so it can run in any thread.
 
     Args:
-        store: through which the ranks say that they are done.
+        part: the result of `plan_part`.
+        control: the communication between the ranks.
+        store: the store in which the ranks report that they have finished.
 
     Raises:
         PipelineError: another rank could not write its part.
@@ -174,10 +180,10 @@ def write_part(part: Part, control: Control, store: Any) -> None:
 
 
 class _Files(FileSystem):
-    """New files with a checksum each; the index gets a seal.
+    """File system that creates new files with a checksum, and seals the index.
 
     Attributes:
-        sums: by the name of the file.
+        sums: the checksum of each file, by its name.
     """
 
     def __init__(self) -> None:
@@ -186,7 +192,7 @@ class _Files(FileSystem):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        """Open a new file for the writer, which only writes."""
+        """Open a new file for writing."""
         name = Path(path).name
         with open(path, mode.replace("w", "x")) as file:
             made = ChecksumWriter(file)
@@ -200,7 +206,7 @@ class _Files(FileSystem):
 
 
 def _receive_report(position: int, part: Part, control: Control, store: Any) -> str | bytes:
-    """Return the word of another rank on its part, when it is written."""
+    """Wait for the report of another rank about its part, and return it."""
     key, rank = _key(part, position), control.ranks[position]
     failed_at = None
     while not store.check([key]):
@@ -215,7 +221,7 @@ def _receive_report(position: int, part: Part, control: Control, store: Any) -> 
 
 
 def _as_json(written: Sequence[WriteResult], sums: Mapping[str, Sum]) -> str:
-    """Return where a rank has written which tensor, and the sums of its files."""
+    """Return the locations of the tensors that a rank has written, and the checksums of its files."""
     tensors = [
         [r.index.fqn, list(r.index.offset or ()), r.index.index, r.size_in_bytes, s.relative_path, s.offset, s.length]
         for r in written
@@ -225,7 +231,7 @@ def _as_json(written: Sequence[WriteResult], sums: Mapping[str, Sum]) -> str:
 
 
 def _from_json(content: str | bytes, rank: int) -> tuple[list[WriteResult], dict[str, Sum]]:
-    """Return the other direction; PipelineError if the rank has failed."""
+    """Return the input of `_as_json`, or raise PipelineError if the rank has failed."""
     found = json.loads(content)
     if "error" in found:
         raise PipelineError(f"rank {rank} could not write its part: {found['error']}")
@@ -241,22 +247,22 @@ def _key(part: Part, position: int) -> str:
 
 
 class ShardedCheckpoint:
-    """A checkpoint in a folder; every rank reads its own part.
+    """A checkpoint in a folder, from which every rank reads its own part.
 
     Args:
         path: the folder.
-        weights_only: as torch.load takes it, for what is no tensor of the model or the optimizers.
+        weights_only: as in torch.load, for everything except the tensors of the model and the optimizers.
 
     Raises:
-        PipelineError: a file is missing, of another checkpoint, or not as it was written. The files with tensors are
-            compared when the first tensor is read from them.
+        PipelineError: a file is missing, belongs to another checkpoint, or has changed. Files with tensors are verified
+            when the first tensor is read from them.
     """
 
     def __init__(self, path: Path, weights_only: bool | None = None) -> None:
         self._path = path
         self._index = Index.read(path)
         self._whole = set[str]()
-        """The files that were compared with their sums."""
+        """The files whose checksums were verified."""
         files = (place.file for places in self._index.places.values() for place in places)
         for name in {REST, *files, *(self._index.sums or ())}:
             if not (path / name).is_file():
@@ -275,11 +281,11 @@ class ShardedCheckpoint:
             )
 
     def checkpoint(self, into: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return Lightning's checkpoint without the optimizers' states of parameters.
+        """Return Lightning's checkpoint without the optimizer states of parameters.
 
         Args:
-            into: a state dict whose tensors are overwritten and taken, where names, shapes and types are the same. If
-                it is None, the checkpoint's state dict reads a tensor when it is asked for it.
+            into: a state dict whose tensors are overwritten and returned, if their names, shapes and dtypes are the
+                same. If it is None, the state dict of the checkpoint reads a tensor when it is accessed.
         """
         found = {**self._rest}
         places = {place[1]: name for name, place in self._tensors.items() if place[0] == "state_dict"}
@@ -290,11 +296,11 @@ class ShardedCheckpoint:
         return found
 
     def optimizer_states(self, wanted: Sequence[Mapping[str, Tensor]] | None = None) -> list[dict[str, Any]]:
-        """Return one process's `state_dict` of each optimizer.
+        """Return the `state_dict` of each optimizer, as in a single process.
 
         Args:
-            wanted: the parameters whose states are read, by name, for each optimizer; states are sharded as they are.
-                If it is None, whole states of all parameters are read.
+            wanted: for each optimizer, the parameters whose states are read, by name. States are sharded in the same
+                way as these parameters. If it is None, the whole states of all parameters are read.
         """
         saved = self._rest["optimizer_states"]
         states = [{name: dict(state) for name, state in one["state"].items()} for one in saved]
@@ -306,7 +312,7 @@ class ShardedCheckpoint:
         return [number_state_dict(state, one["param_groups"]) for state, one in zip(states, saved, strict=True)]
 
     def _read(self, name: str, like: Any = None) -> Tensor:
-        """Read a tensor by its name in the index: only the shard of this rank, if `like` is sharded."""
+        """Read a tensor by its name in the index, or only the shard of this rank if `like` is sharded."""
         whole = self._index.shapes[name]
         own = own_box(like) if isinstance(like, Tensor) and tuple(like.shape) == whole else None
         corner, shape = own or ((0,) * len(whole), whole)
@@ -354,7 +360,7 @@ class ShardedCheckpoint:
 
 
 class _Weights(MutableMapping[str, Any]):
-    """A state dict that reads its tensors one by one; values that are put into it replace them."""
+    """State dict that reads its tensors one by one. Values that are assigned to a key replace the tensor."""
 
     def __init__(
         self,
@@ -369,7 +375,7 @@ class _Weights(MutableMapping[str, Any]):
         return self.read_like(key, None)
 
     def read_like(self, key: str, like: Any) -> Any:
-        """Return a value; of a tensor of the checkpoint only this rank's shard, if `like` is sharded."""
+        """Return a value, or only this rank's shard of a tensor in the checkpoint if `like` is sharded."""
         return self._read(self._places[key], like) if key in self._places else self._others[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -382,7 +388,7 @@ class _Weights(MutableMapping[str, Any]):
         self._others.pop(key, None)
 
     def __contains__(self, key: object) -> bool:
-        """Return whether there is such a key, without reading its tensor."""
+        """Return whether the key exists, without reading its tensor."""
         return key in self._keys
 
     def __iter__(self) -> Iterator[str]:
@@ -393,18 +399,21 @@ class _Weights(MutableMapping[str, Any]):
 
 
 def consolidate(folder: str | Path, file: str | Path, weights_only: bool | None = None) -> None:
-    """Make an ordinary Lightning checkpoint, one file, from a folder that `checkpoint="sharded"` has written.
+    """Convert a folder that `checkpoint="sharded"` has written to an ordinary Lightning checkpoint in one file.
 
-    Needs no processes and memory for the whole. The file loads with `load_from_checkpoint` and resumes anywhere.
+    The function runs in a single process, which needs memory for the whole checkpoint. The file can be loaded with
+    `load_from_checkpoint`, and any number of ranks can resume from it.
 
     Args:
-        weights_only: as torch.load takes it. False also loads objects of any class, hyperparameters for instance,
-            which runs code that is in the folder: for folders whose writer you trust.
+        folder: the folder of the sharded checkpoint.
+        file: the file to write.
+        weights_only: as in torch.load. False also loads objects of any class, such as hyperparameters. This runs code
+            from the folder, so only use it for folders from a source that you trust.
 
     Raises:
-        InputError: an argument has another type.
-        PipelineError: the folder has no complete checkpoint, or one that is damaged.
-        pickle.UnpicklingError: there are objects in it that take weights_only=False.
+        InputError: an argument has the wrong type.
+        PipelineError: the folder does not contain a complete checkpoint, or the checkpoint is damaged.
+        pickle.UnpicklingError: the checkpoint contains objects that require weights_only=False.
     """
     for name, value, kind in (
         ("folder", folder, str | Path),
@@ -415,7 +424,7 @@ def consolidate(folder: str | Path, file: str | Path, weights_only: bool | None 
     try:
         found = find_existing(Path(folder))
         is_sharded(found)
-    except OSError as error:  # a name that no file system takes
+    except OSError as error:  # an invalid file name
         raise PipelineError(f"folder {short_repr(folder)} can't be read: {error.strerror}") from error
     parts = ShardedCheckpoint(found, weights_only)
     checkpoint = parts.checkpoint({})
@@ -426,20 +435,20 @@ def consolidate(folder: str | Path, file: str | Path, weights_only: bool | None 
 
 
 def _copy_into(value: Any, given: Any) -> Any:
-    """Return a tensor in the memory of a given one, where that fits."""
+    """Return the value, in the memory of the given tensor if both have the same shape and dtype."""
     both = isinstance(value, Tensor) and isinstance(given, Tensor)
     return given.detach().copy_(value) if both and given.shape == value.shape and given.dtype == value.dtype else value
 
 
 def _slice(part: Tensor, begins: Sequence[int], corner: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """Return a view of the box that begins at `begins` of the whole tensor, in a part that begins at `corner`."""
+    """Return a view of the box that begins at `begins` in the whole tensor, in a part that begins at `corner`."""
     for axis, (begin, at, size) in enumerate(zip(begins, corner, sizes, strict=True)):
         part = part.narrow(axis, begin - at, size)
     return part
 
 
 def keep_shards(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint without the tensors and states that are not sharded: another rank writes these."""
+    """Return a checkpoint without tensors and states that are not sharded, because another rank writes them."""
     tensors, index, _ = _split(checkpoint)
     kept = _without_tensors(checkpoint)
     for name, place in index.items():
@@ -449,7 +458,7 @@ def keep_shards(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any], dict[Any, Any]]:
-    """Return the tensors by a name of their own, where each of them belongs, and what else is at such places."""
+    """Return the tensors by unique names, the place of each of them, and the other values at such places."""
     tensors: dict[str, Tensor] = {}
     index: dict[str, Any] = {}
     small: dict[Any, Any] = {}
@@ -474,7 +483,7 @@ def _without_tensors(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _set(rest: dict[str, Any], place: Sequence[Any], value: Any) -> None:
-    """Put a value where `_split` found it."""
+    """Store a value at the place where `_split` found it."""
     if place[0] == "state_dict":
         rest["state_dict"][place[1]] = value
     else:

@@ -1,7 +1,7 @@
-"""Modules that a checkpoint stores besides its state dict, as `save_hyperparameters` does with arguments.
+"""Modules that a checkpoint stores in addition to its state dict, such as arguments of `save_hyperparameters`.
 
-They share weights with the user's module, whose layers are spread over the ranks. The file gets a copy of them with the
-values of the state dict.
+They share weights with the user's module, whose layers are distributed over the ranks. The file contains a copy of
+these modules with the values of the state dict.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.module.remote_tensors import RemoteTensor
 
 _WITHOUT_MODULES = ("state_dict", "optimizer_states")
-"""Entries of a checkpoint that hold tensors only, and many of them."""
+"""Entries of a checkpoint that contain many tensors and no modules."""
 
 
 class _Zeros:
-    """Becomes a tensor of zeros when it is loaded; it needs no memory before.
+    """Placeholder that becomes a tensor of zeros when it is loaded, and needs no memory before that.
 
-    The module of such a tensor gets the right values from the state dict.
+    The module with this tensor gets the correct values from the state dict.
     """
 
     def __init__(self, like: torch.Tensor) -> None:
@@ -45,7 +45,10 @@ class _Zeros:
 
 
 class _Search(pickle.Pickler):
-    """Finds out whether objects hold one of some tensors or modules, at whatever depth; nothing is kept."""
+    """Pickler that detects whether objects contain one of several tensors or modules, at any depth.
+
+    The pickled data is not used.
+    """
 
     def __init__(self, wanted: Mapping[int, Any]) -> None:
         super().__init__(io.BytesIO())
@@ -59,13 +62,13 @@ class _Search(pickle.Pickler):
 
 
 def complete_modules(checkpoint: dict[str, Any], cut: CutModule, share: bool = True) -> dict[str, Any]:
-    """Return a checkpoint in which the stored modules have all their weights.
+    """Return a checkpoint in which the stored modules have all of their weights.
 
     Args:
-        checkpoint: as Lightning makes it, with a state dict.
+        checkpoint: the checkpoint that Lightning has created, with a state dict.
         cut: the user's module on this rank.
-        share: give stored modules the tensors of the state dict, which are written once. Otherwise, and for those
-            that the state dict lacks, the loaded module has zeros until the state dict is loaded into it.
+        share: whether stored modules use the tensors of the state dict, which are written only once. If not, and for
+            tensors that are not in the state dict, the loaded module has zeros until the state dict is loaded into it.
     """
     state = checkpoint.get("state_dict", {}) if share else {}
     with cut.scope.module_view(True):
@@ -85,7 +88,7 @@ def complete_modules(checkpoint: dict[str, Any], cut: CutModule, share: bool = T
 
 
 def _value(saved: Any, tensor: torch.Tensor, share: bool) -> Any:
-    """Return the stored form of a tensor of the module; None if a copy of it is stored."""
+    """Return the stored form of a tensor of the module, or None if a copy of the tensor is stored."""
     if isinstance(saved, torch.Tensor) and saved.shape == tensor.shape:
         return nn.Parameter(saved.detach(), tensor.requires_grad) if isinstance(tensor, nn.Parameter) else saved
     return _Zeros(tensor) if isinstance(tensor, RemoteTensor) or not share else None
@@ -95,6 +98,6 @@ def _holds_any(value: Any, wanted: Mapping[int, Any]) -> bool:
     search = _Search(wanted)
     try:
         search.dump(value)
-    except Exception:  # what can't be written raises its error there
+    except Exception:  # the error is raised again when the value is written
         return search.found
     return search.found
