@@ -351,6 +351,11 @@ def paper_seconds(stages: Sequence[float], transfers: Sequence[float], printed: 
     """Return the seconds of an iteration by E5, which treats all stages except the last as one.
 
     This is exact for two stages. With more stages, more than two batches are in flight.
+
+    Args:
+        stages: the seconds of a batch on each stage.
+        transfers: the seconds of the messages of a batch between stages, both directions together.
+        printed: whether to use E4 as printed; see `extend_pipeline`.
     """
     found = stages[0]
     for seconds, transfer in zip(stages[1:], transfers, strict=True):

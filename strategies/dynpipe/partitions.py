@@ -21,7 +21,7 @@ With more stages, only one cut moves at a time.
 
 
 def all_partitions(may: Sequence[int], stages: int, layers: int) -> Cuts:
-    """Return every partition whose cuts are among `may`."""
+    """Return every partition of `layers` layers into `stages` stages whose cuts are among `may`."""
     found = [*combinations(sorted(may), stages - 1)]
     return _closed(np.array(found, np.int64).reshape(len(found), stages - 1), layers)
 
@@ -30,6 +30,11 @@ def list_neighbours(at: Sequence[int], may: Sequence[int], layers: int) -> Cuts:
     """Return the partitions in which every cut of `at` stays or moves by one place among `may`.
 
     The first row is the partition `at` itself.
+
+    Args:
+        at: the layers at which stages 1, 2, ... begin.
+        may: the layers at which a stage may begin.
+        layers: the number of layers.
     """
     places = sorted({*may, *at})
     number = {place: n for n, place in enumerate(places)}
@@ -56,6 +61,11 @@ def keeps_tied_layers(cuts: Cuts, now: Sequence[Span], tied: Sequence[Sequence[i
     """Return for each partition whether it can be reached from `now` with respect to layers that share a parameter.
 
     Such layers have to stay where they are, or move together from one stage to one other stage.
+
+    Args:
+        cuts: the partitions, one per row.
+        now: the current layers of each stage.
+        tied: groups of layer numbers. The layers of a group share a parameter.
     """
     keep = np.ones(len(cuts), bool)
     before = np.array([span.start for span in now[1:]])

@@ -65,7 +65,10 @@ class MemoryGuard:
         return serialized and not all(each is None or each >= RELIEF * (self.low or 0) for each in now)
 
     def short_ranks(self, now: FreeBytes) -> dict[int, float]:
-        """Return the number of missing bytes by rank, for devices below the low mark."""
+        """Return the number of missing bytes by rank, for devices below the low mark.
+
+        These are the bytes by which the free memory is below `RELIEF` times the low mark.
+        """
         low = self.low or 0
         return {n: RELIEF * low - each for n, each in enumerate(now) if each is not None and each < low}
 

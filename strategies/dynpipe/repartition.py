@@ -195,14 +195,18 @@ def partitions_that_free(
 
 
 def step_bounds(means: Durations, plan: Plan, endless: bool) -> Array:
-    """Return a lower bound for the seconds of a step of each partition, with durations as in
-    `Situation.mean_durations`.
+    """Return a lower bound for the seconds of a step of each partition.
 
     A rank runs the work of all its stages one after another. If each rank has one stage, the bound is higher. In a
     schedule that flushes, a micro-batch also passes through the stages and links before a stage, forward and back. In a
     schedule that does not flush, at most S - s + 1 micro-batches are in flight on stages s to S, and each of them takes
     the way there and back. The bound is the maximum over s of the sum of p_i and c_i for i >= s, divided by S - s + 1.
     E5 of the paper replaces this by half of the sum over all stages but the last, for any number of stages.
+
+    Args:
+        means: the durations of one batch; see `Situation.mean_durations`.
+        plan: the plan that specifies ranks and micro-batches.
+        endless: whether the schedule does not flush.
     """
     work = _by_stage(means, plan, (Kind.F, Kind.B, Kind.I, Kind.W))
     by_rank = np.zeros((len(work), plan.n_ranks))
@@ -258,8 +262,8 @@ def _fitting(
 ) -> npt.NDArray[np.bool_]:
     """Return for each partition whether it fits into memory.
 
-    A partition has to fit into the memory of each device, and the memory that it needs in addition to the current
-    partition has to fit into the free memory.
+    On each device, a partition has to fit into the memory of the device, or need no more than the current partition.
+    The memory that it needs in addition to the current partition has to fit into the free memory.
     """
     plan = now.plan
     devices = () if deployment is None else deployment.pipeline.devices

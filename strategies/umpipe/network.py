@@ -78,11 +78,16 @@ class Network:
 
     @classmethod
     def from_counts(cls, rows: int, counts: Sequence[int], forward: Times, backward: Times) -> Network:
-        """Return a network whose options are numbers of micro-batches: column i of the tables is for `counts[i]` of
-        them.
+        """Return a network whose options are numbers of micro-batches.
 
         A micro-batch has ceil(P / p) samples, while the paper's E3 takes p itself as the size. If several counts result
         in the same size, each process and direction keeps the lowest time, because all of them compute the same chunks.
+
+        Args:
+            rows: the number of samples in a batch, the paper's P.
+            counts: the numbers of micro-batches, the paper's p.
+            forward: the duration of one micro-batch in each process. Column i is for `counts[i]` micro-batches.
+            backward: the same for the other direction.
 
         Raises:
             InputError: a count is below 1 or larger than the batch, or the tables are invalid (see `Network`).

@@ -68,10 +68,20 @@ def stage_options(costs: CostModel, plan: Plan, stage: int, sizes: Sequence[int]
 
 
 def link_times(costs: CostModel, plan: Plan, stage: int, sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the time from sending to arrival for a message of each of `sizes`, in nanoseconds.
+    """Return the time from sending to arrival for messages on the links after `stage`, in nanoseconds.
 
-    The first list is for the link from `stage` to the next stage, and the second list is for the link back. Latency is
-    included as if it occupied the link. This is an approximation for the searches, and the simulator is more accurate.
+    Latency is included as if it occupied the link. This is an approximation for the searches, and the simulator is more
+    accurate.
+
+    Args:
+        costs: the durations of messages.
+        plan: the plan that specifies the ranks of the stages.
+        stage: the number of the stage before the link.
+        sizes: the numbers of samples in a message.
+
+    Returns:
+        A list for the link from `stage` to the next stage and a list for the link back, with a time for each of
+            `sizes`. All times are 0 if both stages are on the same rank.
     """
 
     def message_time(kind: Kind, sender: int, rows: int) -> int:
@@ -84,10 +94,17 @@ def link_times(costs: CostModel, plan: Plan, stage: int, sizes: Sequence[int]) -
 
 
 def room_of(costs: CostModel, plan: Plan, stage: int, limit: int, size: int) -> int:
-    """Return the number of samples that `stage` may hold between F and B while it computes on `size` samples.
+    """Return the number of samples that `stage` may hold between F and B.
 
-    The stages of a rank share `limit` bytes equally, after weights and optimizer states. The result is negative if this
+    The stages of a rank share the memory equally, after weights and optimizer states. The result is negative if this
     memory is too small even for the computation itself.
+
+    Args:
+        costs: the bytes of weights, activations and messages.
+        plan: the plan that specifies ranks and recomputation.
+        stage: the number of the stage.
+        limit: the memory of the rank in bytes.
+        size: the number of samples on which the stage computes at a time.
     """
     again = bool(plan.recompute) and plan.recompute[stage]
     every = costs.activation_bytes[stage] if costs.activation_bytes else 0
