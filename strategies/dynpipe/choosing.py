@@ -315,8 +315,7 @@ class _Search:
 
 
 def _front(ways: list[_Way]) -> list[_Way]:
-    """Return the Pareto front of bound and sum, and then the other ways in the order of their bounds, at most `FRONT`
-    ways."""
+    """Return at most `FRONT` ways: the Pareto front of bound and sum, then the others in the order of their bounds."""
     kept: list[_Way] = []
     rest: list[_Way] = []
     for way in sorted(ways, key=lambda way: way[:2]):

@@ -44,8 +44,7 @@ def select_history_length(last: Array, at: int, least: float) -> int | None:
 def looks_that_count(
     seconds: Array, at: int, stays: Iterable[int], shortest: int, least: float
 ) -> tuple[int, int | None]:
-    """Return the number of past observations by which to choose a partition, and the partition to stay with, if there
-    is one.
+    """Return the number of past observations by which to choose a partition, or a partition to stay with.
 
     The number is `shortest`, twice as many, four times as many, and so on. Each rule is evaluated on the past
     observations, by the total time of all steps if a planner had followed the rule. If neighbors stay for long, few
@@ -58,6 +57,9 @@ def looks_that_count(
         stays: the partitions with which the planner could stay.
         shortest: the number of observations that are enough for a move.
         least: the share of a step that a move has to save.
+
+    Returns:
+        The number of observations, and the index of the partition to stay with or None.
     """
     numbers = [shortest]
     while 2 * numbers[-1] < len(seconds):

@@ -66,8 +66,10 @@ class Pricing:
     cached: bool = False
 
     def stage_seconds(self, mesh: DeviceMesh) -> Array:
-        """Return the seconds of a batch on a mesh within one machine. Row i, column j is for the layers i to j
-        (exclusive)."""
+        """Return the seconds of a batch on a mesh within one machine.
+
+        Row i, column j is for the layers i to j (exclusive).
+        """
         rows = self.rows / self.microbatches / mesh.data
         work = self._between(self._work(rows)) * self.microbatches / mesh.tensor
         inside = self.cluster.inside
@@ -96,10 +98,9 @@ class Pricing:
         return size / (lanes * link.bandwidth) + 2 * self.microbatches * link.latency
 
     def bytes(self, mesh: DeviceMesh, under_way: int) -> Array:
-        """Return the bytes that each device of a stage needs with `under_way` micro-batches in flight and their
-        weights.
+        """Return the bytes that each device of a stage needs with `under_way` micro-batches in flight.
 
-        Row i, column j is for the layers i to j (exclusive).
+        They include the weight versions of these micro-batches. Row i, column j is for the layers i to j (exclusive).
         """
         columns = self.profile.layer_arrays
         versions = 1 - (1 - under_way) // self.microbatches

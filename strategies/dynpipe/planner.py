@@ -200,12 +200,11 @@ class DynPlanner(EvenPlanner):
         return change if self._pays(change, plan, problem, order, self.gain) else None
 
     def balance_shares(self, plan: Plan, problem: Problem) -> Seconds | None:
-        """Return the seconds of a sample on each rank, or None if dividing the samples by them does not pay (DynPipe, S
-        V-B1).
+        """Return the seconds of a sample on each rank, by which to divide the samples (DynPipe, S V-B1).
 
-        It pays if the slowest stage takes less time by the share `gain` in each of the last observations, and if this
-        makes up for a flush. The seconds are limited so that each rank keeps about one sample of a batch, and its speed
-        can still be measured.
+        The result is None if this does not pay. It pays if the slowest stage takes less time by the share `gain` in
+        each of the last observations, and if this makes up for a flush. The seconds are limited so that each rank keeps
+        about one sample of a batch, and its speed can still be measured.
         """
         looks = [look.replicas for look in problem.observations if look.replicas][-self.windows :]
         if len(looks) < self.windows:
@@ -304,8 +303,10 @@ class _LastMove:
     risen: bool
 
     def correct_change(self, change: PartitionChange) -> PartitionChange:
-        """Return the change with the measured seconds of the earlier plan, if it leads back to this plan and `risen` is
-        true."""
+        """Return the change with the measured seconds of the earlier plan, if it leads back to this plan.
+
+        The predicted seconds are kept if `risen` is false, or if they are higher.
+        """
         if not self.risen or change.layers != self.plan.layers:
             return change
         return replace(change, new=tuple(max(each, self.seconds) for each in change.new))

@@ -60,8 +60,10 @@ class Situation:
         return found | self._messages(cuts) | self._steps(cuts)
 
     def mean_durations(self, cuts: Cuts) -> dict[tuple[Kind, int], Array]:
-        """Return the seconds of all operations of one batch for each partition, with the mean factor of each kind and
-        stage."""
+        """Return the seconds of all operations of one batch for each partition.
+
+        They are computed with the mean factor of each kind and stage.
+        """
         scale = self._scale(cuts)
         found = {
             (kind, stage): solo * self.factors[kind, stage].mean() * scale[:, stage, None, None]
@@ -72,10 +74,10 @@ class Situation:
         )
 
     def feature_rows(self) -> tuple[list[tuple[Mapping[str, float], HostedStage]], list[float]]:
-        """Return each device with the stage that it hosts now, and the slowdown of each stage compared with the
-        profile.
+        """Return each device with the stage that it hosts now, and the slowdown of each stage.
 
-        A predictor can learn from these rows. The lists are empty if there is no monitor.
+        The slowdown is compared with the profile. A predictor can learn from these rows. The lists are empty if there
+        is no monitor.
         """
         if not self.seen.devices:
             return [], []

@@ -1,5 +1,7 @@
-"""Search for the fastest choice among priced cuts: one option per stage, for both directions, and one per link
-direction."""
+"""Search for the fastest choice among priced cuts.
+
+A choice has one option for each stage, for both of its directions, and one option for each direction of a link.
+"""
 
 from __future__ import annotations
 
@@ -77,11 +79,10 @@ class Choices:
         return tuple(chosen)
 
     def list_graded(self, coarse: int, fine: int) -> list[tuple[int, ...]]:
-        """Return choices between two sizes, in which one stage, a part of all stages, or all stages but one take the
-        coarser size.
+        """Return choices between two sizes, in which some of the stages take the coarser size.
 
-        The stages that save the largest share of their work with the coarser size take it first. The messages that a
-        stage sends have the size of the stage.
+        These are one stage, several shares of all stages, or all stages but one. The stages that save the largest share
+        of their work with the coarser size take it first. The messages that a stage sends have the size of the stage.
         """
 
         def saved_work(stage: int) -> float:
@@ -255,8 +256,10 @@ class _Search:
         self.left = EFFORT
 
     def evaluate_choice(self, chosen: Sequence[int], limit: int = NEVER) -> int:
-        """Return the time of a choice in nanoseconds, or NEVER if it is not below `limit` or exceeds the caps of a
-        stage."""
+        """Return the time of a choice in nanoseconds.
+
+        The result is NEVER if it is not below `limit`, or if a chunk exceeds the cap of its stage.
+        """
         for options, choice in zip(self._choices.kernel_options, chosen, strict=True):
             self._put(options[choice])
         return self._run(limit)

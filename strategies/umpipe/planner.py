@@ -31,8 +31,7 @@ SEARCHES = ("exact", "genetic")
 CHECKED = 3
 """The number of the best unequal cuts that are simulated, in addition to all equal cuts."""
 WORTH_IT = 0.01
-"""The minimum share of the best equal cut's time that an unequal cut must save, because measured times are not exact.
-"""
+"""The minimum share of the best equal cut's time that an unequal cut must save. Measured times are not exact."""
 FEW = 6
 """The number of partitions that are tried for each equal cut."""
 MEASURED = 6
@@ -156,10 +155,10 @@ class UnequalPlanner(Planner):
         return self._jointly(even, problem)
 
     def profile_sizes(self, rows: int, stages: int, microbatches: int | None) -> tuple[int, ...]:
-        """Return the sizes for which layers are measured: the whole batch, its half, and so on, at most `MEASURED`
-        sizes.
+        """Return the sizes for which layers are measured.
 
-        If the user has set the numbers of micro-batches, these are the sizes of their micro-batches.
+        These are the whole batch, its half, and so on, at most `MEASURED` sizes. If the user has set the numbers of
+        micro-batches, they are the sizes of these micro-batches.
         """
         if self.given is not None:
             sizes = {-(-rows // min(count, rows)) for counts in self.given for count in counts}
@@ -309,8 +308,7 @@ class _CutSearch:
         return makespan(_order(self.problem, plan), replace(plan, layers=()), self.costs)
 
     def best_equal(self) -> Plan | None:
-        """Return the fastest plan with one size everywhere that fits the limits of the stages, or None if there is
-        none.
+        """Return the fastest plan with one size everywhere, or None if no size is within the limits of the stages.
 
         If ranks have several stages, the plans are also tried in the order of `Interleaved`. It is better than running
         what is ready if all stages are alike.

@@ -32,13 +32,12 @@ class CutOption(NamedTuple):
 
 
 def stage_options(costs: CostModel, plan: Plan, stage: int, sizes: Sequence[int]) -> list[CutOption]:
-    """Return every way in which `stage` can cut a batch into chunks of `sizes`, if one of the two sizes divides the
-    other.
+    """Return every way in which `stage` can cut a batch into chunks of `sizes`.
 
-    Samples that share a forward and a backward share one autograd graph, so the finer of the two sizes determines the
-    duration of both. A coarser backward runs through the graphs of several forwards. For a coarser forward, see
-    `CutOption.whole`. The cost of joining messages is left out, because it also depends on the option of the link. The
-    simulator includes it.
+    One of the sizes of forward and backward has to divide the other. Samples that share a forward and a backward share
+    one autograd graph, so the finer of the two sizes determines the duration of both. A coarser backward runs through
+    the graphs of several forwards. For a coarser forward, see `CutOption.whole`. The cost of joining messages is left
+    out, because it also depends on the option of the link. The simulator includes it.
 
     Args:
         costs: the durations of forward and backward on each stage.

@@ -147,10 +147,10 @@ class UM1F1B(UnequalMicrobatches, RulePolicy):
 
     @classmethod
     def list_variants(cls, n_ranks: int, microbatches: int) -> list[UM1F1B]:
-        """Return variants with one and two stages per rank, if there are `WIDEST` / 2 to `WIDEST` micro-batches per
-        rank.
+        """Return variants with one and two stages per rank.
 
-        The list is empty for large plans, because the search among their cuts takes minutes.
+        The list is empty unless there are `WIDEST` / 2 to `WIDEST` micro-batches per rank. It is also empty for large
+        plans, because the search among their cuts takes minutes.
         """
         enough = WIDEST * n_ranks // 2 <= microbatches < WIDEST * n_ranks
         return [cls(), cls(stages_per_rank=2)] if enough and n_ranks * microbatches <= LARGEST else []

@@ -119,8 +119,10 @@ def make_log(kernel: Kernel, chunks: Chunks | None = None) -> Log:
 
 
 def make_memory(kernel: Kernel, stages: int, memory: Memory | None = None) -> Memory:
-    """Return `memory` in the form that the kernel takes. By default, the rows in flight are counted and nothing is
-    limited."""
+    """Return `memory` in the form that the kernel takes.
+
+    By default, the rows in flight are counted and nothing is limited.
+    """
     if memory is None:
         memory = Memory(*((value,) * stages for value in (FREE, 1, 0, 0, FREE)))
     return Memory(*map(kernel.copy, memory))

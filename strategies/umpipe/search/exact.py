@@ -31,8 +31,7 @@ LARGEST = 2**23
 STARTS = 4
 """The number of the best equal schemes from which coordinate descent begins."""
 SUFFIXES = 16
-"""The maximum number of suffixes per process. Further suffixes are merged. They are used if small beams prove nothing.
-"""
+"""The maximum number of suffixes per process, which are used if small beams prove nothing. Others are merged."""
 ELIMINATIONS = 6
 """The maximum number of rounds. Each round tightens the bounds, which eliminates more options."""
 
@@ -40,13 +39,12 @@ ELIMINATIONS = 6
 def search_optimum(
     network: CutTables, seconds: float | None = None, gap: float = 0.0, beams: Sequence[int] = BEAMS
 ) -> SchemeSolution:
-    """Return the best scheme with all forwards before all backwards, or the best scheme found if the search stops
-    early.
+    """Return the best scheme with all forwards before all backwards.
 
-    Forward and backward wait for each other only at the barrier, so they are searched one after the other. A label
-    consists of the times at which samples leave a process. A label is dropped if another label is nowhere later,
-    because a later sample never makes a later process faster. For bounds and the elimination of options, see
-    `kernel.bound_options`.
+    If the search stops early, the best scheme found so far is returned. Forward and backward wait for each other only
+    at the barrier, so they are searched one after the other. A label consists of the times at which samples leave a
+    process. A label is dropped if another label is nowhere later, because a later sample never makes a later process
+    faster. For bounds and the elimination of options, see `kernel.bound_options`.
 
     The search begins with the best equal schemes and coordinate descent from them, so the result is never worse than
     GPipe's best scheme.
@@ -56,8 +54,8 @@ def search_optimum(
         seconds: the time limit, which is checked between two processes. Half of it is for each direction. None means
             that the search ends after the largest beam.
         gap: the share of the lower bound by which the result may be worse than the optimum.
-        beams: the numbers of labels to keep, in ascending order. The first few of `BEAMS` limit the effort without a
-            clock.
+        beams: the numbers of labels to keep, in ascending order. Pass the first few of `BEAMS` to limit the effort
+            without a clock.
 
     Raises:
         InputError: the gap is negative or infinite.
@@ -268,8 +266,10 @@ class _Search:
         return parts[0][0], parts[0][1], dropped
 
     def chunk_ends(self, k: int) -> Times:
-        """Return the samples that end a chunk of any allowed option of process k, or of the batch after the last
-        process."""
+        """Return the samples that end a chunk of any allowed option of process k.
+
+        After the last process, this is only the last sample of the batch.
+        """
         chain = self.chain
         if k == chain.processes:
             return np.array([chain.rows])
@@ -278,8 +278,7 @@ class _Search:
 
 
 ROUNDS = 50
-"""The maximum number of rounds of global greedy. It stops after a round without a change, usually after three to six.
-"""
+"""The maximum number of rounds of global greedy. It stops after a round without a change, usually after 3 to 6."""
 
 
 def best_equal_scheme(network: CutTables) -> SchemeSolution:
@@ -295,11 +294,11 @@ def best_equal_scheme(network: CutTables) -> SchemeSolution:
 
 
 def local_greedy(network: CutTables) -> SchemeSolution:
-    """Return the scheme of the paper's LG (A5): each process in order takes the option with which the batch leaves it
-    first.
+    """Return the scheme of the paper's LG (A5).
 
-    The first process takes the option with which it ends first on its own. This is often the whole batch, for which all
-    other processes wait. No bound is computed, so the solution's lower bound is 0.
+    Each process in order takes the option with which the batch leaves it first. The first process takes the option with
+    which it ends first on its own. This is often the whole batch, for which all other processes wait. No bound is
+    computed, so the solution's lower bound is 0.
     """
     return _of([choose_locally(chain) for chain in chains_of_network(network)])
 

@@ -117,11 +117,10 @@ def choose_locally(rows, sizes, times, genes, ready, left, rest):
 
 
 def descend_by_process(rows, sizes, times, genes, rounds, ready, left, rests):
-    """Return the time at which the batch has left the chain after the paper's A6, which begins at `genes` and changes
-    them.
+    """Return the time at which the batch has left the chain after the paper's A6.
 
-    In each of at most `rounds` rounds, every process takes the option with which the batch leaves the chain first,
-    while all other processes keep their options.
+    The descent begins at `genes` and changes them. In each of at most `rounds` rounds, every process takes the option
+    with which the batch leaves the chain first, while all other processes keep their options.
 
     The rows of `rests` have room for the rest before each process and after the last one. A round takes K Q passes of
     one process, not of the whole chain, because the times before and after the process are already known.
