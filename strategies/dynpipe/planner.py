@@ -152,7 +152,7 @@ class DynPlanner(EvenPlanner):
         if problem.profile is None or len(looks) < self.windows or plan.n_stages < 2 or not plan.layers:
             return None
         schedule = problem.schedule
-        if not isinstance(schedule, Schedule):  # a policy selects its order at run time: no simulation
+        if not isinstance(schedule, Schedule):  # the order of a policy is known only at run time
             return None
         every = [*_comparable_looks(plan, problem.earlier_observations), *((plan, look) for look in looks)][
             -MAX_OBSERVATIONS:
