@@ -1,1 +1,1 @@
-"""Plans: which layers go to which stage. Numbers only, no torch."""
+"""Planning: assign layers to stages and batches to micro-batches. Nothing in this package imports torch."""

@@ -1,4 +1,4 @@
-"""Advice on a run in one sentence, found by simulating changes."""
+"""Advice on a recorded run: one sentence, based on simulations of possible changes."""
 
 from __future__ import annotations
 
@@ -23,24 +23,26 @@ from lightning_pipes.sim.shown.compare import BottleneckRank
 from lightning_pipes.sim.shown.record import RunRecord
 
 WORTH_IT = 0.03
-"""A change that shortens a step by less is not proposed."""
+"""The share of a step that a change must save to be proposed."""
 AS_GOOD = 0.01
-"""Of changes that differ by less, the one that holds less is proposed."""
+"""Changes whose step times differ by less than this share are considered equal, and the change that holds fewer samples
+is proposed."""
 MOST = 2048
-"""Forwards of a batch beyond which no more micro-batches are tried: seconds of simulation each, and little to gain."""
+"""The largest number of forwards of a batch, over all stages, for which more micro-batches are tried. Larger batches
+take seconds to simulate and gain little."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One change that was simulated.
+    """One simulated change of a run.
 
     Attributes:
-        what: in words.
-        arguments: the arguments of PipelineStrategy with the change.
-        seconds: of a simulated step.
-        bubble: of the simulated step: the mean share of it in which ranks idle, 0 to 1.
-        held: the most samples that a rank holds between forward and backward.
-        peak_bytes: the most bytes that a rank holds; None where they are not known.
+        what: a description of the change.
+        arguments: the arguments of `PipelineStrategy` with the change.
+        seconds: the duration of a simulated step.
+        bubble: the mean share of the simulated step in which ranks idle, from 0 to 1.
+        held: the largest number of samples that a rank holds between forward and backward.
+        peak_bytes: the peak memory of the rank that needs the most; None if the bytes of the stages were not measured.
     """
 
     what: str
@@ -52,21 +54,21 @@ class Change:
 
     @property
     def call(self) -> str:
-        """The line to paste."""
+        """The `PipelineStrategy(...)` call with the change, ready to be pasted into a script."""
         return strategy_line(self.arguments)
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A cause of lost time in a run.
+    """A cause of lost time in a run, and a change that reduces it.
 
     Attributes:
-        sentence: what is slow, and what to change. The bubble in it is that of the measured step, and what a change
-            gains is a share of the simulated step.
-        proposed: the change that the sentence means; None where it means none that was simulated.
-        now: the run as it is, simulated in the way of the changes; None where that can't be.
-        changes: all that were simulated, the fastest first.
-        notes: what else to know, such as what the simulation assumes.
+        sentence: describes the slowest part of the run and the change to make. The bubble in it comes from the measured
+            step; the gain of a change is a share of the simulated step.
+        proposed: the simulated change that the sentence proposes; None if the sentence proposes no simulated change.
+        now: the unchanged run, simulated in the same way as the changes; None if the run can't be simulated.
+        changes: all changes that were simulated, the fastest first.
+        notes: further sentences for the reader, such as the assumptions of the simulation.
     """
 
     sentence: str
@@ -82,13 +84,18 @@ class _Tried(NamedTuple):
 
 
 def advise_run(record: RunRecord, progress: Progress = lambda what, done: None) -> Advice:
-    """Return advice on a run: its slowest part, and the simulated change that helps most.
+    """Return advice on a run: the slowest part of the run, and the simulated change that helps most.
 
-    Changes are other cuts where the layers' times are known, more or fewer micro-batches, other installed schedules,
-    and the best of them together.
+    The simulated changes are other cuts, if the times of the layers are known, more or fewer micro-batches, other
+    installed schedules, and a combination of the best of these.
+
+    Args:
+        record: the recorded run.
+        progress: is called before each simulation with a description of the change and the share of the work that is
+            done, from 0 to 1.
     """
     slowest = BottleneckRank.from_timeline(record.displayed_timeline)
-    if record.siblings > 1:  # they keep each other's ranks busy: only a slow stage makes all of them slower
+    if record.siblings > 1:  # siblings fill each other's bubbles: only a slow stage slows them all down
         return Advice(f"{slowest}{_less_to_do(slowest, record.plan)}. {record.sibling_note}.")
     try:
         model = WhatIf(record)
@@ -120,7 +127,7 @@ def advise_run(record: RunRecord, progress: Progress = lambda what, done: None) 
 
 
 def _candidates(model: WhatIf) -> Iterator[tuple[str, str, Callable[[], SimulatedTrial | None]]]:
-    """Why, what, and how to try it."""
+    """Yield the changes to simulate: the reason, a label, and a function that simulates the change."""
     m = model.now.n_microbatches
     yield "partition", "other cuts", model.with_best_cuts
     for number in (m // 2, 2 * m, *((4 * m,) if model.layers_known else ())):
@@ -141,7 +148,7 @@ def _first(*attempts: Callable[[], SimulatedTrial | None]) -> SimulatedTrial | N
 
 
 def _together(model: WhatIf, tried: Iterable[_Tried]) -> SimulatedTrial | None:
-    """Return the best schedule, number of micro-batches and cuts at once."""
+    """Return the trial that combines the best schedule, the best number of micro-batches and the best cuts."""
     tried = list(tried)
     best = {
         reason: _best(found for found in tried if found.reason == reason) for reason in ("microbatches", "schedule")
@@ -157,15 +164,18 @@ def _together(model: WhatIf, tried: Iterable[_Tried]) -> SimulatedTrial | None:
 
 
 def _best(tried: Iterable[_Tried]) -> _Tried | None:
-    """Return the fastest; of those that are as good as it the one that holds least."""
+    """Return the fastest trial or, among trials that are nearly as fast, the one that holds the fewest samples."""
     found = sorted(tried, key=lambda each: each.trial.step_seconds)
     as_good = [each for each in found if each.trial.step_seconds <= found[0].trial.step_seconds * (1 + AS_GOOD)]
     return min(as_good, key=lambda each: each.trial.held, default=None)
 
 
 def _proposed(model: WhatIf, slowest: BottleneckRank, tried: Iterable[_Tried]) -> _Tried | None:
-    """Return the best change. A single one is preferred if it is nearly as good; if a stage is slow, other cuts are
-    preferred if they bring at least half as much."""
+    """Return the change to propose.
+
+    A single change is preferred to a combination if it is nearly as fast. If one stage is slow, other cuts are
+    preferred if they gain at least half as much as the best change.
+    """
     tried = list(tried)
     singles = [found for found in tried if found.reason != "together"]
     best = _best(tried)
@@ -179,7 +189,7 @@ def _proposed(model: WhatIf, slowest: BottleneckRank, tried: Iterable[_Tried]) -
 
 
 def _explain_proposal(model: WhatIf, proposed: SimulatedTrial, fastest: _Tried) -> str:
-    """Return a sentence that says why the fastest change is not the proposed one."""
+    """Return a sentence that explains why the fastest change is not the proposed one."""
     more = 1 - fastest.trial.step_seconds / proposed.step_seconds
     if fastest.trial.held > proposed.held:
         reason = "it holds more samples"
@@ -200,7 +210,7 @@ def _gain(model: WhatIf, trial: SimulatedTrial) -> float:
 
 
 def _sentence(model: WhatIf, slowest: BottleneckRank, best: _Tried | None) -> tuple[str, SimulatedTrial | None]:
-    """Return the sentence of the advice, and the change that it proposes."""
+    """Return the sentence of the advice and the trial that it proposes."""
     now = model.now
     gain = _gain(model, best.trial) if best else 0.0
     even = 1 - model.with_even_stages() / now.step_seconds
@@ -304,7 +314,7 @@ def _limits(model: WhatIf) -> Iterator[str]:
 
 
 def _simulation_notes(model: WhatIf) -> Iterator[str]:
-    """Yield a sentence if the run, simulated like the changes, is far from the measured step."""
+    """Yield a sentence if the simulated step of the unchanged run differs from the measured step by more than 10 %."""
     measured = model.measured_seconds
     off = model.now.step_seconds / measured - 1 if measured else 0.0
     if abs(off) > 0.1:
@@ -330,7 +340,7 @@ def _notes(record: RunRecord) -> Iterator[str]:
 
 
 def _queue_notes(record: RunRecord) -> Iterator[str]:
-    """Yield a sentence on the inputs that waited while the pipeline was full, as measured (Ada-Grouper, S4.4)."""
+    """Yield a sentence on the measured queues of inputs while the pipeline was full (Ada-Grouper, S4.4)."""
     queues = () if record.measured is None else record.measured.input_queues
     steady = [q for q in queues if q.slack is not None]
     if not steady:

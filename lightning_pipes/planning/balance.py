@@ -1,4 +1,4 @@
-"""Layers cut by measured time, where that is worth leaving the even cut for."""
+"""Balance layers across stages by measured time, if this is sufficiently faster than the even cut."""
 
 from __future__ import annotations
 
@@ -24,17 +24,23 @@ from lightning_pipes.planning.partition import balanced_partitions
 from lightning_pipes.planning.planner import Planner, Problem, Solution
 
 WORTH_IT = 0.05
-"""The share of a step that another cut must save: what is measured once, in a second, is not exact."""
+"""The share of a step that another cut must save to replace the fallback. Layers are measured only once, within about a
+second, so smaller differences are not reliable."""
 EQUAL = 0.02
-"""The share by which steps may differ and count as equally fast: the cut with the smallest peak is taken then."""
+"""Steps whose durations differ by at most this share count as equally fast. Among these, the cut with the smallest peak
+memory is chosen."""
 
 
 @dataclass(frozen=True)
 class BalancedPlanner(Planner):
-    """The plans of another planner, with layers cut by time, within the devices' memory: where that saves enough.
+    """Balances the layers of the plans of another planner by time, within the memory of the devices.
 
-    That is a share of the step that the fallback takes. Without a profile, or where layers are decided, nothing is
-    balanced. It is asked where a run begins, or is cut anew; the `inner` planner cuts batches of other sizes.
+    The balanced cut replaces the fallback of the problem only if it saves a sufficient share of the step. The layers
+    are not changed if there is no profile or no fallback, or if the layers are already decided. This planner is used
+    when a run begins and when its layers are cut again; the `inner` planner plans batches of other sizes.
+
+    Attributes:
+        inner: the planner that makes the plans.
     """
 
     inner: Planner
@@ -64,8 +70,9 @@ class Balance:
     """The layers of each stage.
 
     Attributes:
-        seconds: of a step, simulated.
-        why: for people.
+        layers: the layers of each stage.
+        seconds: the simulated duration of a step.
+        why: an explanation for the user.
     """
 
     layers: tuple[Span, ...]
@@ -76,9 +83,17 @@ class Balance:
 def balance_stream(
     profile: ModelProfile, schedule: Schedule | Policy, plan: Plan, even: Sequence[Span], deployment: Deployment
 ) -> Balance:
-    """Return the cut with the least maximum over stages and messages, for a schedule that does not flush.
+    """Return the cut that minimizes the maximum time over stages and messages, for a schedule that does not flush.
 
-    The maximum decides the pace of a full pipeline. The result is `even` where another cut does not save enough.
+    This maximum determines the throughput of a full pipeline. The result is `even` if the best cut does not save
+    enough.
+
+    Args:
+        profile: the seconds and bytes of the layers.
+        schedule: the schedule of the plan.
+        plan: the plan to cut.
+        even: the layers of each stage that are kept unless another cut saves enough.
+        deployment: the devices and links.
     """
     loads = stage_seconds(profile, plan, deployment.pipeline)
     edges = edge_seconds(profile, plan, deployment.pipeline)
@@ -108,12 +123,19 @@ def balance_stream(
 def balance_layers(
     profile: ModelProfile, schedule: Schedule | Policy, plan: Plan, even: Sequence[Span], deployment: Deployment
 ) -> Balance:
-    """Return the fastest cut within the devices' memory if it saves enough, else `even`.
+    """Return the fastest cut within the memory of the devices, or `even` if the fastest cut does not save enough.
 
-    Of cuts that are nearly as fast, the one whose fullest rank needs least memory is taken, as far as cuts moved by a
-    layer lead to it.
+    If several cuts are nearly as fast as the fastest one, the result is the cut whose fullest rank needs the least
+    memory. Only cuts that can be reached by moving one layer at a time are considered for this.
 
-    Where no cut fits by the profile, `even` is kept: a run that was asked for may fit after all.
+    If no cut fits according to the profile, `even` is kept: the user asked for this run, and it may fit after all.
+
+    Args:
+        profile: the seconds and bytes of the layers.
+        schedule: the schedule of the plan.
+        plan: the plan to cut.
+        even: the layers of each stage that are kept unless another cut saves enough.
+        deployment: the devices and links.
 
     Raises:
         PlanError: the schedule does not flush between batches, so there is no step to simulate.

@@ -1,4 +1,5 @@
-"""Step times that no order or no partition of a plan can beat, without simulating: what exceeds them is not tried."""
+"""Lower bounds of step times, computed without simulation. Plans and partitions whose bound is too large need not be
+tried."""
 
 from __future__ import annotations
 
@@ -17,11 +18,19 @@ Array = npt.NDArray[np.float64]
 
 
 def least_step(plan: Plan, costs: Costs) -> int:
-    """Nanoseconds that every order of `plan` takes at least; 0 where it has several batches, jobs, or stages a rank.
+    """Return a lower bound of the nanoseconds of a step, for every order of `plan`.
 
-    A micro-batch passes every stage and link forward and back again. Whatever has to work through all micro-batches
-    begins when the first one has come that far, and when it has done, the last one still has to go the rest of the way.
-    1F1B with a warm-up that is long enough takes no longer on steady links (see `Deep`).
+    A micro-batch passes every stage and every link forward and then backward. A stage or link that processes all
+    micro-batches can begin only when the first micro-batch has reached it. When it has finished, the last micro-batch
+    must still complete the rest of its way. On steady links, 1F1B with a sufficiently long warm-up attains this bound
+    (see `Deep`).
+
+    Args:
+        plan: the plan to bound.
+        costs: the costs of its stages and links.
+
+    Returns:
+        Nanoseconds; 0 if the plan has several batches, several jobs, or several stages on a rank.
     """
     n = plan.n_stages
     if n != plan.n_ranks or len(plan.jobs) > 1 or plan.batches > 1:
@@ -40,7 +49,8 @@ def least_step(plan: Plan, costs: Costs) -> int:
 
 
 def _everything(kind: Kind, stage: int, plan: Plan, costs: Costs) -> tuple[int, int]:
-    """Nanoseconds that all instructions of one kind take on `stage`, or on the link from it, and the quickest alone."""
+    """Return the nanoseconds of all instructions of one kind on `stage`, or on its link, and of the fastest single one.
+    """
     occupied, latencies, quickest = 0, [], []
     for i, count in cost_classes(kind, stage, plan):
         if kind in SENDS:
@@ -56,12 +66,19 @@ def _everything(kind: Kind, stage: int, plan: Plan, costs: Costs) -> tuple[int, 
 
 
 def step_bound(profile: ModelProfile, plan: Plan, deployment: Deployment) -> float:
-    """Return the seconds of a step that no partition and no order of `plan` can beat; infinite where stages outnumber
-    layers, and 0 where they cut the batch in different ways.
+    """Return a lower bound of the seconds of a step, for every partition and every order of `plan`.
 
-    A rank works through its stages for every micro-batch. Before its first forward a micro-batch has passed the stages
-    before, and after its last backward the gradients pass them again; where backward is split only the former holds,
-    for W may wait. A rank ends with its STEP.
+    A rank computes all micro-batches on its stages. Before the first forward of a rank, a micro-batch must have passed
+    all earlier stages; after its last backward, the gradients must pass these stages again. If the backward is split,
+    only the first part holds, because W may be delayed. A rank ends with its STEP.
+
+    Args:
+        profile: the seconds and bytes of the layers.
+        plan: the plan to bound. Its layers are ignored.
+        deployment: the devices and links.
+
+    Returns:
+        Seconds; infinite if there are more stages than layers, and 0 if the stages cut the batch in different ways.
     """
     if len(profile.layers) < plan.n_stages:
         return float("inf")
@@ -77,7 +94,7 @@ class _Bound:
         spans = plan.spans(Kind.F, 0)
         sizes = [span.rows for span in spans]
         self.m, self.rows = len(sizes), max(sizes)
-        # Fewer rows take no less than their share of what the largest micro-batch takes.
+        # A smaller micro-batch takes at least its proportional share of the time of the largest micro-batch.
         self.work_share = sum(sizes) / (self.m * self.rows)
         self.one_share = min(sizes) / self.rows
         self.overhead = profile.overhead * (3 if plan.split_backward else 2)
@@ -89,8 +106,12 @@ class _Bound:
         return max(self._links(), self._one_stage_a_rank() if one else self._several_stages_a_rank())
 
     def _links(self) -> float:
-        """Return how long the busiest link is occupied, if every cut is where least passes. With one stage a rank there
-        is a whole way forward and back besides: what its first message passes before, and its last one after."""
+        """Return the time for which the busiest link is occupied, assuming that every cut is where the smallest message
+        passes.
+
+        With one stage on each rank, the result also includes the way of a micro-batch to the link before its first
+        message and the way back after its last message.
+        """
         plan, cluster = self.plan, self.deployment.pipeline
         there = Counter((plan.ranks[s], plan.ranks[s + 1]) for s in range(plan.n_stages - 1) if plan.is_remote_edge(s))
         both = there + Counter({(b, a): n for (a, b), n in there.items()})
@@ -99,7 +120,7 @@ class _Bound:
         if plan.n_stages == plan.n_ranks:
             computing = self._passed(Kind.F)[-1] + self._passed(Kind.B, again=False)[-1]
             way = float(computing + self._hops()[-1] + self._hops(back=True)[-1])
-            once = self.one_share  # of the messages of one micro-batch, which are on that way too
+            once = self.one_share  # the messages of one micro-batch are already part of `way`
 
         def busy(pair: tuple[int, int]) -> float:
             return cluster.link_between(*pair).least_send_seconds(size * (both[pair] * self.m * self.work_share - once))
@@ -109,7 +130,7 @@ class _Bound:
     def _one_stage_a_rank(self) -> float:
         forward, back = self._passed(Kind.F), self._passed(Kind.B)
         hops, hops_back = self._hops(), self._hops(back=True)
-        first = float(self._step(0)(np.array(0), np.array(1)))  # rank 0 has the first layer at least
+        first = float(self._step(0)(np.array(0), np.array(1)))  # rank 0 has at least the first layer
         loads = stage_seconds(self.profile, self.plan, self.deployment.pipeline)
 
         def bounded(stage: int, rank: int, load: StageLoad) -> StageLoad:
@@ -131,9 +152,12 @@ class _Bound:
         return min_max_load([bounded(s, rank, load) for s, (rank, load) in enumerate(each)], len(self.profile.layers))
 
     def _several_stages_a_rank(self) -> float:
-        """Return the time that all ranks work and wait, shared out by speed; or what one rank does at least, since
-        layers are not divided. With recomputation the least over all sizes of the last stage, which does not
-        recompute."""
+        """Return a bound for plans with several stages on a rank.
+
+        It is the larger of two values: the total work and waiting time of all ranks, divided among them by speed, and
+        the work of the fullest rank, since a layer can't be divided. With recomputation, the result is the minimum over
+        all sizes of the last stage, because this stage does not recompute.
+        """
         n, plan = len(self.profile.layers), self.plan
         plain, again = (both_seconds(self.profile, plan, self.rows, again=on) for on in (False, True))
         ends = float(plain[0] + plain[-1])
@@ -154,8 +178,11 @@ class _Bound:
         return min(map(bound, range(1, n - plan.n_stages + 2) if plan.recompute else (n,)))
 
     def _passed(self, kind: Kind, again: bool = True) -> Array:
-        """Return the seconds that a micro-batch takes through the first i layers, in entry i, on the fastest device;
-        with `again` of stages that all recompute, if the plan does."""
+        """Return the seconds that a micro-batch takes through the first i layers on the fastest device, in entry i.
+
+        If `again` is True and the plan recomputes in all stages but the last, a backward includes the recomputed
+        forward.
+        """
         at = self.profile.layer_arrays.seconds_at
         seconds = at(Kind.F, self.rows)
         if kind is Kind.B:
@@ -166,8 +193,8 @@ class _Bound:
         return np.asarray(ends * self.one_share / max(self.speeds))
 
     def _hops(self, back: bool = False) -> Array:
-        """Return the seconds from the first stage to each, or back from each to the first, without what stages
-        compute."""
+        """Return the seconds of messages and overhead from the first stage to each stage, or back from each stage to
+        the first."""
         plan, found = self.plan, [0.0]
         for s in range(plan.n_stages - 1):
             seconds = self.profile.overhead
@@ -179,7 +206,8 @@ class _Bound:
         return np.array(found)
 
     def _step(self, rank: int) -> Seconds:
-        """Return the seconds of a STEP by the layers of the rank, with the exposed rest of averaging gradients."""
+        """Return a function from the layers of a rank to the seconds of its STEP, including the exposed rest of the
+        all-reduce."""
         columns = self.profile.layer_arrays
         kind = Kind.W if self.plan.split_backward else Kind.B
         backward = range_sums(columns.seconds_at(kind, self.rows)[1:-1])
@@ -196,6 +224,9 @@ class _Bound:
 
 
 def min_fullest_bin(items: Array, bins: int) -> float:
-    """Return the least that the fullest of so many bins holds: of the k * bins + 1 largest items one bin has k + 1."""
+    """Return a lower bound of the sum in the fullest bin, if `items` are distributed over `bins` bins.
+
+    For every k, one bin contains at least k + 1 of the k * bins + 1 largest items.
+    """
     sizes = np.sort(items)[::-1]
     return max(float(sizes[k * bins - k : k * bins + 1].sum()) for k in range(-(-len(sizes) // bins)))

@@ -1,4 +1,4 @@
-"""Candidates: plans and orders to which a run may change without moving layers."""
+"""Candidates: plans and orders to which a run can change without moving layers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from lightning_pipes.sim.loops.operations import Limit, limits_of
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan that the tuner may switch to.
+    """A plan to which the tuner may switch.
 
     Attributes:
-        schedule: orders the plan.
-        plan: the run's own but for how batches are cut.
-        peak_bytes: the most that each rank holds, by the memory model.
+        schedule: the schedule that orders the plan.
+        plan: the plan. It differs from the plan of the run only in the micro-batches.
+        peak_bytes: the peak memory of each rank in bytes, according to the memory model.
     """
 
     schedule: Schedule | Policy
@@ -32,38 +32,40 @@ class Candidate:
 
     @property
     def n_microbatches(self) -> int:
-        """The number of micro-batches."""
+        """The number of micro-batches of a batch."""
         return len(self.plan.spans(Kind.F, 0))
 
     @property
     def label(self) -> str:
-        """The schedule with its settings and the micro-batches, such as "kfkb k=2, 8 micro-batches"."""
+        """The schedule with its settings and the number of micro-batches, such as "kfkb k=2, 8 micro-batches"."""
         return f"{schedule_label(self.schedule)}, {self.n_microbatches} micro-batches"
 
 
 class TuningPlanner(EvenPlanner):
-    """A planner with candidates to which a run may change while it trains."""
+    """A planner that offers candidates to which a run can change during training."""
 
     @abstractmethod
     def list_candidates(
         self, plan: Plan, costs: Costs, memory_limit: Limit = None, sizes: Sequence[int] = ()
     ) -> tuple[Candidate, ...]:
-        """Return the candidates for `plan` within `memory_limit`, the schedule of this planner included.
+        """Return the candidates for `plan` within `memory_limit`, including the schedule of this planner.
 
         Args:
-            costs: the times and bytes as measured until now.
-            sizes: samples of a micro-batch to choose from; by default the plan's own.
+            plan: the plan of the run.
+            costs: the times and bytes that were measured so far.
+            memory_limit: the memory limit of the ranks in bytes; None for no limit.
+            sizes: the sizes of a micro-batch, in samples, to choose from; by default the size in `plan`.
 
         Raises:
-            InputError: nothing fits; names the stage and what is missing.
+            InputError: no candidate fits. The message names the stage and the missing bytes.
         """
 
 
 def tuning_planner(schedule: Schedule | Policy) -> TuningPlanner:
-    """Return the planner of a schedule that can change while a run trains.
+    """Return the planner of a schedule that can change during training.
 
     Raises:
-        InputError: the schedule has no such planner.
+        InputError: the planner of the schedule is not a `TuningPlanner`.
     """
     planner = planner_of(schedule)
     if not isinstance(planner, TuningPlanner):
@@ -73,13 +75,15 @@ def tuning_planner(schedule: Schedule | Policy) -> TuningPlanner:
 
 @lru_cache(maxsize=64)
 def cut_into(plan: Plan, size: int) -> Plan:
-    """Return the same plan with micro-batches of `size` samples at most, as even as can be: ceil(rows / size) of them.
+    """Return the plan with micro-batches of at most `size` samples, as even as possible: ceil(rows / size)
+    micro-batches.
 
-    A plan whose largest micro-batch has `size` samples everywhere stays as it is, even if fewer micro-batches would do:
-    another number of them changes the order in which gradients are summed.
+    If the largest micro-batch on every stage already has `size` samples, the plan is returned unchanged, even if fewer
+    micro-batches would suffice. A different number of micro-batches would change the order in which gradients are
+    summed.
 
     Raises:
-        InputError: the plan has several jobs, or a size that is not positive.
+        InputError: the plan has several jobs, or `size` is not positive.
     """
     if len(plan.jobs) > 1 or size < 1:
         raise InputError(f"micro-batches of {size} samples for {len(plan.jobs)} jobs; needs at least 1, for one job")
@@ -93,8 +97,15 @@ def cut_into(plan: Plan, size: int) -> Plan:
 def make_candidate(
     schedule: Schedule | Policy, plan: Plan, costs: Costs, memory_limit: Limit, held: Sequence[int]
 ) -> Candidate | None:
-    """Return the candidate of `schedule` on `plan` with at most `held` micro-batches in each stage; None if it does not
-    fit."""
+    """Return the candidate of `schedule` on `plan`, or None if it does not fit into memory.
+
+    Args:
+        schedule: the schedule of the candidate.
+        plan: its plan.
+        costs: the bytes of the stages.
+        memory_limit: the memory limit of the ranks in bytes; None for no limit.
+        held: the largest number of micro-batches that each stage holds.
+    """
     plan = adapt_plan(plan, schedule)
     m = len(plan.spans(Kind.F, 0))
     peak = tuple(stage_peak(plan, costs, s, min(most, m)) for s, most in enumerate(held))
@@ -104,7 +115,10 @@ def make_candidate(
 
 
 def nothing_fits(plan: Plan, costs: Costs, memory_limit: Limit, held: Sequence[int]) -> InputError:
-    """Return the error for when not even stages that hold so few micro-batches fit: names the one that lacks most."""
+    """Return the error for the case that no candidate fits, even if stages hold only `held` micro-batches.
+
+    The message names the stage that exceeds its limit by the most bytes.
+    """
     limits = limits_of(memory_limit, plan.n_ranks)
     m = len(plan.spans(Kind.F, 0))
     peaks = [stage_peak(plan, costs, s, min(most, m)) for s, most in enumerate(held)]

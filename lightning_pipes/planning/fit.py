@@ -1,4 +1,4 @@
-"""Fitting layers to ranks: the partition that the simulator finds fastest, within the memory that there is."""
+"""Fit layers to ranks: find the partition with the shortest simulated step within the memory of the devices."""
 
 from __future__ import annotations
 
@@ -19,19 +19,22 @@ from lightning_pipes.sim import makespan, simulate
 
 Array = npt.NDArray[np.float64]
 EFFORT = 200_000
-"""Forwards that are simulated in search of a fit, and LEAST steps at least: large plans get fewer trials."""
+"""The number of forwards that one search may simulate. The number of trials is therefore smaller for large plans, but
+it is at least `LEAST`."""
 LEAST = 3
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Layers on ranks, and what comes of it.
+    """The layers on each rank, and the resulting step time and memory.
 
     Attributes:
-        plan: with its layers.
-        given: the order, or a schedule that makes it.
-        seconds: of a step, simulated; where batches overlap from one to the next, while the pipeline is full.
-        peak_bytes: of each rank.
+        plan: the plan with its layers.
+        given: the order, or a schedule that creates it.
+        costs: the seconds and bytes of the stages.
+        seconds: the simulated duration of a step. If batches overlap, this is the duration per batch in a full
+            pipeline.
+        peak_bytes: the peak memory of each rank in bytes.
     """
 
     plan: Plan
@@ -42,29 +45,32 @@ class Fit:
 
     @property
     def order(self) -> Program | Policy:
-        """The order of the plan; made when asked for, where it is not kept."""
+        """The order of the plan. It is created on access if only the schedule is stored."""
         return self.given.program(replace(self.plan, layers=())) if isinstance(self.given, Schedule) else self.given
 
     @property
     def cuts(self) -> list[int]:
-        """The layers at which stages 1, 2, ... begin, as `partition=` takes them."""
+        """The layers at which stages 1, 2, ... begin, in the format of the argument `partition`."""
         return [span.start for span in self.plan.layers[1:]]
 
     @property
     def bubble(self) -> float:
-        """The share of a step in which ranks idle, 0 to 1."""
+        """The share of a step in which ranks idle, from 0 to 1."""
         return step_bubble(self.order, replace(self.plan, layers=()), self.costs)
 
     def without_order(self, schedule: Schedule | Policy) -> Fit:
-        """Return the same fit, which `schedule` orders: an order of a large plan takes a hundred megabytes."""
+        """Return the same fit with `schedule` in place of the order. The order of a large plan takes a hundred
+        megabytes."""
         return replace(self, given=schedule)
 
 
 def step_seconds(order: Program | Policy, plan: Plan, costs: CostModel) -> float:
-    """Return the seconds of a step; where batches overlap from one to the next, while the pipeline is full.
+    """Return the seconds of a step. If batches overlap, return the seconds per batch in a full pipeline.
 
     Args:
-        plan: without layers, so that the order is lowered once.
+        order: the order of the step.
+        plan: the plan without layers, so that the order is lowered only once for all partitions.
+        costs: the seconds of the stages and links.
     """
     ends = [makespan(each, plan, costs) for each in _rounds(order)]
     if isinstance(order, Program) and order.is_endless:
@@ -73,7 +79,7 @@ def step_seconds(order: Program | Policy, plan: Plan, costs: CostModel) -> float
 
 
 def step_bubble(order: Program | Policy, plan: Plan, costs: CostModel) -> float:
-    """Return the share of a step in which ranks idle, 0 to 1; where batches overlap, while the pipeline is full."""
+    """Return the share of a step in which ranks idle, from 0 to 1. If batches overlap, the pipeline is full."""
     runs = [simulate(each, plan, costs) for each in _rounds(order)]
     if len(runs) == 1:
         return sum(runs[0].bubble) / plan.n_ranks
@@ -83,7 +89,10 @@ def step_bubble(order: Program | Policy, plan: Plan, costs: CostModel) -> float:
 
 
 def _rounds(order: Program | Policy) -> Sequence[Program | Policy]:
-    """Return finite orders: of an endless one a window that fills the pipeline, and one of twice as many batches."""
+    """Return finite orders: the order itself, or two windows of an endless order.
+
+    The first window is long enough to fill the pipeline, and the second one has twice the number of batches.
+    """
     return _unrolled(order) if isinstance(order, Program) and order.is_endless else (order,)
 
 
@@ -103,16 +112,25 @@ def fit_layers(
     cluster: Cluster | Deployment | None = None,
     trials: int = 60,
 ) -> Fit:
-    """Return the fastest of the partitions that come into question for `plan`; the one that it has is among them, if it
-    has.
+    """Return the fastest partition of the layers for `plan`. If the plan has layers, they are one of the candidates.
 
-    Stages are balanced by seconds on the devices that they sit on, messages included; a few partitions that trade
-    balance for cheaper cuts are simulated, and from the fastest one cuts are moved by a layer as long as that helps, in
-    at most `trials` more simulations, fewer where the plan is large. A device's memory limits what its stages may hold
-    between forward and backward in the schedule's own order. Gradients of replicas are averaged before each STEP.
+    Stages are balanced by the seconds of their layers on their devices, including messages. Several partitions, which
+    trade balance for cheaper cuts, are simulated. Starting from the fastest one, cuts are then moved by one layer as
+    long as this reduces the step time, in at most `trials` more simulations, or fewer if the plan is large. The memory
+    of a device limits the activations that its stages hold between forward and backward in the order of the schedule.
+    The gradients of replicas are averaged before each STEP.
+
+    Args:
+        profile: the seconds and bytes of the layers.
+        schedule: the schedule that orders the plan.
+        plan: the plan to cut.
+        cluster: the devices of one pipeline, or a deployment with several replicas; by default devices without limits.
+        trials: the largest number of simulations in which cuts are moved.
 
     Raises:
-        PlanError: fewer layers than stages, or no partition fits; names the stage that lacks most.
+        PlanError: there are fewer layers than stages; the profile lacks times that the plan needs; batches overlap in
+            an order that is not fixed; or no partition fits. In the last case, the message names the stage that lacks
+            the most memory.
     """
     deployment = as_deployment(cluster or Cluster((Device(),) * plan.n_ranks))
     n = len(profile.layers)
@@ -133,7 +151,8 @@ def fit_layers(
     candidates: list[tuple[Span, ...]] = []
     if not cannot_fit(profile, plan, deployment.pipeline, held):
         candidates = balanced_partitions(_allowed(profile, plan, deployment.pipeline, held, loads), edges)
-        if plan.n_stages > plan.n_ranks:  # what each stage may take of its rank's memory is a guess: try others too
+        # the memory share of each stage is only an estimate, so partitions without this limit are tried too
+        if plan.n_stages > plan.n_ranks:
             candidates += balanced_partitions(loads, edges)
     if not candidates:
         raise PlanError(_lacking(profile, order, plan, deployment, balanced_partitions(loads, edges, slacks=(1.0,))[0]))
@@ -150,18 +169,25 @@ def fit_layers(
 
 
 def improve_cuts(profile: ModelProfile, fit: Fit, cluster: Cluster | Deployment, trials: int = 60) -> Fit:
-    """Return the same plan with cuts moved by a layer as long as that makes it faster, in at most `trials` simulations,
-    fewer where the plan is large. The heaviest stages give layers away first."""
+    """Return the plan with cuts moved by one layer as long as this reduces the step time.
+
+    At most `trials` partitions are simulated, or fewer if the plan is large. The stages with the highest load give away
+    layers first.
+    """
     return _move_cuts(profile, fit, as_deployment(cluster), trials, lambda other, best: other.seconds < best.seconds)
 
 
 def reduce_peak(
     profile: ModelProfile, fit: Fit, slowest: float, cluster: Cluster | Deployment, trials: int = 60
 ) -> Fit:
-    """Return the plan with cuts moved by a layer as long as its fullest rank needs less memory.
+    """Return the plan with cuts moved by one layer as long as this reduces the memory of the fullest rank.
 
     Args:
-        slowest: seconds that a step may take.
+        profile: the seconds and bytes of the layers.
+        fit: the partition to begin with.
+        slowest: the largest allowed duration of a step in seconds.
+        cluster: the devices of one pipeline, or a deployment with several replicas.
+        trials: the largest number of simulations.
     """
 
     def is_smaller(other: Fit, best: Fit) -> bool:
@@ -193,13 +219,14 @@ def _move_cuts(
 
 
 def _affordable(order: Program | Policy, plan: Plan) -> int:
-    """Return how often a step of `plan` may be simulated."""
+    """Return the number of times that a step of `plan` may be simulated."""
     batches = 3 * _batches(order) if isinstance(order, Program) and order.is_endless else 1
     return max(LEAST, EFFORT // sum(batches * len(plan.spans(Kind.F, s)) for s in range(plan.n_stages)))
 
 
 def _neighbours(fit: Fit) -> list[tuple[Span, ...]]:
-    """Return every cut moved by one layer, either way; no stage gets empty."""
+    """Return all partitions in which one cut is moved by one layer and no stage becomes empty, the heaviest giver
+    first."""
     layers, costs = fit.plan.layers, fit.costs
     found = []
     for s, (a, b) in enumerate(pairwise(layers)):
@@ -212,9 +239,10 @@ def _neighbours(fit: Fit) -> list[tuple[Span, ...]]:
 
 
 def order_and_held_rows(schedule: Schedule | Policy, plan: Plan) -> tuple[Program | Policy, tuple[int, ...]]:
-    """Return the order, and the most rows that every stage holds between F and B.
+    """Return the order, and for every stage the largest number of rows that it holds between F and B.
 
-    A policy is asked in virtual time on equal stages, with backwards twice as long as forwards.
+    The order of a policy is determined in a simulation with equal stages, in which a backward takes twice the time of a
+    forward.
     """
     if isinstance(schedule, Schedule):
         program = schedule.program(plan)
@@ -224,7 +252,7 @@ def order_and_held_rows(schedule: Schedule | Policy, plan: Plan) -> tuple[Progra
 
 
 def evaluate_plan(profile: ModelProfile, order: Program | Policy, plan: Plan, cluster: Cluster | Deployment) -> Fit:
-    """Return the figures of a plan with its layers."""
+    """Return the simulated step time and the memory of a plan with layers, without memory limits."""
     fit = _evaluated(profile, order, plan, as_deployment(cluster), limited=False)
     assert fit is not None, "there was no limit"
     return fit
@@ -233,9 +261,10 @@ def evaluate_plan(profile: ModelProfile, order: Program | Policy, plan: Plan, cl
 def _evaluated(
     profile: ModelProfile, order: Program | Policy, plan: Plan, deployment: Deployment, limited: bool = True
 ) -> Fit | None:
-    """None where a rank needs more memory than it has."""
+    """Return the fit of a plan with layers, or None if a rank needs more memory than it has."""
     costs = price_stages(profile, plan, deployment)
-    bare = replace(plan, layers=())  # equal for all partitions, so that the order is lowered once
+    # the plan without layers is equal for all partitions, so the order is lowered only once
+    bare = replace(plan, layers=())
     limits = [device.memory if limited else None for device in deployment.pipeline.devices[: plan.n_ranks]]
 
     def fits(peak: Sequence[int]) -> bool:
@@ -250,10 +279,10 @@ def _evaluated(
 
 
 def price_stages(profile: ModelProfile, plan: Plan, deployment: Deployment) -> CostModel:
-    """Return the seconds and bytes of the stages where they sit.
+    """Return the costs of the stages on their devices.
 
-    A STEP waits for what is left of averaging its gradients: buckets leave while the last backward goes on. Stages of
-    one rank take turns on its ring.
+    A STEP includes the part of averaging the gradients that the last backward does not hide: buckets are sent while
+    this backward is still running. The stages of one rank use the ring of the rank in turn.
     """
     speeds = [deployment.pipeline.devices[rank].speed for rank in plan.ranks]
     costs = profile.stage_costs(plan.layers, speeds)
@@ -268,8 +297,11 @@ def price_stages(profile: ModelProfile, plan: Plan, deployment: Deployment) -> C
 
 
 def stage_seconds(profile: ModelProfile, plan: Plan, cluster: Cluster) -> list[StageLoad]:
-    """For each stage the seconds of one micro-batch, F and B, by its layers; of none infinite. Equal stages have one
-    object in common."""
+    """Return for each stage its load: the seconds of F and B of one micro-batch as a function of the layers of the
+    stage.
+
+    The load of a stage without layers is infinite. Equal stages share one object.
+    """
     last = plan.n_stages - 1
     known: dict[tuple[object, ...], StageLoad] = {}
     found = []
@@ -296,8 +328,11 @@ def _build_stage_load(seconds: Array, before: float, after: float, speed: float)
 
 
 def both_seconds(profile: ModelProfile, plan: Plan, rows: int, again: bool) -> Array:
-    """Return the seconds of forward and backward of each part of the model; at the ends, of what runs before and after
-    layers."""
+    """Return the seconds of forward and backward for each part of the model.
+
+    The first and the last entry are the parts of the model before and after the layers. With `again`, the forward
+    counts twice, because the backward recomputes it.
+    """
     at = profile.layer_arrays.seconds_at
     forward = at(Kind.F, rows)
     backward = at(Kind.I, rows) + at(Kind.W, rows) if plan.split_backward else at(Kind.B, rows)
@@ -305,8 +340,10 @@ def both_seconds(profile: ModelProfile, plan: Plan, rows: int, again: bool) -> A
 
 
 def edge_seconds(profile: ModelProfile, plan: Plan, cluster: Cluster) -> Array:
-    """Return the seconds that a micro-batch's message occupies the slowest link between stages, if a stage begins at
-    layer i."""
+    """Return the seconds for which the message of a micro-batch occupies the slowest link between stages.
+
+    Entry i is the time of the message if a stage begins at layer i.
+    """
     rows = max(span.rows for span in plan.spans(Kind.F, 0))
     slowest = min(_links(plan, cluster).values(), key=lambda link: link.bandwidth, default=FREE)
     cuts = range(len(profile.layers) + 1)
@@ -316,7 +353,7 @@ def edge_seconds(profile: ModelProfile, plan: Plan, cluster: Cluster) -> Array:
 def _allowed(
     profile: ModelProfile, plan: Plan, cluster: Cluster, held: Sequence[int], loads: Sequence[StageLoad]
 ) -> list[StageLoad]:
-    """`loads`, infinite where a stage needs more than its share of its device's memory."""
+    """Return `loads` with an infinite load for layers that exceed the stage's share of the memory of its device."""
     known: dict[tuple[object, ...], StageLoad] = {}
     found = []
     for stage, rank in enumerate(plan.ranks):
@@ -342,7 +379,7 @@ def _limit_bytes(load: StageLoad, size: Seconds, share: float) -> StageLoad:
 def _lacking(
     profile: ModelProfile, order: Program | Policy, plan: Plan, deployment: Deployment, layers: tuple[Span, ...]
 ) -> str:
-    """Return which stage of a good partition lacks most memory."""
+    """Return an error message that names the rank of a good partition that lacks the most memory, and its stages."""
     whole = replace(plan, layers=layers)
     costs = price_stages(profile, whole, deployment)
     finite = _rounds(order)[-1]

@@ -1,4 +1,4 @@
-"""Ways to train side by side, and the fastest of them: a table that says why."""
+"""The options that the automatic choice compares, and the table that shows and explains the fastest one."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from lightning_pipes.planning.planner import Problem, planner_of, solve_plan
 from lightning_pipes.planning.staleness import Iterations
 
 MOST_TRIED = 2**15
-"""Forwards of a batch on all ranks, in what is tried: more take long to simulate, and gain next to nothing."""
+"""The largest number of forwards of a batch, over all ranks, in the options that are tried. Larger batches take long to
+simulate and gain almost nothing."""
 POLICY_SIZE = 30_000
-"""Computations of the largest step that is simulated with a policy that the user has not named."""
+"""The largest number of computations in a step that is simulated with a policy, unless the user names the policy."""
 
 
 UNEQUAL_CUTS = "stages or links cut a batch into different micro-batches, which this module does not allow"
@@ -25,10 +26,14 @@ NEVER = "gradients so stale never reach the target"
 
 
 def installed_variants(ranks: int, microbatches: int, stale: bool = False) -> Iterator[Schedule | Policy]:
-    """Yield every installed schedule with the settings that it says are worth a try: `ScheduleTraits.list_variants`.
+    """Yield every installed schedule with each combination of settings that `ScheduleTraits.list_variants` proposes.
 
     Args:
-        stale: also those of fixed order whose gradients are stale, but for those that differ by their planner only.
+        ranks: the number of ranks of the pipeline.
+        microbatches: the number of micro-batches of a batch.
+        stale: whether to also yield schedules of fixed order whose gradients are stale, with their default settings.
+            Schedules whose planner replans during training are left out, because they differ from others only by their
+            planner.
     """
     for entry in installed_schedules().values():
         schedule = entry.load()
@@ -38,13 +43,16 @@ def installed_variants(ranks: int, microbatches: int, stale: bool = False) -> It
 
 
 def most_microbatches(ranks: int, rows: int) -> int:
-    """Return the most micro-batches that are tried: one for each sample, or as many as can be simulated in reasonable
-    time."""
+    """Return the largest number of micro-batches to try.
+
+    This is one micro-batch for each sample, or the largest number that can be simulated in a reasonable time.
+    """
     return max(1, min(rows, max(2 * ranks, MOST_TRIED // ranks), MAX_FORWARDS // ranks))
 
 
 def numbers_to_try(ranks: int, rows: int) -> list[int]:
-    """Return the numbers of micro-batches: from about the number of ranks up, doubling, to `most_microbatches`."""
+    """Return the numbers of micro-batches to try: doubled from about half the number of ranks up to
+    `most_microbatches`."""
     found, most = [1], most_microbatches(ranks, rows)
     while found[-1] < most:
         found.append(found[-1] * 2)
@@ -62,17 +70,27 @@ def list_options(
     iterations: Iterations | None = None,
     equal_cuts: bool = False,
 ) -> Iterator[Option]:
-    """Yield every combination, each with a step time that it can't beat.
+    """Yield every combination of schedule, number of micro-batches and recomputation with a lower bound of its step
+    time.
+
+    Options that can't be planned or that are excluded are yielded too; `Option.why_not` then contains the reason.
 
     Args:
-        iterations: as in `choose_option`.
-        equal_cuts: as in `choose_option`.
+        profile: the seconds and bytes of the layers.
+        ranks: the number of ranks of one pipeline.
+        rows: the number of samples of a batch.
+        deployment: the devices and links.
+        schedules: the schedules to combine; None for the variants of all installed schedules.
+        numbers: the numbers of micro-batches to combine.
+        recompute: the settings of recomputation to combine.
+        iterations: see `choose_option`.
+        equal_cuts: see `choose_option`.
     """
     bounds: dict[tuple[object, ...], float] = {}
     for m in numbers:
         for schedule in schedules if schedules is not None else installed_variants(ranks, m, iterations is not None):
             for again in recompute:
-                too_large = True  # where not even stages can be placed
+                too_large = True  # stays True if the stages can't be placed
                 try:
                     too_large = len(schedule.place_stages(ranks)) * m > MAX_FORWARDS
                     plan = solve_plan(Problem(schedule, ranks, rows, m, again, profile=profile, deployment=deployment))
@@ -90,14 +108,14 @@ def list_options(
                         "schedule to insist"
                     )
                 key = plan.ranks, plan.jobs, again, plan.split_backward, schedule.flushes
-                if not why_not and key not in bounds:  # which is of batches that don't overlap
+                if not why_not and key not in bounds:  # the bound holds only for batches that do not overlap
                     bounds[key] = step_bound(profile, plan, deployment) if schedule.flushes else 0.0
                 found = Option.from_plan(schedule, plan, bounds.get(key, math.inf), why_not, too_large)
                 yield replace(found, more_batches=more)
 
 
 def _impossible(profile: ModelProfile, plan: Plan) -> str:
-    """Return why there is nothing to simulate, if so."""
+    """Return the reason why the plan can't be simulated with this profile, or an empty string."""
     if len(profile.layers) < plan.n_stages:
         return f"{len(profile.layers)} layers can't fill {plan.n_stages} stages"
     if plan.split_backward and not profile.has_split:
@@ -106,7 +124,7 @@ def _impossible(profile: ModelProfile, plan: Plan) -> str:
 
 
 def _is_slow(schedule: Schedule | Policy, plan: Plan) -> bool:
-    """Return whether to simulate a policy would take long."""
+    """Return whether the schedule is a policy whose simulation would take long."""
     return not isinstance(schedule, Schedule) and _computations(plan) > POLICY_SIZE
 
 
@@ -116,17 +134,20 @@ def _computations(plan: Plan) -> int:
 
 @dataclass(frozen=True)
 class Option:
-    """One way to train: a schedule with its settings, micro-batches, recomputation.
+    """One way to train: a schedule with its settings, a number of micro-batches, and the use of recomputation.
 
     Attributes:
-        microbatches: their number.
-        recompute: whether stages keep only their input.
-        plan: None where it can't be made.
-        bound: seconds of a step that it can't beat, whatever the partition.
-        fit: its best partition and what comes of it; None where it can't be had, or can't win.
-        why_not: what kept it out.
-        too_large: whether it might win, and would take too long to simulate.
-        more_batches: by how much its stale gradients need more batches until the target than exact ones.
+        schedule: the schedule with its settings.
+        microbatches: the number of micro-batches of a batch.
+        recompute: whether stages keep only their input between forward and backward.
+        plan: the plan without layers; None if the schedule has no such plan.
+        bound: a lower bound of the seconds of a step, for every partition.
+        fit: the best partition with its step time and memory; None if no partition fits, or if the option can't be the
+            fastest.
+        why_not: the reason why the option was excluded; empty for options with a fit.
+        too_large: whether the option might be the fastest but would take too long to simulate.
+        more_batches: the factor by which stale gradients increase the number of batches until the target is reached,
+            compared with exact gradients.
     """
 
     schedule: Schedule | Policy
@@ -141,7 +162,7 @@ class Option:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step, times the batches that exact gradients would save; infinite without a fit."""
+        """The seconds of a step multiplied by `more_batches`; infinite without a fit."""
         return math.inf if self.fit is None else self.fit.seconds * self.more_batches
 
     @classmethod
@@ -154,12 +175,13 @@ class Option:
 
     @property
     def n_forwards(self) -> int:
-        """The forwards of a batch on all stages; 0 without a plan."""
+        """The number of forwards of a batch on all stages; 0 without a plan."""
         return 0 if self.plan is None else self.microbatches * self.plan.n_stages
 
     @property
     def label(self) -> str:
-        """The schedule with its settings, such as "kfkb k=2"; without those that are empty."""
+        """The name of the schedule with its settings, such as "kfkb k=2". Settings that are None, False or empty are
+        omitted."""
         chosen: dict[str, object] = vars(self.schedule) if is_dataclass(self.schedule) else {}
         settings = [
             f"{name}={value}" for name, value in chosen.items() if value not in (None, ()) and value is not False
@@ -169,10 +191,12 @@ class Option:
 
 @dataclass(frozen=True)
 class Choice:
-    """The fastest option, and all that were looked at, the fastest first.
+    """The fastest option, together with all options that were considered.
 
     Attributes:
-        not_searched: sentences on what might be faster and was not simulated, and how to have it simulated.
+        best: the fastest option.
+        options: all options, the fastest first. Options without a fit come last.
+        not_searched: sentences that name options which might be faster but were not simulated, and how to include them.
     """
 
     best: Option
@@ -181,12 +205,16 @@ class Choice:
 
     @property
     def fit(self) -> Fit:
-        """The best option's partition and step time."""
+        """The partition of the best option with its step time and memory."""
         assert self.best.fit is not None
         return self.best.fit
 
     def rows(self, most: int = 12) -> list[dict[str, str | int | float]]:
-        """Return the table as data: the best `most` options that were simulated, then those that were not."""
+        """Return the table as data, one dictionary for each of the first `most` options.
+
+        Options that were simulated come first and have the keys `step_ms`, `peak_mib` and `slower`. The other options
+        have the key `why_not`.
+        """
         found: list[dict[str, str | int | float]] = []
         for option in self.options[:most]:
             row: dict[str, str | int | float] = {

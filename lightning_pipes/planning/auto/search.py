@@ -1,4 +1,4 @@
-"""The search for the fastest way to train: all is simulated that might win."""
+"""The search for the fastest way to train: every option that might be the fastest is simulated."""
 
 from __future__ import annotations
 
@@ -24,22 +24,24 @@ from lightning_pipes.sim.loops.kernel import PLENTY
 
 REFINED = 4
 CLOSE = 1.05
-"""How many of the best options have their cuts moved until nothing gets better, and how close to the best they are."""
+"""`REFINED` is the number of the best options whose cuts are improved by moving single layers. Only options whose step
+time is less than `CLOSE` times the best step time are improved."""
 WORTH_IT = 0.995
-"""An option that can't be faster than the best by more than this is not simulated."""
+"""An option whose lower bound is at least this multiple of the best step time is not simulated."""
 LARGE = 2_000
-"""Forwards of a step from which on options are left out too if those beside them are FAR from the best."""
+"""The number of forwards in a step above which an option is also skipped if related options take more than `FAR` times
+the best step time."""
 FAR = 1.15
 MOST_SIMULATED = 2**21
-"""Forwards of the large options that are simulated in one search, each option counted once."""
+"""The largest total number of forwards of the large options that one search simulates. Each option counts once."""
 UNFIT = 4
-"""How many options that do not fit cost as much as one that is simulated."""
+"""This number of options that do not fit into memory costs as much as one option that is simulated."""
 BESIDE = "not simulated: "
-"""What the reason of an option begins with that was left out for what others take."""
+"""The prefix of `Option.why_not` for options that were skipped because of the step times of related options."""
 NAMED = 8
-"""Options that a sentence names."""
+"""The largest number of options that a sentence lists by name."""
 Progress = Callable[[str, float], None]
-"""Called with what is tried, and the share of all that is done, 0 to 1."""
+"""A function that receives a description of the current work and the share of the work that is done, from 0 to 1."""
 
 
 def choose_option(
@@ -55,29 +57,38 @@ def choose_option(
     iterations: Iterations | None = None,
     equal_cuts: bool = False,
 ) -> Choice:
-    """Return the fastest way to train batches of `rows` samples on `ranks` ranks, within the devices' memory.
+    """Return the fastest way to train batches of `rows` samples on `ranks` ranks within the memory of the devices.
 
-    By default only schedules that give the same result as one process come into question. With `iterations` those of
-    stale gradients do, too: the least product of batches and seconds of a batch wins (DynPipe, S IV-C). Where weights
-    of S versions live they take T(S) batches, and exact gradients T(1). Options are simulated in the order of
-    a lower bound, and no more once the bound promises less than 0.5 % on what was found. Time and memory are bounded:
-    what is too large to be simulated is left out, and `Choice.not_searched` says so.
+    By default, only schedules that compute the same result as a single process are considered. If `iterations` is
+    given, schedules with stale gradients are considered too, and the option with the smallest product of the number of
+    batches and the seconds of a batch is chosen (DynPipe, S IV-C). The number of batches is T(S) for a plan that keeps
+    S versions of the weights, and T(1) for exact gradients.
+
+    Options are simulated in the order of a lower bound of their step time. Once the lower bound of an option is less
+    than 0.5 % below the best simulated time, the option is not simulated. The search limits its own time and memory:
+    options that are too large to be simulated are skipped, and `Choice.not_searched` lists them.
 
     Args:
-        rows: samples that a pipeline gets; each replica has its own.
-        cluster: the devices of one pipeline, or a deployment of several replicas; by default one without limits.
-        schedules: by default the variants of all that are installed.
-        microbatches: numbers to try; by default from the number of ranks up, doubling.
-        least: the fewest samples of a micro-batch where the numbers are not given.
-        iterations: T(S), the batches until the target; None refuses stale gradients.
+        profile: the seconds and bytes of the layers.
+        ranks: the number of ranks of one pipeline.
+        rows: the number of samples that one pipeline receives in a batch. Each replica has its own samples.
+        cluster: the devices of one pipeline, or a deployment with several replicas; by default devices without limits.
+        schedules: the schedules to compare; by default the variants of all installed schedules.
+        microbatches: the numbers of micro-batches to try; by default numbers that double, starting at about half the
+            number of ranks.
+        recompute: the settings of recomputation to try.
+        progress: is called with a description of the current work and the share of the work that is done, from 0 to 1.
+        least: the smallest number of samples of a micro-batch, if `microbatches` is not given.
+        iterations: T(S), the number of batches until the target is reached; None excludes stale gradients.
         equal_cuts: whether all stages and links must cut a batch into the same micro-batches.
 
     Raises:
-        PlanError: nothing fits; says what the closest one lacks.
+        PlanError: there is no schedule, or no option fits. The message names what the closest option lacks.
     """
     deployment = as_deployment(cluster or Cluster((Device(),) * ranks))
     tried = microbatches or [m for m in numbers_to_try(ranks, rows) if rows // m >= least] or [1]
-    if iterations is not None and not microbatches:  # where batches overlap one micro-batch fills the pipeline
+    # if batches overlap, a single micro-batch per batch fills the pipeline
+    if iterations is not None and not microbatches:
         tried = [1, *tried]
     numbers = [m for m in dict.fromkeys(tried) if m <= rows]
     given = list(schedules) if schedules is not None else None
@@ -112,11 +123,13 @@ def choose_option(
 
 
 def _describe_not_searched(found: Sequence[Option], ranks: int, most: int, possible: int) -> Iterator[str]:
-    """Sentences on what may be faster and was not simulated.
+    """Yield sentences on options that may be faster but were not simulated.
 
     Args:
-        most: micro-batches that were tried; 0 where they were given.
-        possible: micro-batches that the batch allows.
+        found: all options.
+        ranks: the number of ranks of one pipeline.
+        most: the largest number of micro-batches that was tried; 0 if the caller gave the numbers.
+        possible: the largest number of micro-batches that the batch allows.
     """
     if 0 < most < possible:
         can = MAX_FORWARDS // ranks
@@ -146,18 +159,22 @@ def _describe_not_searched(found: Sequence[Option], ranks: int, most: int, possi
 
 
 class _Search:
-    """Fits those options that may be the best; `found` has all, with what kept the others out."""
+    """Evaluates options one by one and fits layers to those that may be the fastest.
+
+    `found` contains all evaluated options; `Option.why_not` is the reason for every option without a fit.
+    """
 
     def __init__(self, profile: ModelProfile, deployment: Deployment) -> None:
         self._profile, self._deployment = profile, deployment
         self._best = math.inf
-        self._seconds: dict[tuple[str, int, bool], float] = {}  # by label, micro-batches and recomputation
-        self._before: dict[tuple[type, int, bool], float] = {}  # of the last schedule of its kind
-        self._simulated = 0  # forwards
+        # the keys are label, number of micro-batches, and recomputation
+        self._seconds: dict[tuple[str, int, bool], float] = {}
+        self._before: dict[tuple[type, int, bool], float] = {}  # seconds of the last schedule of each class
+        self._simulated = 0  # number of forwards
         self.found: list[Option] = []
 
     def evaluate_option(self, option: Option) -> None:
-        """Options come in the order of their bounds."""
+        """Simulate the option, or skip it with a reason. Options must arrive in ascending order of their bounds."""
         why_not = option.why_not or self._reason_to_skip(option)
         if why_not:
             self.found.append(replace(option, why_not=why_not))
@@ -182,7 +199,7 @@ class _Search:
         self._forget_orders()
 
     def _forget_orders(self) -> None:
-        """Keep the orders of large plans only where they may be improved."""
+        """Drop the orders of large plans unless their cuts may still be improved."""
         ordered = [n for n, o in enumerate(self.found) if o.fit is not None and isinstance(o.fit.given, Program)]
         ordered.sort(key=lambda n: _by_time(self.found[n]))
         for number in ordered[REFINED:]:
@@ -191,8 +208,11 @@ class _Search:
                 self.found[number] = replace(option, fit=option.fit.without_order(option.schedule))
 
     def add_retuned(self) -> None:
-        """Add the fastest of what planners offer that know the links, for the best numbers of micro-batches: extra
-        where links are slow. Cuts stay those that were found."""
+        """Add the fastest candidates of planners that take the links into account.
+
+        They are built for the best numbers of micro-batches, with the cuts that were found for these, and help if links
+        are slow.
+        """
         fits = [
             o
             for o in sorted(self.found, key=_by_time)
@@ -231,7 +251,7 @@ class _Search:
         self._seconds[option.label, m, again] = self._before[type(option.schedule), m, again] = seconds
 
     def _reason_to_skip(self, option: Option) -> str:
-        """Return why the option can't be the best or, in a large plan, hardly."""
+        """Return the reason why the option is certainly not the fastest or, in a large plan, is unlikely to be."""
         m, again = option.microbatches, option.recompute
         if option.bound >= self._best * WORTH_IT:
             return f"can't beat the best: at least {1e3 * option.bound:.1f} ms"
@@ -252,7 +272,11 @@ class _Search:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Millions of instructions are made and none in cycles: looking for those takes a third of the time."""
+    """Disable the cyclic garbage collector in the context.
+
+    The search creates millions of instructions without reference cycles, and looking for cycles takes a third of its
+    time.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -268,15 +292,15 @@ def _by_time(option: Option) -> tuple[bool, float]:
 
 @dataclass(frozen=True)
 class AutoPlanner(Planner):
-    """The fastest schedule that is installed, with its micro-batches, recomputation and layers, by `choose_option`.
+    """Chooses the fastest installed schedule, its micro-batches, recomputation and layers with `choose_option`.
 
-    A plan does not carry its schedule, so what is chosen is in the problem of the solution; `plan` chooses all but the
-    schedule. Micro-batches that a problem asks for are kept to, and so is recomputation. Without a profile there is
-    nothing to choose by, and the planner of the problem's schedule is asked.
+    A plan does not contain its schedule. `solve` therefore returns the chosen schedule in the problem of the solution,
+    and `plan` chooses everything except the schedule. The number of micro-batches and recomputation are kept if the
+    problem specifies them. Without a profile, the planner of the problem's schedule makes the plan.
 
     Attributes:
-        iterations: as in `choose_option`.
-        equal_cuts: as in `choose_option`.
+        iterations: see `choose_option`.
+        equal_cuts: see `choose_option`.
     """
 
     iterations: Iterations | None = None
