@@ -49,8 +49,8 @@ def least_step(plan: Plan, costs: Costs) -> int:
 
 
 def _everything(kind: Kind, stage: int, plan: Plan, costs: Costs) -> tuple[int, int]:
-    """Return the nanoseconds of all instructions of one kind on `stage`, or on its link, and of the fastest single one.
-    """
+    """Return the nanoseconds of all instructions of one kind on a stage or its link, and of the fastest single
+    instruction."""
     occupied, latencies, quickest = 0, [], []
     for i, count in cost_classes(kind, stage, plan):
         if kind in SENDS:
@@ -69,8 +69,8 @@ def step_bound(profile: ModelProfile, plan: Plan, deployment: Deployment) -> flo
     """Return a lower bound of the seconds of a step, for every partition and every order of `plan`.
 
     A rank computes all micro-batches on its stages. Before the first forward of a rank, a micro-batch must have passed
-    all earlier stages; after its last backward, the gradients must pass these stages again. If the backward is split,
-    only the first part holds, because W may be delayed. A rank ends with its STEP.
+    all earlier stages; after the last backward of the rank, the gradients must pass these stages again. If the backward
+    is split, the second wait is not counted, because W may be delayed. A rank ends with its STEP.
 
     Args:
         profile: the seconds and bytes of the layers.

@@ -1,4 +1,4 @@
-"""Schedules, cuts and changes as people write and read them, and progress bars."""
+"""Format schedules, cuts and changes as text for users, and show progress bars."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from lightning_pipes.ir import Kind, Plan, Policy, Schedule, Span
 
 
 def schedule_settings(schedule: Schedule | Policy) -> dict[str, Any]:
-    """Return the numbers among a schedule's settings by name, and other settings that differ from their defaults.
+    """Return the settings of a schedule by name: all numbers, and other settings that differ from their defaults.
 
-    Other classes than dataclasses have none.
+    A schedule that is not a dataclass has no settings.
     """
     found = {f.name: (getattr(schedule, f.name), f.default) for f in dataclass_fields(schedule)}
     return {name: value for name, (value, default) in found.items() if _is_number(value) or value != default}
 
 
 def dataclass_fields(thing: Any) -> tuple[Field[Any], ...]:
-    """Return the fields of a dataclass; none of anything else."""
+    """Return the fields of a dataclass, or an empty tuple for any other object."""
     return fields(thing) if is_dataclass(thing) else ()
 
 
@@ -30,12 +30,13 @@ def _is_number(value: Any) -> bool:
 
 
 def schedule_label(schedule: Schedule | Policy) -> str:
-    """Return a schedule's name with its settings, such as "kfkb k=2"."""
+    """Return the name of a schedule with its settings, such as "kfkb k=2"."""
     return " ".join([schedule.name, *(f"{name}={value}" for name, value in schedule_settings(schedule).items())])
 
 
 def strategy_arguments(schedule: Schedule | Policy, plan: Plan) -> dict[str, Any]:
-    """Return the arguments of PipelineStrategy for `plan`; without `partition` where it names no layers."""
+    """Return the arguments of `PipelineStrategy` that reproduce `plan`. `partition` is omitted if the plan has no
+    layers."""
     found: dict[str, Any] = {"schedule": schedule.name, "microbatches": len(plan.spans(Kind.F, 0))}
     if settings := schedule_settings(schedule):
         found["schedule_args"] = settings
@@ -47,13 +48,16 @@ def strategy_arguments(schedule: Schedule | Policy, plan: Plan) -> dict[str, Any
 
 
 def strategy_line(arguments: Mapping[str, Any]) -> str:
-    """Return the call to paste: `PipelineStrategy("kfkb", microbatches=8, schedule_args={"k": 2})`."""
+    """Return the call with these arguments.
+
+    For example, `PipelineStrategy("kfkb", microbatches=8, schedule_args={"k": 2})`.
+    """
     rest = [f"{name}={_literal(value)}" for name, value in arguments.items() if name != "schedule"]
     return f"PipelineStrategy({', '.join([_literal(arguments['schedule']), *rest])})"
 
 
 def hydra_overrides(arguments: Mapping[str, Any]) -> str:
-    """Return the overrides for a Hydra app with the groups of lightning_pipes: `schedule=kfkb schedule.k=2 ...`."""
+    """Return the overrides for a Hydra app with the config groups of lightning_pipes: `schedule=kfkb schedule.k=2`."""
     named = {f"schedule.{name}": value for name, value in arguments.get("schedule_args", {}).items()}
     others = {name: value for name, value in arguments.items() if name not in ("schedule", "schedule_args")}
     named |= {f"pipeline.{name}": value for name, value in others.items()}
@@ -75,7 +79,12 @@ def _literal(value: Any) -> str:
 
 
 def describe_moves(before: Sequence[Span], after: Sequence[Span]) -> list[str]:
-    """Return which layers go from one stage to the next, such as "layers 11-12 from stage 2 to stage 1"."""
+    """Return descriptions of the layers that move between stages, such as "layers 11-12 from stage 2 to stage 1".
+
+    Args:
+        before: the layers of each stage before the change.
+        after: the layers of each stage after the change.
+    """
     found = []
     for stage, (a, b) in enumerate(zip(before[1:], after[1:], strict=True)):
         if b.start < a.start:
@@ -86,24 +95,24 @@ def describe_moves(before: Sequence[Span], after: Sequence[Span]) -> list[str]:
 
 
 def layers_text(span: Span) -> str:
-    """ "layer 3", "layers 3-5", or "no layer"."""
+    """Return the layers of a span as text, such as "layer 3", "layers 3-5", or "no layer"."""
     if span.rows < 1:
         return "no layer"
     return f"layer {span.start}" if span.rows == 1 else f"layers {span.start}-{span.stop - 1}"
 
 
 def join_words(words: Sequence[str]) -> str:
-    """ "a", "a and b", "a, b and c"."""
+    """Return the words as a list in a sentence, such as "a", "a and b", or "a, b and c"."""
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 Progress = Callable[[str, float], None]
-"""Called with the current step, and the share of all work that is done, 0 to 1."""
+"""A function that receives a description of the current step and the share of the work that is done, from 0 to 1."""
 
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Progress]:
-    """Show a progress bar on stderr after one second, if that is a terminal."""
+    """Show a progress bar on stderr if stderr is a terminal and the work takes longer than one second."""
     from tqdm import tqdm
 
     form = "{desc} {percentage:3.0f}% |{bar:30}| {elapsed}"

@@ -1,4 +1,4 @@
-"""The measured costs of a run while it goes on: moving averages of what every step records anyway."""
+"""The costs of a run, measured during training: moving averages of the events that every step records anyway."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from lightning_pipes.cost.measurement import dispatch_delays, input_queues, time
 from lightning_pipes.ir import COMPUTE, SENDS, Instruction, Kind, Plan, Span, layer_passes, target_stage
 
 Key = tuple[Kind, int, int]
-"""Kind, stage and rows."""
+"""The kind, stage and number of rows of an operation."""
 WINDOW = 5
-"""Steps over which transfers are averaged (Ada-Grouper's W)."""
+"""The number of steps over which transfers are averaged (W in Ada-Grouper)."""
 DRIFT = 0.05
-"""A computation's time is reused until its average has moved by more than this."""
+"""The relative change of its average above which the stored time of a computation is replaced."""
 
 
 class StepSample(NamedTuple):
-    """One rank's step in a few numbers.
+    """Statistics of one step of one rank.
 
     Attributes:
-        means: nanoseconds of what it computed, pass by pass, and of the transfers that it received, by kind, stage and
-            rows; of a transfer, the kind and stage of its send.
-        spread: of transfers, their standard deviation over their mean.
-        lag: nanoseconds, the median of what passed before a computation although nothing was missing.
-        impossible: how many transfers were left out, as their stamps contradict each other, by the stage before their
-            link.
-        took: nanoseconds from its first event to its last.
-        slack: the shortest queue of arrived inputs at launches while the pipeline was full; None without such launches.
-        stalled: nanoseconds that the rank waited for inputs; None where it received none.
+        means: the mean nanoseconds of each pass that the rank computed and of each transfer that it received, by kind,
+            stage and number of rows. A transfer has the kind and stage of its send.
+        spread: the standard deviation of the transfers divided by their mean.
+        lag: the median nanoseconds between the time when a computation is ready and its start.
+        impossible: the number of transfers that were discarded because their timestamps contradict each other, by the
+            stage before the link.
+        took: the nanoseconds from the first event of the rank to the last one.
+        slack: the length of the shortest queue of arrived inputs at a launch while the pipeline was full; None if there
+            was no such launch.
+        stalled: the nanoseconds for which the rank waited for inputs; None if it received no inputs.
     """
 
     means: dict[Key, float]
@@ -48,15 +49,19 @@ class StepSample(NamedTuple):
     def from_events(
         cls, events: Sequence[tuple[int, Instruction, int, int]], plan: Plan, since: int = 0, chosen: bool = False
     ) -> StepSample:
-        """Return the sample that one rank recorded in one window; transfers with their receivers.
+        """Return the sample of one rank in one window. Transfers belong to their receivers.
 
-        Sender and receiver stamp a message each by its own clock. If one of these jumps, a message arrives before it
-        was sent, or was sent before the window began: such transfers say nothing.
+        The sender and the receiver of a message each record a timestamp with their own clock. If one of the clocks
+        jumps, a message may seem to arrive before it was sent, or to be sent before the window began. Such transfers
+        are discarded.
 
         Args:
-            since: when the rank's last backward before this window ended, by the same clock: a rank that still updates
-                weights may get messages already.
-            chosen: whether a policy orders, which may hold back a forward that has all it needs.
+            events: the events of the rank; each has the rank, the instruction, and its start and end in nanoseconds.
+            plan: the plan that ran.
+            since: the end of the last backward of this rank before the window, by the same clock. A rank may already
+                receive messages while it still updates its weights.
+            chosen: whether a policy determines the order. A policy may delay a forward that is ready, so forwards are
+                then ignored in `lag`.
         """
         durations: dict[Key, list[float]] = defaultdict(list)
         impossible: Counter[int] = Counter()
@@ -90,18 +95,24 @@ class _Recorded(NamedTuple):
 
 @dataclass
 class Averages:
-    """Costs of a run from its latest steps.
+    """The costs of a run, averaged over its latest steps.
 
-    Transfers are averaged over the last `window` steps in which there were any. Where stamps of some contradict each
-    other, those of their link are left out for that step in both directions: what arrives before it is sent in one, as
-    a clock has jumped, takes too long in the other. Computations are not disturbed by the
-    network: they are averaged over their first `window` steps, without the very first, and that is reused until the
-    last `window` steps say something else by more than `drift`.
+    Transfers are averaged over the last `window` steps that contain any. If the timestamps of some transfers contradict
+    each other, all transfers of this link are discarded for the step, in both directions: when a clock jumps, the
+    messages in one direction seem to arrive before they are sent, and the messages in the other direction seem to take
+    too long.
+
+    The network does not affect computations. Their times are averaged over the first `window` steps without the very
+    first step, and this average is reused until the average of the last `window` steps differs from it by more than
+    `drift`.
 
     Attributes:
-        latency: seconds of messages without content, by (from stage, to stage), where they were measured.
-        parts: by stage, what input and weight gradients (I and W) take over a whole backward, where they were
-            measured layers both ways. While a run does one, this prices the other.
+        window: the number of steps over which times are averaged.
+        drift: the relative change above which the stored time of a computation is replaced.
+        latency: the seconds of empty messages, by (sending stage, receiving stage), as far as they were measured.
+        parts: for each stage, the times of input gradients (I) and weight gradients (W) as shares of a whole backward,
+            if the layers were measured in both ways. They convert times of a whole backward into times of its parts,
+            and vice versa.
     """
 
     window: int = WINDOW
@@ -117,12 +128,16 @@ class Averages:
     _slack: deque[int] = field(default_factory=deque)
     _stalled: deque[float] = field(default_factory=deque)
     impossible: int = 0
-    """Transfers of the last step that were left out."""
+    """The number of transfers of the last step that were discarded."""
     drifted: tuple[Key, ...] = ()
-    """Computations whose times were measured anew in the last step."""
+    """The computations whose times have drifted, so that the last step replaced the stored time."""
 
     def add(self, step: Iterable[StepSample]) -> None:
-        """Add a step: the samples of all ranks."""
+        """Add one step.
+
+        Args:
+            step: the samples of all ranks.
+        """
         samples = list(step)
         self.drifted, self.impossible = (), sum(sum(sample.impossible.values()) for sample in samples)
         jumped = {edge for sample in samples for edge in sample.impossible}
@@ -149,26 +164,30 @@ class Averages:
 
     @property
     def lag(self) -> float:
-        """Seconds before a computation although nothing is missing, as all ranks have it."""
+        """The seconds between the time when a computation is ready and its start, as a median over ranks and steps."""
         return median(self._lag) / 1e9 if self._lag else 0.0
 
     @property
     def unsteadiness(self) -> float:
-        """How much the transfers of one link differ within a step, at most: standard deviation over mean."""
+        """The largest variation of the transfers of one link within a step: the standard deviation divided by the mean.
+        mean."""
         return max(self._spread.values(), default=0.0)
 
     @property
     def slack(self) -> int | None:
-        """The fewest inputs that waited at a launch while the pipeline was full, in the last `window` steps."""
+        """The smallest number of inputs that waited at a launch while the pipeline was full, over the last `window`
+        steps; None if no launch was recorded."""
         return min(self._slack, default=None)
 
     @property
     def stalled(self) -> float | None:
-        """The share of a step in which the rank that stalled least waited for inputs, the most of the last steps."""
+        """The share of a step for which a rank waited for inputs: the minimum over ranks, then the maximum over the
+        last steps; None if no rank received inputs."""
         return max(self._stalled, default=None)
 
     def has_measured(self, plan: Plan) -> bool:
-        """Return whether all micro-batches of `plan` have sizes that were measured; else costs are extrapolated."""
+        """Return whether times were measured for all sizes of micro-batches in `plan`. Otherwise, costs are
+        extrapolated."""
         return all(
             (kind, s, rows) in self._known
             for s in range(plan.n_stages)
@@ -177,12 +196,14 @@ class Averages:
         )
 
     def costs(self, base: CostModel | None = None, overhead: bool = True) -> CostModel:
-        """Return the cost model of these averages; bytes are those of `base`.
+        """Return a cost model with these averages.
 
-        What was seen with one size only is extrapolated to others: computations in proportion to samples, transfers as
-        latency and the rest in proportion. Between two sizes that were seen, and beyond them, the line through them.
+        If only one size of an operation was measured, other sizes are extrapolated: computations in proportion to their
+        samples, and transfers as the latency plus a part in proportion to their samples. With several measured sizes,
+        times are interpolated and extrapolated linearly.
 
         Args:
+            base: provides the bytes, and the times of operations that were not measured.
             overhead: whether the lag counts as overhead before each computation.
         """
         points: dict[tuple[Kind, int], dict[int, float]] = defaultdict(dict)
@@ -209,7 +230,7 @@ class Averages:
         recent = self._recent.get(key)
         if recent is None:
             recent = self._recent[key] = deque(maxlen=self.window)
-            if key[0] not in SENDS:  # the first time includes what is done once: memory, caches
+            if key[0] not in SENDS:  # the first execution includes one-time work such as allocations and filling caches
                 self._known[key] = mean
                 return
         recent.append(mean)
@@ -226,8 +247,12 @@ class Averages:
             self.drifted = (*self.drifted, key)
 
     def _forget_other_way(self, key: Key) -> None:
-        """Have what does not run any more, as backward is split now or is whole again, priced by what runs and has
-        drifted: in the proportion in which both were measured."""
+        """Discard the times of a backward form (whole or split) that no longer runs, because the running form has
+        drifted.
+
+        The discarded times are replaced by the new times of the running form, scaled by the ratio in which both were
+        measured.
+        """
         kind, stage, rows = key
         known = [self._known.get((each, stage, rows), 0.0) for each in (Kind.B, Kind.I, Kind.W)]
         if kind is Kind.F or not all(known[:1]) or not any(known[1:]):
@@ -241,9 +266,9 @@ class Averages:
 
 
 def parts_of(profile: ModelProfile | None, layers: Sequence[Span]) -> dict[int, tuple[float, float]]:
-    """Return the shares of I and W in a whole backward, by stage, of the largest measured micro-batch.
+    """Return the times of I and W as shares of a whole backward, by stage, for the largest measured micro-batch.
 
-    The result is empty where the parts were not measured. The first stage has no input gradients, so all of its
+    The result is empty if the two parts were not measured. The first stage computes no input gradients, so its whole
     backward is W.
     """
     if profile is None or not profile.has_split:
@@ -263,7 +288,8 @@ def parts_of(profile: ModelProfile | None, layers: Sequence[Span]) -> dict[int, 
 def _other_way(
     tables: Mapping[tuple[Kind, int], Table], stage: int, parts: tuple[float, float]
 ) -> dict[tuple[Kind, int], Table]:
-    """Return times of whole backwards of a stage from their parts, or of the parts from the whole."""
+    """Return the times of the whole backward of a stage computed from its parts, or of the parts computed from the
+    whole."""
     whole = tables.get((Kind.B, stage), ())
     found = {(kind, stage): _times(whole, share) for kind, share in zip((Kind.I, Kind.W), parts, strict=True)}
     total = parts[0] + parts[1]
@@ -278,7 +304,7 @@ def _times(table: Table, share: float) -> Table:
 
 
 def _kinds(plan: Plan, stage: int) -> list[Kind]:
-    """Return the instructions and messages of `stage`."""
+    """Return the kinds of computations and messages of `stage`."""
     kinds = [*plan.compute_kinds]
     if stage + 1 < plan.n_stages and plan.is_remote_edge(stage):
         kinds.append(Kind.SF)
@@ -289,7 +315,7 @@ def _kinds(plan: Plan, stage: int) -> list[Kind]:
 
 @lru_cache(maxsize=64)
 def _sizes(plan: Plan, kind: Kind, stage: int) -> frozenset[int]:
-    """Return the numbers of rows that plans of this cut need times for."""
+    """Return the numbers of rows for which operations of this kind and stage need times."""
     every = [Instruction(kind, stage, span=span) for span in plan.spans(kind, stage)]
     if kind in SENDS:
         return frozenset(i.span.rows for i in every)

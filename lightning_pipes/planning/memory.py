@@ -1,4 +1,5 @@
-"""The bytes that plans need, without simulation: the order of a rank alone decides what it holds."""
+"""The memory that a plan needs, without simulation: the order of instructions on a rank determines the bytes it holds.
+holds."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ Array = npt.NDArray[np.float64]
 
 
 def held_rows(program: Program, plan: Plan) -> tuple[int, ...]:
-    """Return the most samples that every stage holds between F and the end of B or W, within a finite program."""
+    """Return the largest number of samples that each stage holds between F and the end of B or W, in a finite program.
+    program."""
     held, most = [0] * plan.n_stages, [0] * plan.n_stages
     for kind, stage, _, _, span in program.iter_instructions():
         if kind is Kind.F:
@@ -29,11 +31,14 @@ def held_rows(program: Program, plan: Plan) -> tuple[int, ...]:
 
 
 def peak_bytes(program: Program, plan: Plan, costs: CostModel) -> tuple[int, ...]:
-    """Return the most bytes that every rank holds; as the simulator finds, which also knows when."""
+    """Return the peak memory of each rank in bytes.
+
+    The simulator finds the same values, and also when they occur.
+    """
     found = []
     simple = all(
         cut.forward is cut.backward for cut in plan.jobs
-    )  # rows say it all, and there may be many instructions
+    )  # the number of rows determines the bytes, which saves time for programs with many instructions
     for rank, row in enumerate(program.head):
         now = most = costs.resident_bytes(rank, plan)
         known: dict[tuple[Kind, int, CostKey], tuple[int, int]] = {}
@@ -51,16 +56,23 @@ def peak_bytes(program: Program, plan: Plan, costs: CostModel) -> tuple[int, ...
 
 
 def stage_peak(plan: Plan, costs: Costs, stage: int, held: int) -> int:
-    """Return an upper bound of `peak_bytes` for the rank of `stage`, if it has no other stage.
+    """Return an upper bound of `peak_bytes` for the rank of `stage`, if the rank has no other stage.
 
-    It keeps `held` of the largest micro-batches between F and the end of B, or of W, and computes one of them.
+    The stage is assumed to hold `held` of the largest micro-batches between F and the end of B, or of W, while it
+    computes one of them.
+
+    Args:
+        plan: the plan.
+        costs: the bytes of its stages.
+        stage: the stage.
+        held: the number of micro-batches that the stage holds.
     """
     forwards = [costs.memory_change(i, plan) for i, _ in cost_classes(Kind.F, stage, plan)]
     backwards = [
         costs.memory_change(i, plan) for kind in plan.compute_kinds[1:] for i, _ in cost_classes(kind, stage, plan)
     ]
     kept = max(taken - working for taken, working in forwards)
-    if plan.split_backward:  # I that makes activations again leaves them for W
+    if plan.split_backward:  # if I recomputes activations, it keeps them for W
         kept += max(
             taken - freed
             for taken, freed in (costs.memory_change(i, plan) for i, _ in cost_classes(Kind.I, stage, plan))
@@ -70,7 +82,11 @@ def stage_peak(plan: Plan, costs: Costs, stage: int, held: int) -> int:
 
 
 def cannot_fit(profile: ModelProfile, plan: Plan, cluster: Cluster, held: Sequence[int]) -> bool:
-    """Return whether no cut fits: all ranks together have less memory than weights and the least `held` rows need."""
+    """Return whether no partition can fit, because all ranks together have too little memory.
+
+    The memory of all ranks is compared with the memory of the weights and of the activations, if every stage holds only
+    the minimum of `held` rows. The result is False if the plan recomputes or if a rank has no limit.
+    """
     memory = [device.memory for device in cluster.devices[: plan.n_ranks]]
     if plan.recompute or any(size is None for size in memory):
         return False
@@ -79,9 +95,10 @@ def cannot_fit(profile: ModelProfile, plan: Plan, cluster: Cluster, held: Sequen
 
 
 def stage_bytes(profile: ModelProfile, plan: Plan, stage: int, held: int) -> Bytes:
-    """Return a lower bound of a stage's bytes with `held` rows, by its first layer and the one after its last.
+    """Return a lower bound of the bytes of a stage that holds `held` rows.
 
-    Working memory is not counted. The bound never falls as layers are added at the end.
+    The result is a function of the first layer of the stage and of the layer after its last one. Working memory is not
+    counted. The bound never decreases if layers are added at the end.
     """
     weights = range_sums(_fixed(profile, plan.versions[stage]))
     activations = range_sums(profile.layer_arrays.layer_values("saved"))
