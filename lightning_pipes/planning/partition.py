@@ -1,4 +1,4 @@
-"""Which layers make a stage."""
+"""Partitions: the assignment of consecutive layers to stages."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from lightning_pipes.ir import Plan, PlanError, Span
 Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
 Seconds = Callable[[Indices, Indices], Array]
-"""Seconds, or bytes, of the layers i to j (exclusive), for arrays of i and of j."""
+"""A function that returns the seconds, or bytes, of the layers i to j (exclusive), for arrays of i and of j."""
 
 
 def even_partition(weights: Sequence[float], stages: int, degrees: Sequence[int] = ()) -> tuple[Span, ...]:
-    """Consecutive layers for each stage, none empty, so that the heaviest stage is as light as can be.
+    """Return consecutive layers for each stage so that the heaviest stage is as light as possible. No stage is empty.
 
-    Among those, the one whose stages differ least: with the smallest sum of squares. `weights` has one entry a layer,
-    in any unit: parameters, seconds, bytes.
+    Among these partitions, the result has the smallest sum of squared stage weights, so that its stages differ least.
 
     Args:
-        degrees: ranks of each stage, by which its weight is divided; by default they have as many.
+        weights: one weight for each layer, in any unit, such as parameters, seconds or bytes.
+        stages: the number of stages.
+        degrees: the number of ranks of each stage, by which the weight of the stage is divided; by default equal for
+            all stages.
 
     Raises:
-        PlanError: fewer layers than stages, no stage, or a negative weight.
+        PlanError: there are fewer layers than stages, no stages, or negative weights.
     """
     n = len(weights)
     if stages < 1:
@@ -49,10 +51,10 @@ def even_partition(weights: Sequence[float], stages: int, degrees: Sequence[int]
 
 
 def with_layer(plan: Plan, layer: int, rank: int) -> Plan:
-    """Return the plan with one layer in another stage: that of `rank` which is next to its own.
+    """Return the plan with one layer moved to the neighboring stage on `rank`.
 
     Raises:
-        PlanError: there is no such stage, because the layer is not the first or last of its own.
+        PlanError: the layer is not the first or last of its stage, or the neighboring stage is not on `rank`.
     """
     for stage, span in enumerate(plan.layers):
         for other, at_end in ((stage - 1, layer == span.start), (stage + 1, layer == span.stop - 1)):
@@ -69,30 +71,36 @@ def with_layer(plan: Plan, layer: int, rank: int) -> Plan:
 
 
 def range_sums(values: Array) -> Seconds:
-    """Return the sums of the values i to j (exclusive)."""
+    """Return a function that computes the sum of the values i to j (exclusive)."""
     ends = np.concatenate([[0.0], np.cumsum(values)])
     return lambda begin, stop: np.asarray(ends[stop] - ends[begin])
 
 
 Cost = Callable[[Array, Indices], Array]
-"""Of a stage that takes so many seconds and begins at such a layer."""
+"""A function that returns the cost of a stage from its seconds and its first layer."""
 
 
 @dataclass(frozen=True, eq=False)
 class StageLoad:
-    """The seconds that a stage takes, by its layers. Stages with the same object are priced together.
+    """The time of a stage as a function of its layers. Stages that share one object are priced together.
 
     Attributes:
-        seconds: infinite where the stage may not have the layers.
-        least: no more than `seconds`, and never less with another layer; by default `seconds`, which then has to be
-            such.
+        seconds: the seconds of the layers i to j (exclusive); infinite if the stage may not have these layers.
+        least: a lower bound of `seconds` that never decreases when a layer is added. The default is `seconds`, which
+            must then have this property.
     """
 
     seconds: Seconds
     least: Seconds | None = None
 
     def count_most_layers(self, layers: int, most: float) -> int:
-        """Return the most of so many layers that take no longer than `most` and are allowed, 1 at least."""
+        """Return the largest number of layers, at least 1, for which some range of this length is allowed and takes at
+        most `most`.
+
+        Args:
+            layers: the number of layers of the model.
+            most: the seconds that the stage may take.
+        """
         low, high = 1, layers
         while low < high:
             count = (low + high + 1) // 2
@@ -106,10 +114,15 @@ class StageLoad:
 
 
 def min_max_load(loads: Sequence[StageLoad], layers: int) -> float:
-    """Return how heavy the heaviest stage is at least, for so many layers; infinite if there is no partition.
+    """Return the smallest possible load of the heaviest stage; infinite if there is no partition.
 
-    Where stages are many each has few layers, and to price those is far less than every i and j: what is found with few
-    bounds how many a stage may have.
+    If there are many stages, each of them has few layers, and pricing only short ranges of layers is much cheaper than
+    pricing all pairs i and j. The result for short ranges is an upper bound, from which the largest number of layers of
+    a stage follows.
+
+    Args:
+        loads: the load of each stage.
+        layers: the number of layers of the model.
     """
     few = _Bands(loads, layers, dict.fromkeys(map(id, loads), min(layers, 2 * -(-layers // len(loads)) + 1)))
     bound = float(_best(few, np.maximum)[0][-1])
@@ -120,14 +133,16 @@ def min_max_load(loads: Sequence[StageLoad], layers: int) -> float:
 def balanced_partitions(
     loads: Sequence[StageLoad], edges: Array, slacks: Sequence[float] = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4)
 ) -> list[tuple[Span, ...]]:
-    """Return partitions with the least maximum load, or less than a slack times it, each with the cheapest cuts.
+    """Return partitions whose maximum load is at most the smallest possible one times a slack, with the cheapest cuts.
 
-    Partitions do not repeat, and the lightest comes first; the list is empty if there is none. Of equally good ones
-    there are two, with heavy stages late and early, for schedules may differ where the balance does not.
+    There is one limit for each slack. The partitions do not repeat, and the list begins with the smallest slack; it is
+    empty if there is no partition. Among equally good partitions, two are chosen, with heavy stages as late and as
+    early as possible, because schedules may treat them differently.
 
     Args:
-        loads: of each stage.
-        edges: seconds that a message takes if a stage begins at layer i.
+        loads: the load of each stage.
+        edges: the seconds of a message if a stage begins at layer i, for i from 0 to the number of layers.
+        slacks: the factors by which the maximum load may exceed the smallest possible one.
     """
     n = len(edges) - 1
     whole = _each(loads, lambda load: _with_edges(load, edges))
@@ -136,7 +151,7 @@ def balanced_partitions(
         return []
     bands = _Bands.within_load(whole, n, bound * max(slacks) * (1 + 1e-12))
     scale = max(float(edges[np.isfinite(edges)].max(initial=0.0)), bound)
-    # The sum of edges decides, and where that is equal the evenness of the stages.
+    # The sum of the edges is minimized first, and then the unevenness of the stages.
     into = edges / scale
     found: dict[tuple[Span, ...], None] = {}
     for slack in slacks:
@@ -151,15 +166,14 @@ def balanced_partitions(
 
 
 def _each(loads: Sequence[StageLoad], change: Callable[[StageLoad], StageLoad]) -> list[StageLoad]:
-    """Return every load changed; what is the same for many stages is changed once."""
+    """Return all loads after a change. An object that several stages share is changed only once."""
     known = {id(load): load for load in loads}
     changed = {key: change(load) for key, load in known.items()}
     return [changed[id(load)] for load in loads]
 
 
 def _with_edges(load: StageLoad, edges: Array) -> StageLoad:
-    """Return the load with messages: a stage is as heavy as its layers, or as a message at either end that takes
-    longer."""
+    """Return the load including messages: the maximum of the time of the layers and of the messages at both ends."""
     out = edges.copy()
     out[-1] = 0.0
     into = edges.copy()
@@ -172,13 +186,15 @@ def _with_edges(load: StageLoad, edges: Array) -> StageLoad:
 
 
 class _Bands:
-    """The seconds of each stage for layers j - width + k to j, in row j, column k.
+    """The seconds of each stage for layers j - width + k to j, in row j and column k.
 
-    There are rows for the layers at which a stage may end if no stage is empty. They are computed on demand, and kept
-    where stages share them, for all together may exceed the memory.
+    The rows contain all layers at which a stage may end if no stage is empty. Bands are computed on demand, and only
+    bands that stages share are kept, because all bands together may exceed the memory.
 
     Args:
-        widths: by id of the load, the most layers that such a stage may have.
+        loads: the load of each stage.
+        n: the number of layers.
+        widths: the largest number of layers of a stage, by the id of its load.
     """
 
     def __init__(self, loads: Sequence[StageLoad], n: int, widths: dict[int, int]) -> None:
@@ -189,15 +205,19 @@ class _Bands:
 
     @classmethod
     def within_load(cls, loads: Sequence[StageLoad], n: int, most: float) -> _Bands:
-        """Return the bands in which no stage takes longer than `most`."""
+        """Return bands for the stages that take no longer than `most`."""
         return cls(loads, n, {key: load.count_most_layers(n, most) for key, load in {id(x): x for x in loads}.items()})
 
     def are_in(self, others: _Bands) -> bool:
-        """Return whether no stage may have more layers than with the others."""
+        """Return whether `others` allows at least the same number of layers for every stage."""
         return all(width <= others._widths[key] for key, width in self._widths.items())
 
     def iter_stages(self, cost: Cost | None) -> Iterator[tuple[int, Indices, Array]]:
-        """Yield the first row of each stage, the beginnings of its layers, and its costs, by default the seconds."""
+        """Yield for each stage the number of its first row, the first layers of its ranges, and the costs of these
+        ranges.
+
+        Without `cost`, the costs are the seconds.
+        """
         known: dict[int, Array] = {}
         stages = len(self._loads)
         for stage, load in enumerate(self._loads):
@@ -218,8 +238,11 @@ def _costs(load: StageLoad, begin: Indices, low: int, cost: Cost | None) -> Arra
 
 
 def _chosen(bands: _Bands, cost: Cost | None, late: bool = False) -> tuple[Span, ...]:
-    """Return the partition with the smallest sum of costs; of equal ones that whose last stages begin early, or
-    late."""
+    """Return the partition with the smallest sum of costs.
+
+    Among equally good partitions, it is the one whose last stages begin as early as possible or, with `late`, as late
+    as possible.
+    """
     _, choice = _best(bands, np.add, cost, late)
     cuts = [bands.layers]
     for low, begins in reversed(choice):
@@ -234,8 +257,10 @@ def _best(
     cost: Cost | None = None,
     late: bool = False,
 ) -> tuple[Array, list[tuple[int, Indices]]]:
-    """For each number of layers the smallest joined cost of all stages, and for each stage the first of its rows and
-    where it begins in each."""
+    """Return the smallest joined cost of all stages by number of layers, and the choices that lead to it.
+
+    A choice contains, for one stage, the number of its first row, and for each row the first layer of the stage.
+    """
     value = np.full(bands.layers + 1, np.inf)
     value[0] = 0.0
     choice = []
@@ -243,7 +268,7 @@ def _best(
         joined = join(value[np.maximum(begin, 0)], band)
         row = np.arange(len(joined))
         best = joined.argmin(axis=1)
-        if late:  # sums of equal parts differ in their last digits
+        if late:  # the order of summation changes the last digits
             close = joined <= joined[row, best, None] * (1 + 1e-12)
             best = joined.shape[1] - 1 - close[:, ::-1].argmax(axis=1)
         choice.append((low, begin[row, best]))
@@ -253,12 +278,12 @@ def _best(
 
 
 def partition_at(cuts: Sequence[int], layers: int, stages: int) -> tuple[Span, ...]:
-    """Return the layers of each stage, where `cuts` names the layers at which stages 1, 2, ... begin.
+    """Return the layers of each stage if stages 1, 2, ... begin at the layers in `cuts`.
 
-    A cut that repeats, or that stands at an end, leaves a stage empty.
+    A repeated cut, or a cut at the beginning or end of the model, makes a stage empty.
 
     Raises:
-        PlanError: not one cut fewer than stages, or cuts that are out of order or outside the model.
+        PlanError: the number of cuts is not `stages` - 1, or the cuts do not ascend or lie outside the model.
     """
     if len(cuts) != stages - 1:
         raise PlanError(
@@ -275,23 +300,27 @@ def partition_at(cuts: Sequence[int], layers: int, stages: int) -> tuple[Span, .
 
 
 def balanced_cuts(loads: npt.ArrayLike, stages: int, allowed: npt.NDArray[np.bool_] | None = None) -> Indices:
-    """Return where each stage begins, and the last one ends, so that the heaviest stage is as light as can be.
+    """Return the cuts that make the heaviest stage as light as possible.
 
-    No stage is empty. Of equally good cuts every one, from the last to the first, is as early as can be.
+    No stage is empty. Among equally good cuts, every cut is as early as possible, beginning with the last one.
 
     Args:
-        loads: of each layer, in any unit; axis 0 is models, axis 1 layers.
-        allowed: whether a stage may have a layer; axis 0 is stages, axis 1 layers. All may by default.
+        loads: the load of each layer, in any unit; axis 0 is models, axis 1 is layers.
+        stages: the number of stages.
+        allowed: whether a stage may contain a layer; axis 0 is stages, axis 1 is layers. By default all stages may
+            contain all layers.
 
     Returns:
-        Layers in shape (models, stages + 1); 0 everywhere where no cut is allowed.
+        The layer at which each stage begins and, in the last column, the layer after the end of the last stage, in
+        shape (models, stages + 1). All entries of a model are 0 if no cuts are allowed.
     """
     layers = np.asarray(loads, np.float64)
     n, count = layers.shape
     ends = np.concatenate([np.zeros((n, 1)), np.cumsum(layers, axis=1)], axis=1)
     place = np.arange(count + 1)
-    sums = np.where(place[:, None] < place, ends[:, None, :] - ends[:, :, None], np.inf)  # by begin and end
-    heaviest = np.where(place == 0, np.zeros((n, 1)), np.inf)  # of the best cut of the first layers
+    # indexed by the begin and the end of a range
+    sums = np.where(place[:, None] < place, ends[:, None, :] - ends[:, :, None], np.inf)
+    heaviest = np.where(place == 0, np.zeros((n, 1)), np.inf)  # the heaviest stage of the best cut, by number of layers
     begins = []
     for stage in range(stages):
         wrong = place * 0 if allowed is None else np.concatenate([[0], np.cumsum(~allowed[stage])])

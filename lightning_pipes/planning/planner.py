@@ -1,4 +1,4 @@
-"""Planners: from a problem to the plan of a batch, everything but order."""
+"""Planners turn a problem into the plan of a batch, which contains every decision except the order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from lightning_pipes.ir.replication import Seconds
 from lightning_pipes.planning.replanning import FreeBytes, Observation
 
 Relocation = Literal["blocking", "overlapped", "buffered"]
-"""How layers move: while all ranks wait; or beside the batches, whose steps both ranks take, or which wait."""
+"""The way in which layers move between ranks.
+
+"blocking" makes all ranks wait. The other two move layers while batches continue: with "overlapped", the old and the
+new rank both take the optimizer steps of these batches; with "buffered", the optimizer steps of these batches are
+delayed.
+"""
 RELOCATIONS: tuple[str, ...] = get_args(Relocation)
 BLOCKING, OVERLAPPED, BUFFERED = RELOCATIONS
 MICROBATCHES_PER_STAGE = 2
@@ -22,29 +27,29 @@ MICROBATCHES_PER_STAGE = 2
 
 @dataclass(frozen=True)
 class Problem:
-    """Everything that a planner goes by.
+    """The input of a planner.
 
     Attributes:
-        schedule: orders the plan.
-        ranks: of one pipeline, a device each.
-        rows: samples of the batch.
-        microbatches: pieces of the batch that were asked for; None where the planner decides.
-        recompute: whether all stages but the last are to keep only their input.
-        layers: of each stage, where that is decided; a plan then keeps to it.
-        profile: seconds and bytes of the layers; None where they were not measured.
-        deployment: devices, links and memory limits; None where they were not asked for.
-        costs: what the stages and links of the plan that runs took in its last batches, for the sizes that they have;
-            None before anything has run.
-        observations: windows of the plan that runs, from one `replan` to the next, the oldest first; of another plan
-            none.
-        earlier_observations: windows of plans that ran before this one, the oldest first, each with its plan.
-        remaining: batches that are left in the run; None where it is unknown.
-        tied: numbers of layers that share a parameter: together in one stage they can go to another one together, and
-            otherwise they stay.
-        relocation: how layers would move.
-        fallback: the layers of each stage to keep unless the planner knows a cut that is worth a change: an even one by
-            parameters, or that of the running plan; empty for none.
-        least: the fewest samples that a micro-batch is to have, where the batch has so many.
+        schedule: the schedule that orders the plan.
+        ranks: the number of ranks of one pipeline. Each rank has one device.
+        rows: the number of samples of the batch.
+        microbatches: the requested number of micro-batches; None if the planner decides.
+        recompute: whether all stages except the last keep only their input between forward and backward.
+        layers: the layers of each stage, if they are already decided. The plan must then use them.
+        profile: the seconds and bytes of the layers; None if they were not measured.
+        deployment: the devices, links and memory limits; None if the user did not specify them.
+        costs: the times of the stages and links of the running plan in its last batches, for the sizes in this plan;
+            None before the first batch.
+        observations: windows of the running plan, from one call of `replan` to the next, the oldest first. Windows of
+            other plans are not included.
+        earlier_observations: windows of plans that ran earlier, the oldest first, each with its plan.
+        remaining: the number of batches until the end of the run; None if it is unknown.
+        tied: groups of layers that share a parameter. If a group is in one stage, it can move to another stage as a
+            whole; otherwise, its layers can't move.
+        relocation: the way in which layers would move.
+        fallback: the layers of each stage to keep unless the planner finds sufficiently better ones: an even partition
+            by parameters, or the partition of the running plan. Empty if there is no fallback.
+        least: the smallest number of samples of a micro-batch, if the batch is at least this large.
     """
 
     schedule: Schedule | Policy
@@ -67,15 +72,15 @@ class Problem:
 
 @dataclass(frozen=True)
 class Solution:
-    """A problem in which nothing is open, and its plan.
+    """A problem in which everything is decided, and its plan.
 
     Attributes:
-        problem: the one that was asked, with what the planner has decided in it: the layers, and where it chooses
-            these, too, the schedule, the number of micro-batches and recomputation. For another batch, a schedule's
-            own planner gets this problem with other `rows`.
-        plan: of the batch, ordered by the schedule of `problem`.
-        why: for people; empty where there was nothing to choose.
-        table: what was compared, for people.
+        problem: the original problem with the decisions of the planner: the layers and, if the planner chooses them,
+            the schedule, the number of micro-batches, and recomputation. For batches of other sizes, the planner of
+            this schedule receives this problem with different `rows`.
+        plan: the plan of the batch, which the schedule of `problem` orders.
+        why: an explanation for the user; empty if there was nothing to choose.
+        table: a table of the compared options for the user.
     """
 
     problem: Problem
@@ -85,13 +90,14 @@ class Solution:
 
 
 class Planner(ABC):
-    """Decides how batches are cut. A schedule names its planner by `make_planner()`.
+    """Decides how batches are cut. A schedule specifies its planner by `make_planner()`.
 
-    It has no memory of its own and draws no unseeded random numbers: every rank asks its own and gets the same plan.
+    A planner has no state and uses no unseeded random numbers, because every rank runs its own planner and all ranks
+    must obtain the same plan.
 
     Attributes:
-        every: training batches from one `replan` to the next; it is never asked where that is 0.
-        wants_profile: whether layers are to be measured even where the user says how they are cut.
+        every: the number of training batches between two calls of `replan`; 0 if `replan` is never called.
+        wants_profile: whether layers are to be measured even if the user specifies the partition.
     """
 
     every: int = 0
@@ -104,22 +110,24 @@ class Planner(ABC):
 
     @abstractmethod
     def plan(self, problem: Problem) -> Plan:
-        """Return the cuts of the batch, on the ranks where the schedule places its stages; `solve` adapts the plan.
+        """Return the plan of the batch on the ranks where the schedule places its stages. `solve` adapts the plan to
+        the schedule.
 
-        A batch of another size is another problem, as is the last one of an epoch.
+        A batch of another size, such as the last batch of an epoch, is another problem.
 
         Raises:
-            PlanError: there is no such plan.
+            PlanError: there is no plan for this problem.
         """
 
     def solve(self, problem: Problem) -> Solution:
-        """Return the plan with the backward and the weight versions that its schedule asks for, and all that was
-        decided for it. Layers that the planner has not cut are those of the problem, or its fallback.
+        """Return the plan, adapted to the schedule, and the decisions that it is based on.
 
-        A planner that decides more than a plan overrides this; its `plan` keeps to the schedule of the problem.
+        The schedule determines whether the backward is split and the number of weight versions. If `plan` returns no
+        layers, the layers of the problem or its fallback are used. A planner that decides more than the plan overrides
+        this method; its method `plan` keeps the schedule of the problem.
 
         Raises:
-            PlanError: there is no plan, or it is for other ranks, rows or layers than those of the problem.
+            PlanError: there is no plan, or the ranks, rows or layers of the plan differ from the problem.
         """
         schedule = problem.schedule
         plan = self.plan(problem)
@@ -138,60 +146,71 @@ class Planner(ABC):
         return Solution(replace(problem, layers=plan.layers), adapt_plan(plan, schedule))
 
     def explain_plan(self, problem: Problem, plan: Plan) -> str:
-        """Return a sentence for people on why `plan`, which it made of the problem, cuts a batch as it does; empty
-        where there is nothing to say."""
+        """Return a sentence for the user that explains how `plan`, which this planner made, cuts a batch; empty if
+        there is nothing to explain."""
         return ""
 
     def profile_sizes(self, rows: int, stages: int, microbatches: int | None) -> tuple[int, ...]:
-        """Return the numbers of samples for which times of layers are wanted before a batch of `rows` is planned; by
-        default an even micro-batch and half of one."""
+        """Return the numbers of samples for which the times of layers are needed to plan a batch of `rows` samples.
+
+        By default, these are an even micro-batch and half of one.
+
+        Args:
+            rows: the number of samples of the batch.
+            stages: the number of stages.
+            microbatches: the requested number of micro-batches; None if the planner decides.
+        """
         one = -(-rows // (microbatches or MICROBATCHES_PER_STAGE * stages))
         return tuple(sorted({max(1, one // 2), one}))
 
     def most_rows(self, rows: int, stages: int, microbatches: int | None) -> int:
-        """Return the most samples that a micro-batch of a batch of `rows` may get."""
+        """Return the largest number of samples that a micro-batch may have in a batch of `rows` samples."""
         return max(self.profile_sizes(rows, stages, microbatches))
 
     @property
     def guards_memory(self) -> bool:
-        """Whether `should_serialize` and `reduce_memory` are asked before every batch."""
+        """Whether `should_serialize` and `reduce_memory` are called before every batch."""
         return False
 
     def should_serialize(self, free: Sequence[FreeBytes], serialized: bool) -> bool:
-        """Return whether batches of a schedule that does not flush should run one by one for now.
+        """Return whether batches should run one at a time for now. This applies to schedules that do not flush.
 
         Args:
-            free: before the last batches, the oldest first.
-            serialized: the answer before the last batch.
+            free: the free bytes before each of the last batches, the oldest first.
+            serialized: the result before the last batch.
         """
         return serialized
 
     def reduce_memory(self, plan: Plan, problem: Problem, free: FreeBytes) -> Plan | None:
-        """Return a plan with which devices that are short of memory hold less, even if batches take longer; None to
-        keep `plan`. It is asked where batches that run one by one have not helped."""
+        """Return a plan that reduces the memory of devices that run short of it, even if batches take longer; None to
+        keep `plan`.
+
+        This method is called if running batches one at a time has not freed enough memory.
+        """
         return None
 
     def replan(self, plan: Plan, problem: Problem) -> Plan | None:
-        """Return another plan for batches like that of `plan`, by observations of the run; None to keep it.
+        """Return another plan for batches of the same size, based on observations of the run; None to keep `plan`.
 
-        Layers may be in other stages than in `plan`: they move before the next batch. Stages stay on their ranks.
+        Layers may be in other stages than in `plan`; they move before the next batch. Stages stay on their ranks.
         """
         return None
 
     def balance_shares(self, plan: Plan, problem: Problem) -> Seconds | None:
-        """Return seconds by which the ranks of each stage are to share out samples; None to keep their shares.
+        """Return the seconds in whose proportion the ranks of each stage share samples; None to keep the current
+        shares.
 
-        It is asked in place of `replan` where stages have several ranks.
+        This method is called instead of `replan` if stages have several ranks.
         """
         return None
 
 
 class EvenPlanner(Planner):
-    """The same even cut on every stage: micro-batches that differ by one sample at most."""
+    """Cuts the batch evenly and equally on all stages. The sizes of micro-batches differ by at most one sample."""
 
     def plan(self, problem: Problem) -> Plan:
         where = problem.schedule.place_stages(problem.ranks)
-        # The last stage runs the user's whole step, which should log and count once.
+        # The last stage runs the whole step of the user, which should log and count only once.
         again = tuple(s < len(where) - 1 for s in range(len(where))) if problem.recompute else ()
         m = MICROBATCHES_PER_STAGE * len(where) if problem.microbatches is None else problem.microbatches
         cut = Cut.even(problem.rows, m, len(where))
@@ -199,10 +218,10 @@ class EvenPlanner(Planner):
 
 
 def planner_of(schedule: Schedule | Policy) -> Planner:
-    """Return the planner that the schedule names, or the one that cuts evenly.
+    """Return the planner of the schedule, or an `EvenPlanner` if the schedule does not specify one.
 
     Raises:
-        PlanError: it names something else.
+        PlanError: `make_planner` returns something other than a planner or None.
     """
     planner = schedule.make_planner()
     if planner is None:
@@ -219,15 +238,15 @@ def solve_plan(problem: Problem) -> Plan:
     """Return the plan of the schedule's own planner; see `Planner.solve`.
 
     Raises:
-        PlanError: there is none, or the planner's is for other ranks, rows or layers than those of the problem.
+        PlanError: there is no plan, or the ranks, rows or layers of the plan differ from the problem.
     """
     return planner_of(problem.schedule).solve(problem).plan
 
 
 def even_plan(schedule: Schedule | Policy, ranks: int, microbatches: int, rows: int, recompute: bool = False) -> Plan:
-    """Return a batch of `rows` samples in equal micro-batches, whatever the schedule's own planner would do.
+    """Return the plan of a batch of `rows` samples in equal micro-batches. The planner of the schedule is not used.
 
     Raises:
-        PlanError: no samples or no micro-batches.
+        PlanError: there are no samples or no micro-batches.
     """
     return adapt_plan(EvenPlanner().plan(Problem(schedule, ranks, rows, microbatches, recompute)), schedule)

@@ -1,4 +1,4 @@
-"""Replanning while training goes on: observations of the running plan, and times of other plans."""
+"""Replanning during training: observations of the running plan, and times of other plans."""
 
 from __future__ import annotations
 
@@ -17,31 +17,34 @@ from lightning_pipes.sim import cost_representatives, makespans
 
 Array = npt.NDArray[np.float64]
 MAX_OBSERVATIONS = 64
-"""The number of windows of the running plan, and of earlier ones, that planners see."""
+"""The largest number of windows of the running plan, and also of earlier plans, that planners receive."""
 
 
 FreeBytes = tuple[int | None, ...]
-"""Bytes that are free on the device of each rank of the pipeline; None where it is unknown."""
+"""The free bytes on the device of each rank of the pipeline; None if unknown."""
 
 
 @dataclass(frozen=True, eq=False)
 class Observation:
-    """One window of batches under one plan, the same on all ranks.
+    """One window of batches under one plan. It is the same on all ranks.
 
     Attributes:
-        costs: averages of stages and links, for the sizes that the plan has.
-        operations: seconds of every computation by kind and stage: axis 0 is batches, the oldest first, axis 1 the
-            spans that the plan has for this kind and stage; of a STEP one. What was not seen is NaN. An average hides
-            an operation that is slow now and then, and the whole pipeline waits for that.
-        devices: of each rank of the pipeline what a monitor saw of its device, by name, means over the window; NaN
-            where one source was silent. Empty without a monitor.
-        free: bytes of each device at its end.
-        layers: mean seconds of a sample's forward through each layer, by number; empty where they are not timed.
-        replicas: by stage, mean seconds of a sample's forward and backward on each of its ranks; NaN on a rank that had
-            no samples. Empty where each stage has one rank.
+        costs: the average times of stages and links, for the sizes in the plan.
+        operations: the seconds of every computation, by kind and stage. Axis 0 is batches, the oldest first; axis 1 is
+            the spans of this kind and stage in the plan, or has length 1 for a STEP. Missing values are NaN. These
+            single values are needed because an average hides an operation that is slow occasionally, for which the
+            whole pipeline waits.
+        devices: for each rank of the pipeline, the metrics of its device by name, averaged over the window; NaN if a
+            source returned no value. Empty without a monitor.
+        free: the free bytes of each device at the end of the window.
+        layers: the mean seconds per sample of the forward of each layer, by the number of the layer; empty if layers
+            are not timed.
+        replicas: for each stage, the mean seconds per sample of forward and backward on each of its ranks; NaN on a
+            rank without samples. Empty if each stage has one rank.
 
     Raises:
-        InputError: operations that are no table, or of another kind; or devices and free of different lengths.
+        InputError: an entry of `operations` is not a table or not of a computation, or `devices` and `free` differ in
+            length.
     """
 
     costs: CostModel
@@ -63,12 +66,12 @@ class Observation:
 
     @property
     def batches(self) -> int:
-        """The number of batches of which operations are known."""
+        """The number of batches whose operations are included."""
         return max((len(table) for table in self.operations.values()), default=0)
 
     @cached_property
     def stage_seconds(self) -> tuple[float, ...]:
-        """Mean seconds of a forward and its backward, for every stage."""
+        """The mean seconds of a forward and its backward, for every stage."""
         found: dict[int, float] = {}
         for (kind, stage), table in self.operations.items():
             if kind is not Kind.STEP:
@@ -77,7 +80,7 @@ class Observation:
         return tuple(found[stage] for stage in sorted(found))
 
     def matches_plan(self, plan: Plan) -> bool:
-        """Return whether the operations are all forwards and backwards of `plan`."""
+        """Return whether the operations are exactly the forwards and backwards of `plan`."""
         tables = [
             (self.operations.get((kind, s)), plan.spans(kind, s))
             for s in range(plan.n_stages)
@@ -89,12 +92,14 @@ class Observation:
 
 
 class GradientSample(NamedTuple):
-    """One iteration's part in an estimate; norms are over all parameters.
+    """The measurements of one iteration from which the constants of a model are estimated. Norms are over all
+    parameters.
 
     Attributes:
-        moved: of the difference of the weights to those of the iteration before.
-        changed: of the difference of the gradients at both, on one and the same probe batch.
-        squared: the squared norm of the gradient of the iteration's own mini-batch.
+        moved: the norm of the difference between the weights of this iteration and of the previous one.
+        changed: the norm of the difference between the gradients at these two sets of weights, for the same probe
+            batch.
+        squared: the squared norm of the gradient of the mini-batch of this iteration.
     """
 
     moved: float
@@ -103,18 +108,17 @@ class GradientSample(NamedTuple):
 
 
 class HostedStage(NamedTuple):
-    """A stage that a device hosts, or would host, in a few numbers; bytes are for one micro-batch where they depend on
-    samples.
+    """Statistics of a stage that a device hosts, or would host. Bytes that depend on samples are for one micro-batch.
 
     Attributes:
-        layers: how many.
-        rows: samples of a micro-batch.
-        forward: seconds that a forward takes alone on the device.
-        backward: the same of a backward.
-        weights: bytes.
-        states: bytes of gradients and optimizer.
-        saved: bytes that are kept from forward to backward.
-        sent: bytes of the message to the next stage.
+        layers: the number of layers.
+        rows: the number of samples of a micro-batch.
+        forward: the seconds of a forward, if nothing else runs on the device.
+        backward: the seconds of a backward, if nothing else runs on the device.
+        weights: the bytes of the weights.
+        states: the bytes of the gradients and of the optimizer states.
+        saved: the bytes that are kept from forward to backward.
+        sent: the bytes of the message to the next stage.
     """
 
     layers: float
@@ -128,8 +132,12 @@ class HostedStage(NamedTuple):
 
 
 class Predicted(NamedTuple):
-    """For each row the time as a multiple of that on a device without neighbours, about 1 or more, and whether the
-    predictor has seen the like; where it has not, its ratio is not to be used."""
+    """The prediction of an interference model.
+
+    Attributes:
+        ratios: for each row, the time of the stage divided by its time on a device without neighbors; about 1 or more.
+        known: for each row, whether the model was fitted to similar cases. Otherwise, the ratio must not be used.
+    """
 
     ratios: npt.NDArray[np.float64]
     known: npt.NDArray[np.bool_]
@@ -137,28 +145,40 @@ class Predicted(NamedTuple):
 
 @runtime_checkable
 class Interference(Protocol):
-    """Predicts by how much stages are slowed down by neighbours (DynPipe, S V-A). Planners use it as a ratio only: of
-    the stage that runs there is a measurement, so a constant bias cancels."""
+    """Predicts the slowdown of stages by neighbors on their devices (DynPipe, S V-A).
+
+    Planners use only ratios of predictions. The time of the running stage is measured, so a constant bias of the model
+    cancels.
+    """
 
     def predict(self, rows: Sequence[tuple[Mapping[str, float], HostedStage]]) -> Predicted:
-        """Predict all rows in one call; each has the metrics of a device and the stage that it would host."""
+        """Return the predictions for all rows.
+
+        Args:
+            rows: the metrics of a device, and the stage that the device would host.
+        """
 
 
 Durations = Mapping[tuple[Kind, int], Array]
-"""Seconds by kind and stage: axis 0 is cases, axis 1 batches, axis 2 spans; axes of length 1 stand for any. Of a send,
-those of its message; of a STEP, axis 2 has length 1. What is absent takes no time."""
+"""Seconds by kind and stage. Axis 0 is cases, axis 1 is batches, and axis 2 is spans; axes of length 1 are broadcast. A
+send contains the seconds of its message, and a STEP has length 1 in axis 2. Operations that are absent take no time."""
 MOST_AT_ONCE = 2**22
-"""Durations in one go."""
+"""The largest number of durations that are simulated in one call."""
 
 
 class Replay:
-    """An order of a plan, to be timed with other durations again and again.
+    """An order of a plan that is simulated repeatedly with different durations.
 
-    A schedule that flushes is timed batch by batch. Where it does not, all batches are timed in one window that runs
-    twice in a row: the second run begins with a full pipeline.
+    If the schedule flushes, each batch is simulated separately. Otherwise, all batches are simulated in one window that
+    runs twice in a row, so that the second run begins with a full pipeline.
+
+    Args:
+        order: the order.
+        plan: the plan. Its layers are ignored.
+        batches: the number of batches.
 
     Raises:
-        PlanError: several jobs; or the order is none of the plan.
+        PlanError: the plan has several jobs, or the order does not belong to the plan.
     """
 
     def __init__(self, order: Program, plan: Plan, batches: int) -> None:
@@ -174,13 +194,15 @@ class Replay:
         ]
 
     def step_seconds(self, durations: Durations, overhead: float = 0.0) -> Array:
-        """Return the seconds of a step: axis 0 is cases, axis 1 batches; only their mean if the schedule does not
-        flush.
+        """Return the seconds of a step. Axis 0 is cases, and axis 1 is batches.
+
+        If the schedule does not flush, axis 1 has length 1 and contains the mean over all batches.
 
         Args:
-            overhead: seconds before each computation.
+            durations: the seconds of all operations.
+            overhead: the seconds before each computation.
         """
-        if overhead not in self._costs:  # prices are worked out once for an object
+        if overhead not in self._costs:  # prices are computed once for each cost model object
             self._costs = {overhead: CostModel.uniform(self._plan.n_stages, 0.0, 0.0, overhead=overhead)}
         costs = self._costs[overhead]
         cases = max(len(table) for table in durations.values())
@@ -222,8 +244,10 @@ class Replay:
 
 
 def replay_of(order: Program, plan: Plan, batches: int) -> Replay:
-    """Return the replay of an order, the same for all partitions; the last ones are remembered: to make one takes
-    longer than to use it."""
+    """Return the replay of an order, which is the same for all partitions.
+
+    The last replays are cached, because creating a replay takes longer than using it.
+    """
     return _known(order, replace(plan, layers=()), batches)
 
 
@@ -239,7 +263,7 @@ def _part(durations: Durations, start: int, size: int) -> Durations:
 def _columns(
     operations: tuple[Instruction, ...], plan: Plan
 ) -> dict[tuple[Kind, int], tuple[npt.NDArray[np.int64], ...]]:
-    """Return the batch, the number of the span and the column of every operation, by kind and stage."""
+    """Return the batch, the number of the span, and the column of every operation, by kind and stage."""
     number = {
         (kind, s): {span: n for n, span in enumerate(plan.spans(kind, s))}
         for kind, s in {(i.kind, i.stage) for i in operations}
@@ -252,7 +276,7 @@ def _columns(
 
 
 def sends_of(plan: Plan) -> list[tuple[Kind, int]]:
-    """Kind and stage of the messages that `plan` has."""
+    """Return the kind and stage of all messages of `plan`."""
     crossing = [s for s in range(plan.n_stages - 1) if plan.is_remote_edge(s)]
     sends = [(Kind.SF, s) for s in crossing] + [(Kind.SB, s + 1) for s in crossing]
     assert {kind for kind, _ in sends} <= SENDS

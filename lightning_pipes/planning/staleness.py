@@ -1,4 +1,4 @@
-"""How many batches stale gradients need, by the number of stages."""
+"""The number of batches that training with stale gradients needs, as a function of the number of stages."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lightning_pipes.planning.replanning import GradientSample
 
 @dataclass(frozen=True)
 class Constants:
-    """The numbers of a model that the theory asks for (DynPipe, S IV-B2).
+    """The constants of a model in the convergence analysis (DynPipe, S IV-B2).
 
     Attributes:
-        loss: before training, f(w0); the least possible is taken as 0, as in the paper.
-        lipschitz: L, by which gradients change at most when weights do.
-        noise: xi^2, the mean squared norm of mini-batches' gradients.
+        loss: the loss before training, f(w0). The smallest possible loss is taken as 0, as in the paper.
+        lipschitz: L, the Lipschitz constant of the gradient as a function of the weights.
+        noise: xi^2, the mean squared norm of the gradients of mini-batches.
 
     Raises:
-        InputError: one is negative or not finite.
+        InputError: a constant is negative or not finite.
     """
 
     loss: float
@@ -36,13 +36,16 @@ class Constants:
 
     @classmethod
     def from_probes(cls, loss: float, probes: Sequence[GradientSample], largest: bool = False) -> Constants:
-        """Return the constants by a few iterations.
+        """Return the constants estimated from a few iterations.
 
         Args:
-            largest: take the largest ratio of gradients to weights for L, as its definition has it, and not their mean.
+            loss: the loss before training.
+            probes: the measurements of the iterations.
+            largest: whether L is the largest ratio of the changes of gradients and weights, as in its definition,
+                instead of the mean ratio.
 
         Raises:
-            InputError: the weights never moved.
+            InputError: the weights did not change in any iteration.
         """
         ratios = [probe.changed / probe.moved for probe in probes if probe.moved > 0]
         if not ratios:
@@ -53,17 +56,18 @@ class Constants:
 
 @dataclass(frozen=True)
 class Iterations:
-    """T(S): batches until the squared norm of the gradient is at most some target, on S stages (Theorem 1, E2-E3; the
-    term 2 sigma^2 / B is dropped, as in the paper):
+    """T(S), the number of batches until the squared norm of the gradient reaches a target, on S stages.
+
+    The formula is Theorem 1 of DynPipe (E2-E3). As in the paper, the term 2 sigma^2 / B is dropped:
 
         T(S) = 2 f(w0) / (lr (target - 2 lr^2 S^3 L^2 xi^2)) = base / (1 - penalty S^3)
 
-    It has a meaning only while the bracket is positive: no number of batches is enough on more stages. As S is cubed
-    it is very sensitive to both constants; `from_measured` takes them from runs that were measured.
+    It is valid only while the bracket is positive: with more stages, no number of batches is sufficient. Because S is
+    cubed, T(S) is very sensitive to both constants. `from_measured` fits them to measured runs.
 
     Attributes:
-        base: batches without staleness.
-        penalty: the share of the bracket that one stage takes.
+        base: the number of batches without staleness.
+        penalty: the relative decrease of the bracket for one stage.
     """
 
     base: float
@@ -76,10 +80,10 @@ class Iterations:
 
     @classmethod
     def of_theory(cls, constants: Constants, lr: float, target: float) -> Iterations:
-        """Compute T(S) from the constants of a model, a learning rate, and the target of the squared gradient norm.
+        """Return T(S) from the constants of a model, a learning rate, and the target of the squared gradient norm.
 
         Raises:
-            InputError: a rate or a target that is not above 0.
+            InputError: the learning rate or the target is not above 0.
         """
         for name, value in (("lr", lr), ("target", target)):
             check_number(name, value, "finite, above 0", lambda x: 0 < x < math.inf)
@@ -88,12 +92,13 @@ class Iterations:
 
     @classmethod
     def from_measured(cls, measured: Mapping[int, float]) -> Iterations:
-        """Fit the curve to measured numbers of batches on some numbers of stages: 1 / T is a line over S^3, the one
-        with least squares, weighted so that the same relative error counts the same. `relative_errors` says how well it
-        fits.
+        """Return T(S) fitted to measured numbers of batches, by number of stages.
+
+        1 / T is a linear function of S^3. It is fitted by least squares, weighted so that equal relative errors count
+        equally. `relative_errors` returns the quality of the fit.
 
         Raises:
-            InputError: fewer than two numbers of stages, or a number of batches that is not above 0.
+            InputError: there are fewer than two numbers of stages, or a number of batches is not above 0.
         """
         if len(measured) < 2 or not all(0 < t < math.inf for t in measured.values()):
             raise InputError(
@@ -101,18 +106,25 @@ class Iterations:
             )
         cubes = np.array([float(s) ** 3 for s in measured])
         taken = np.array([*measured.values()])
-        lines = np.stack([np.ones_like(cubes), -cubes], axis=1) * taken[:, None]  # of 1 / T, times T
+        lines = np.stack([np.ones_like(cubes), -cubes], axis=1) * taken[:, None]  # 1 / T, multiplied by T
         (level, slope), *_ = np.linalg.lstsq(lines, np.ones_like(cubes), rcond=None)
-        if slope < 0:  # more stages took fewer batches: no penalty can be seen
+        if slope < 0:  # more stages took fewer batches, so there is no visible penalty
             level, slope = float((1 / taken).mean()), 0.0
         return cls(1 / float(level), float(slope / level))
 
     @classmethod
     def from_setting(cls, name: str, setting: bool | Mapping[int, float]) -> Iterations | None:
-        """Return T(S) as a setting has it: True for no penalty, batches by number of stages, or False for None.
+        """Return T(S) from a setting of the user.
+
+        Args:
+            name: the name of the setting, for error messages.
+            setting: True for no penalty, False for no T(S), or the measured numbers of batches by number of stages.
+
+        Returns:
+            T(S), or None if the setting is False.
 
         Raises:
-            InputError: neither; or fewer than two numbers of stages.
+            InputError: the setting has another type, or contains fewer than two numbers of stages.
         """
         check_type(name, setting, bool | Mapping[int, float])
         if isinstance(setting, bool):
@@ -120,15 +132,15 @@ class Iterations:
         return cls.from_measured(setting)
 
     def __call__(self, stages: int) -> float:
-        """Batches on so many stages; infinite where no number is enough."""
+        """Return the number of batches on `stages` stages; infinite if no number is sufficient."""
         left = 1 - self.penalty * check_count("stages", stages) ** 3
         return self.base / left if left > 0 else math.inf
 
     @property
     def most_stages(self) -> float:
-        """The number of stages that must not be reached; infinite without a penalty."""
+        """The number of stages at which T(S) becomes infinite; infinite without a penalty."""
         return self.penalty ** (-1 / 3) if self.penalty else math.inf
 
     def relative_errors(self, measured: Mapping[int, float]) -> dict[int, float]:
-        """Return the relative error of T by number of stages."""
+        """Return the relative error of T(S), by number of stages."""
         return {stages: self(stages) / took - 1 for stages, took in measured.items()}

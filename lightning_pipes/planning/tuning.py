@@ -1,4 +1,7 @@
-"""Which candidate a run should change to: costs in, a ranking out. No clock, no chance: equal input, equal decision."""
+"""Rank candidates by measured costs and decide whether a run should change its order or micro-batches.
+
+Decisions depend only on their input: they use no clock and no random numbers.
+"""
 
 from __future__ import annotations
 
@@ -31,35 +34,39 @@ from lightning_pipes.planning.measured import Averages
 from lightning_pipes.sim import CompiledSimulation
 
 HYSTERESIS = 0.01
-"""A change must promise more than this share of a step, twice as much where its costs are extrapolated."""
+"""A change must reduce the step time by more than this share, or twice this share if the costs are extrapolated."""
 TIE = 0.005
-"""Candidates whose steps differ by less are as fast."""
+"""Candidates whose step times differ by less than this share count as equally fast."""
 UNDERSTATED = 0.05
-"""The least share by which averages understate an order that is not fixed, where links are unsteady."""
+"""A lower bound of the share by which averages understate orders that are not fixed, if links are unsteady."""
 UNSTEADY = 0.3
-"""Standard deviation over mean of a link's transfers in one step, from which on averages do not tell the whole."""
+"""The threshold of the standard deviation divided by the mean of the transfers of a link in one step. Above it,
+averages do not describe the link sufficiently."""
 _KEPT = 128
 
 
 class LinkEffect(StrEnum):
-    """The effect of links on the pipeline; the best number of micro-batches under way differs."""
+    """The effect of the links on the pipeline. It determines the best number of micro-batches in flight."""
 
     FREE = "free links"
-    """1F1B loses less than 3 % to them, and it holds least."""
+    """The links cost 1F1B less than 3 %. 1F1B is then best, because it holds the fewest samples."""
     LATENCY = "slow links"
-    """Messages take long, and more micro-batches under way hide that."""
+    """Messages take long, and more micro-batches in flight hide this."""
     BANDWIDTH = "busy links"
-    """A link works longer for a micro-batch than any stage does: nothing hides that, a few more under way suffice."""
+    """A link needs more time for a micro-batch than any stage. This can't be hidden, so a few more micro-batches in
+    flight suffice."""
     BLOCKING = "blocking sends"
-    """Ranks do not compute while they send: next to nothing can be hidden, whatever is under way."""
+    """Ranks do not compute while they send, so more micro-batches in flight hide almost nothing."""
 
 
 def effect_of(plan: Plan, costs: CostModel, lag: float = 0.0) -> LinkEffect:
-    """Return the effect of the links of `plan`, if every micro-batch is as its first one.
+    """Return the effect of the links of `plan`, assuming that all micro-batches are like the first one.
 
     Args:
-        lag: seconds that ranks are held up before computations although nothing is missing. Where it is a good part of
-            what stages work, and of what messages take, sends block.
+        plan: the plan.
+        costs: the costs of its stages and links.
+        lag: the seconds for which computations are delayed although they are ready. If these are a considerable part of
+            both the time of the stages and the time of messages, sends block.
     """
     pace, busy, trips, sent = 0, 0, 0, []
     for s in range(plan.n_stages):
@@ -71,7 +78,7 @@ def effect_of(plan: Plan, costs: CostModel, lag: float = 0.0) -> LinkEffect:
                 takes, latency = costs.transfer_ns(Instruction(kind, s, span=plan.spans(kind, s)[0]), plan)
                 busy, trips = max(busy, takes), trips + takes + latency
                 sent.append(takes + latency)
-    if trips <= 0.03 * plan.n_stages * pace:  # what 1F1B waits for messages while p micro-batches pass
+    if trips <= 0.03 * plan.n_stages * pace:  # the time for which 1F1B waits for messages while p micro-batches pass
         return LinkEffect.FREE
     if lag * 1e9 > max(sum(sent) / len(sent) / 2, pace / 20):
         return LinkEffect.BLOCKING
@@ -79,7 +86,13 @@ def effect_of(plan: Plan, costs: CostModel, lag: float = 0.0) -> LinkEffect:
 
 
 class RankedCandidate(NamedTuple):
-    """A candidate, seconds of its step, and whether its costs are extrapolated from other sizes of micro-batches."""
+    """A candidate with the seconds of its step.
+
+    Attributes:
+        candidate: the candidate.
+        seconds: the simulated seconds of a step.
+        extrapolated: whether its costs are extrapolated from other sizes of micro-batches.
+    """
 
     candidate: Candidate
     seconds: float
@@ -88,17 +101,20 @@ class RankedCandidate(NamedTuple):
 
 @dataclass(frozen=True)
 class TuningDecision:
-    """The decision on what runs from the next step on.
+    """The order and plan that will run from the next step on.
 
     Attributes:
-        ranked: candidates whose steps were worked out, the fastest first: as many as it takes to be sure.
-        current: what runs now, by its own costs.
-        chosen: what shall run.
-        effect: what the links do.
-        unsteadiness: standard deviation over mean of the transfers of the worst link.
-        slack: the fewest inputs that waited at a launch while the pipeline was full; None where nothing was received.
-        stalled: the share of a step in which the rank that stalled least found no input, 0 to 1; None likewise. Another
-            order of the same micro-batches can't save more (Ada-Grouper, S4.4: with an input there, no rank stalls).
+        ranked: the candidates that were simulated, the fastest first. Candidates that can't change the decision are not
+            simulated.
+        current: the candidate that runs now, with its own costs.
+        chosen: the candidate that will run.
+        effect: the effect of the links.
+        unsteadiness: the standard deviation divided by the mean of the transfers, for the link with the largest value.
+        slack: the smallest number of inputs that waited at a launch while the pipeline was full; None if no inputs were
+            received.
+        stalled: the share of a step, from 0 to 1, for which the rank that stalled least found no input; None if no
+            inputs were received. Another order of the same micro-batches can't save more than this (Ada-Grouper, S4.4:
+            a rank does not stall if an input is available).
     """
 
     ranked: tuple[RankedCandidate, ...]
@@ -111,14 +127,14 @@ class TuningDecision:
 
     @property
     def has_change(self) -> bool:
-        """Whether anything changes."""
+        """Whether the schedule or the plan changes."""
         return self.chosen.candidate.schedule != self.current.candidate.schedule or (
             self.chosen.candidate.plan != self.current.candidate.plan
         )
 
     @property
     def gain(self) -> float:
-        """The share by which the step is predicted to take less than it does now; 0 where nothing changes."""
+        """The share by which the predicted step is shorter than the current one; 0 if nothing changes."""
         return 1 - self.chosen.seconds / self.current.seconds if self.has_change and self.current.seconds else 0.0
 
     def __str__(self) -> str:
@@ -133,7 +149,11 @@ class TuningDecision:
 
 
 class CandidateRanker:
-    """Ranks candidates by simulation. What it has set up for one is kept, so that asking again is cheap."""
+    """Ranks candidates by simulation. Compiled simulations are cached, so repeated decisions are cheap.
+
+    Args:
+        hysteresis: the share of a step that a change must save.
+    """
 
     def __init__(self, hysteresis: float = HYSTERESIS) -> None:
         check_number("hysteresis", hysteresis, "a share of a step, from 0 to less than 1", lambda x: 0 <= x < 1)
@@ -150,17 +170,22 @@ class CandidateRanker:
     ) -> TuningDecision:
         """Choose a candidate by measured costs.
 
-        What runs is left at once if it is not among the candidates. Of those that are as fast, the one that holds least
-        is taken. Where links are unsteady, averages do not show what an order gains that is not fixed: measured, 13 %
-        over kFkB with as much memory. So it goes first there if it is predicted to be slower by less than 5 %, with all
-        the memory it can have, and needs no predicted gain.
+        If the current candidate is not in `candidates`, it is replaced in any case. Among candidates that are equally
+        fast, the one that holds the least memory is chosen.
+
+        If links are unsteady, averages do not show the advantage of an order that is not fixed, for which 13 % over
+        kFkB with the same memory were measured. In this case, such a candidate is preferred if its predicted step is
+        less than 5 % longer. Among these, the one with the most memory is chosen, and no predicted gain is required.
 
         Args:
-            base: bytes of the stages.
+            candidates: the candidates to choose from.
+            current: the candidate that runs now.
+            measured: the measured costs.
+            base: the bytes of the stages.
 
         Raises:
             PlanError: there are no candidates.
-            ProgramError, DeadlockError: what is chosen does not hold.
+            ProgramError, DeadlockError: the chosen order is invalid.
         """
         if not candidates:
             raise PlanError("there is nothing to choose from")
@@ -203,11 +228,14 @@ class CandidateRanker:
         )
 
     def prepare(self, candidates: Iterable[Candidate], costs: CostModel) -> None:
-        """Do for candidates that are known before anything is measured what their first decision would have to: set
-        them up, simulate them once, under any costs, and verify them.
+        """Compile, simulate and verify candidates in advance, so that their first decision is fast.
+
+        Args:
+            candidates: candidates that are available before anything is measured.
+            costs: any costs of the stages and links.
 
         Raises:
-            ProgramError, DeadlockError: one of them does not hold.
+            ProgramError, DeadlockError: the order of a candidate is invalid.
         """
         for candidate in candidates:
             self._rehearsal(candidate).makespan(costs)
@@ -237,8 +265,11 @@ class CandidateRanker:
 
 
 def _in_turn(candidates: Sequence[Candidate], unsteady: bool) -> list[list[int]]:
-    """Return the numbers of candidates in the order in which they are worked out: those that hold least first, and
-    those that hold as much together, for the faster one is taken; all policies before that where links are unsteady."""
+    """Return the numbers of the candidates in groups, in the order in which they are simulated.
+
+    The groups are sorted by memory, the smallest first. Candidates with equal memory form one group, because the
+    fastest of them is chosen. If links are unsteady, all policies form the first group.
+    """
     turn: dict[int, list[int]] = {}
     for number, candidate in enumerate(candidates):
         first = unsteady and not isinstance(candidate.schedule, Schedule)
@@ -247,16 +278,24 @@ def _in_turn(candidates: Sequence[Candidate], unsteady: bool) -> list[list[int]]
 
 
 def _certain(every: Sequence[RankedCandidate], rest: float, unsteady: bool) -> RankedCandidate | None:
-    """Return the best of `every`, sorted, if nothing that holds more and takes `rest` seconds at least can change
-    that."""
+    """Return the best candidate of the sorted `every`, or None if a candidate that was not simulated may change the
+    result.
+
+    Args:
+        every: the simulated candidates, the fastest first.
+        rest: a lower bound of the step time of all other candidates, which hold more memory.
+        unsteady: whether links are unsteady.
+    """
     fastest = every[0].seconds
     best = _best(every, fastest, unsteady)
     return best if rest >= fastest or _best(every, rest, unsteady) is best else None
 
 
 def _best(every: Sequence[RankedCandidate], fastest: float, unsteady: bool) -> RankedCandidate | None:
-    """Return the candidate that is taken where the fastest candidate takes so many seconds; None where none of these is
-    as fast."""
+    """Return the candidate to choose if the fastest of all candidates takes `fastest` seconds.
+
+    The result is None if no candidate in `every` is as fast as this.
+    """
     close = [r for r in every if r.seconds <= fastest * (1 + TIE)]
     policies = [r for r in every if _is_policy(r) and r.seconds <= fastest * (1 + UNDERSTATED)]
     if unsteady and policies:
@@ -265,7 +304,7 @@ def _best(every: Sequence[RankedCandidate], fastest: float, unsteady: bool) -> R
 
 
 def _sorted(every: Mapping[int, RankedCandidate]) -> list[RankedCandidate]:
-    """Return the fastest first; of equals, what comes first among the candidates."""
+    """Return the candidates, the fastest first. Equally fast candidates keep their order."""
     return [ranked for _, ranked in sorted(every.items(), key=lambda item: (item[1].seconds, item[0]))]
 
 

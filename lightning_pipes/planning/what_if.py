@@ -1,4 +1,5 @@
-"""A recorded run as a model in which changes can be tried: layers, devices as fast as they were, links likewise."""
+"""A model of a recorded run in which changes can be tried: its layers, and devices and links with their measured
+speeds."""
 
 from __future__ import annotations
 
@@ -26,18 +27,19 @@ from lightning_pipes.sim.shown.memory_use import most_held
 from lightning_pipes.sim.shown.record import RunRecord
 
 FAR = 2
-"""Times as many samples of a micro-batch tell what a fixed part of its time is."""
+"""The ratio of the sizes of two micro-batches above which their times are used to separate fixed and proportional
+costs."""
 
 
 @dataclass(frozen=True)
 class SimulatedTrial:
-    """One way to train, simulated.
+    """A simulation of one way to train.
 
     Attributes:
-        schedule: what ordered it.
-        fit: its plan, and the seconds and bytes that come of it.
-        bubble: of the simulated step: the mean share of it in which ranks idle, 0 to 1.
-        held: the most samples that a rank holds between forward and backward.
+        schedule: the schedule that ordered the plan.
+        fit: the plan with the resulting seconds and bytes.
+        bubble: the mean share of the simulated step in which ranks idle, from 0 to 1.
+        held: the largest number of samples that a rank holds between forward and backward.
     """
 
     schedule: Schedule | Policy
@@ -52,22 +54,23 @@ class SimulatedTrial:
 
     @property
     def n_microbatches(self) -> int:
-        """The number of micro-batches."""
+        """The number of micro-batches of a batch."""
         return len(self.fit.plan.spans(Kind.F, 0))
 
 
 class WhatIf:
-    """Tries changes of a recorded run.
+    """Simulates changes of a recorded run.
 
-    Where the layers' profile is known, every device is as fast as its stages were beside the profile, so layers that
-    move take the time of where they go. Else every stage is one layer, and what was measured with micro-batches of
-    about one size is taken as proportional to their samples.
+    If the profile of the layers is known, the speed of every device is the ratio of the profiled times of its stages to
+    their measured times. A layer that moves takes the time that corresponds to the speed of its new device. Without a
+    profile, every stage is one layer, and times that were measured with micro-batches of about one size are assumed to
+    be proportional to their samples.
 
-    Steps of optimizers count where a run's timeline has them: where batches overlap.
+    Optimizer steps are included if the timeline of the run contains them, which is the case if batches overlap.
 
     Raises:
-        PlanError: the schedule is not installed here, or orders overlapping batches as they come; or there are several
-            jobs, or several batches between two flushes.
+        PlanError: the schedule is not installed; it overlaps batches in an order that is not fixed; or the plan has
+            several jobs or several batches between two flushes.
     """
 
     def __init__(self, record: RunRecord) -> None:
@@ -86,38 +89,45 @@ class WhatIf:
 
     @cached_property
     def now(self) -> SimulatedTrial:
-        """The run itself."""
+        """The simulation of the unchanged run."""
         layers = self.plan.layers if self.layers_known else self._each_its_own
         return self._evaluated(self.schedule, replace(self.plan, layers=layers))
 
     @property
     def bubble(self) -> float:
-        """The bubble of the run: of the measured step, if one was measured."""
+        """The bubble of the measured step, or of the predicted step if nothing was measured."""
         return self._record.displayed_timeline.mean_bubble
 
     @property
     def measured_seconds(self) -> float:
-        """Seconds of the measured step; 0 if nothing was measured, or if batches overlap and fill the pipeline only
-        once."""
+        """The seconds of the measured step.
+
+        The value is 0 if nothing was measured, or if batches overlap, because the timeline then contains the filling of
+        the pipeline only once.
+        """
         measured = self._record.measured
         return measured.makespan / 1e9 if measured is not None and measured.batches == 1 else 0.0
 
     @property
     def rows(self) -> int:
-        """Samples of a batch."""
+        """The number of samples of a batch."""
         return self.plan.jobs[0].rows
 
     def with_best_cuts(
         self, schedule: Schedule | Policy | None = None, microbatches: int | None = None
     ) -> SimulatedTrial | None:
-        """Return the best cuts for a schedule and a number of micro-batches, by default the run's own; None where the
-        layers are not known, or nothing fits."""
+        """Return the trial with the best cuts for a schedule and a number of micro-batches, by default those of the
+        run.
+
+        The result is None if the times of the layers are not known, or if nothing fits.
+        """
         if not self.layers_known:
             return None
         schedule = schedule or self.schedule
         try:
             plan = self._plan(schedule, microbatches)
-            own = plan.ranks == self.plan.ranks  # other stages: balanced well is enough to see whether it pays
+            # for other stages, balanced cuts are sufficient to see whether a change pays off
+            own = plan.ranks == self.plan.ranks
             return self._with_bubble(schedule, fit_layers(self.profile, schedule, plan, self.cluster, 60 if own else 0))
         except (PlanError, DeadlockError, ProgramError):
             return None
@@ -125,8 +135,10 @@ class WhatIf:
     def with_same_cuts(
         self, schedule: Schedule | Policy | None = None, microbatches: int | None = None
     ) -> SimulatedTrial | None:
-        """Another schedule or number of micro-batches on the same stages; None where it wants other stages, or does not
-        fit."""
+        """Return the trial with another schedule or number of micro-batches on the same stages.
+
+        The result is None if the schedule needs other stages, or if the plan does not fit.
+        """
         schedule = schedule or self.schedule
         try:
             plan = self._plan(schedule, microbatches)
@@ -140,7 +152,7 @@ class WhatIf:
         return trial if fits else None
 
     def with_even_stages(self) -> float:
-        """Return the seconds of a step if every stage took the mean of all."""
+        """Return the seconds of a step in which every stage takes the mean time of all stages."""
         costs = self.now.fit.costs
         means = {
             kind: sum(costs.seconds_at(kind, s, self._rows) for s in range(self.plan.n_stages)) / self.plan.n_stages
@@ -150,7 +162,7 @@ class WhatIf:
         return self._seconds(replace(costs, seconds={**costs.seconds, **even}))
 
     def with_free_links(self) -> float:
-        """Return the seconds of a step if every message arrived at once."""
+        """Return the seconds of a step in which every message arrives immediately."""
         costs = self.now.fit.costs
         seconds = {key: table for key, table in costs.seconds.items() if key[0] not in (Kind.SF, Kind.SB)}
         return self._seconds(replace(costs, seconds=seconds, links={}, link=FREE))
@@ -171,7 +183,7 @@ class WhatIf:
     def _with_bubble(schedule: Schedule | Policy, fit: Fit) -> SimulatedTrial:
         run = simulate(
             fit.order, replace(fit.plan, layers=()), fit.costs
-        )  # as `evaluate_plan` did, which is remembered
+        )  # `evaluate_plan` has run the same simulation, which is cached
         return SimulatedTrial(schedule, fit, fit.bubble, most_held(run))
 
     # ---- the model of the run
@@ -181,7 +193,8 @@ class WhatIf:
         return tuple(Span(s, s + 1) for s in range(self.plan.n_stages))
 
     def _of_stages(self) -> tuple[ModelProfile, Cluster]:
-        """Return the profile with every stage as one layer; unknown outputs have one byte a sample."""
+        """Return a profile with every stage as one layer. If the bytes of outputs are unknown, they are set to one byte
+        per sample."""
         costs, n = self._record.costs, self.plan.n_stages
         bytes_ = [*(costs.forward_bytes or (1.0,) * (n - 1)), 1.0]
 
@@ -208,9 +221,12 @@ class WhatIf:
         return profile, self._cluster([1.0] * self.plan.n_ranks, profile, self._each_its_own)
 
     def _scaled(self, kind: Kind, stage: int) -> Table:
-        """Return the seconds by samples, for other sizes too: proportional to those of the largest micro-batches,
-        unless sizes that are far from each other were measured. A short last micro-batch takes a little more or less by
-        chance, and a line through that leads anywhere."""
+        """Return a table of seconds by number of samples.
+
+        The times are proportional to the time of the largest micro-batch, unless sizes that differ sufficiently were
+        measured. The time of a slightly smaller last micro-batch varies by chance, so a line through two similar sizes
+        would extrapolate badly.
+        """
         table = self._record.costs.seconds.get((kind, stage), ())
         sizes, times = [rows for rows, _ in table if rows], [seconds for _, seconds in table]
         if len(table) < 2 or (sizes[-1] >= FAR * sizes[0] and times == sorted(times)):
@@ -243,13 +259,13 @@ class WhatIf:
         return replace(profile, layers=layers), self._cluster(speeds, profile, plan.layers)
 
     def _step(self, stage: int) -> float:
-        """Return the seconds of a stage's optimizer step; 0 where the timeline leaves it out."""
+        """Return the seconds of the optimizer step of a stage; 0 if the timeline does not contain it."""
         return (
             self._record.costs.seconds_at(Kind.STEP, stage) if (Kind.STEP, stage) in self._record.costs.seconds else 0.0
         )
 
     def _cluster(self, speeds: list[float], profile: ModelProfile, layers: tuple[Span, ...]) -> Cluster:
-        """Devices of those speeds, and links that move the bytes of `profile` in the time that was measured."""
+        """Return devices with the given speeds, and links that move the bytes of `profile` in the measured times."""
         found: dict[tuple[int, int], list[Link]] = {}
         for pair, link in self._measured_links(profile, layers):
             found.setdefault(pair, []).append(link)
