@@ -31,7 +31,7 @@ class StepSample(NamedTuple):
         lag: the median nanoseconds between the time when a computation is ready and its start.
         impossible: the number of transfers that were discarded because their timestamps contradict each other, by the
             stage before the link.
-        took: the nanoseconds from the first event of the rank to the last one.
+        took: the nanoseconds from the start of the first computation of the rank to the end of its last event.
         slack: the length of the shortest queue of arrived inputs at a launch while the pipeline was full; None if there
             was no such launch.
         stalled: the nanoseconds for which the rank waited for inputs; None if it received no inputs.

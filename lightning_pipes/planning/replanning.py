@@ -80,7 +80,7 @@ class Observation:
         return tuple(found[stage] for stage in sorted(found))
 
     def matches_plan(self, plan: Plan) -> bool:
-        """Return whether the operations are exactly the forwards and backwards of `plan`."""
+        """Return whether the operations include all forwards and backwards of `plan`."""
         tables = [
             (self.operations.get((kind, s)), plan.spans(kind, s))
             for s in range(plan.n_stages)

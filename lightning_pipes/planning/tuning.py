@@ -173,9 +173,10 @@ class CandidateRanker:
         If the current candidate is not in `candidates`, it is replaced in any case. Among candidates that are equally
         fast, the one that holds the least memory is chosen.
 
-        If links are unsteady, averages do not show the advantage of an order that is not fixed, for which 13 % over
-        kFkB with the same memory were measured. In this case, such a candidate is preferred if its predicted step is
-        less than 5 % longer. Among these, the one with the most memory is chosen, and no predicted gain is required.
+        If links are unsteady, averages do not show the advantage of an order that is not fixed; the measured advantage
+        over kFkB with the same memory is 13 %. In this case, such a candidate is preferred if its predicted step is
+        less than 5 % longer. Among these candidates, the one with the most memory is chosen, and no predicted gain is
+        required.
 
         Args:
             candidates: the candidates to choose from.

@@ -1,4 +1,4 @@
-"""Programs and policies in virtual time, and timelines, simulated or measured."""
+"""Simulation of programs and policies in virtual time, and timelines of simulated and measured runs."""
 
 from lightning_pipes.sim.loops.kernel import load_kernel
 from lightning_pipes.sim.shown.compare import TimelineComparison, compare_timelines

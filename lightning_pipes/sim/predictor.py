@@ -1,6 +1,7 @@
-"""Which batches a stage computes next, asked before each task of a stage (Zhao et al. 2022, Algorithm 3).
+"""Prediction of the batches that a stage computes next, before each of its tasks (Zhao et al. 2022, Algorithm 3).
 
-A stage's context is what it needs of a batch: its layers there, parameters and optimizer state.
+The context of a stage is the data that it needs for a batch: the layers of the batch on this stage, their parameters
+and their optimizer states.
 """
 
 from __future__ import annotations
@@ -10,7 +11,13 @@ from typing import NamedTuple, Protocol
 
 
 class Task(NamedTuple):
-    """A computation of a stage."""
+    """A computation of a stage.
+
+    Attributes:
+        subnet: the number of the subnet.
+        backward: whether the computation is a backward.
+        microbatch: the number of the micro-batch.
+    """
 
     subnet: int
     backward: bool
@@ -18,10 +25,11 @@ class Task(NamedTuple):
 
 
 class WaitingSubnet(NamedTuple):
-    """A subnet that waits at a stage: its input is there, and its forward has not begun.
+    """A subnet that waits at a stage: its input has arrived, and its forward has not begun.
 
     Attributes:
-        waits: earlier subnets whose update of its layers there has not come.
+        subnet: the number of the subnet.
+        waits: the earlier subnets that have not yet updated its layers on this stage.
     """
 
     subnet: int
@@ -29,18 +37,23 @@ class WaitingSubnet(NamedTuple):
 
 
 class PendingBackward(NamedTuple):
-    """A backward that will come once a forward has run."""
+    """A backward that will follow a forward.
+
+    Attributes:
+        subnet: the subnet of the backward.
+        after: the subnet of the forward.
+    """
 
     subnet: int
     after: int
 
 
 class TaskPrediction(NamedTuple):
-    """Contexts to fetch, and records to tell the stage before.
+    """The contexts to fetch, and the records to send to the previous stage.
 
     Attributes:
-        wanted: subnets whose context is needed next, the first one first.
-        pending: goes along with the gradient that the task sends.
+        wanted: the subnets whose contexts are needed next, in order.
+        pending: the records that are sent along with the gradient of the task.
     """
 
     wanted: tuple[int, ...] = ()
@@ -48,40 +61,47 @@ class TaskPrediction(NamedTuple):
 
 
 class TaskPredictor(Protocol):
-    """Predicts for one stage. A wrong prediction costs time only."""
+    """Predicts the tasks of one stage. A wrong prediction costs only time."""
 
     def before(
         self, task: Task, queue: Sequence[WaitingSubnet], received: Sequence[PendingBackward] = ()
     ) -> TaskPrediction:
-        """Return the contexts that come after `task`, which runs now.
+        """Return the contexts that are needed after `task`, which runs now.
 
         Args:
-            queue: the subnets that wait on the stage, the lowest first; `task.subnet` may be among them.
-            received: what came with its gradient.
+            task: the task.
+            queue: the subnets that wait on the stage, the lowest first. `task.subnet` may be among them.
+            received: the records that arrived with the gradient of the task.
         """
 
     def idle(self, queue: Sequence[WaitingSubnet]) -> TaskPrediction:
-        """Return the contexts that come next where nothing runs and nothing is ready, as at the start."""
+        """Return the contexts that are needed next if no task is running and none is ready, for example at the
+        start."""
 
 
 def admissible(queue: Iterable[WaitingSubnet], done: frozenset[int] = frozenset()) -> int | None:
-    """Return the first of the queue that may run once the subnets `done` have stepped here (Algorithm 2); None if none
-    may."""
+    """Return the first subnet in the queue that may run once the subnets in `done` have updated their layers on this
+    stage (Algorithm 2).
+
+    The result is None if no subnet may run.
+    """
     return next((subnet for subnet, waits in queue if waits <= done), None)
 
 
 class StepAheadPredictor:
-    """Algorithm 3 of the paper, two contexts ahead.
+    """Algorithm 3 of the paper, which looks two contexts ahead.
 
-    Before a backward it pretends that this has stepped and looks for the forward that follows. A backward of which the
-    stage behind has sent a record comes after that forward. The record is kept until the forward is about to run;
-    then the context is fetched, and the record sent on. The last stage tells of the backward of its next forward, which
-    follows at once. Before a forward it looks for the next one.
+    Before a backward, the predictor assumes that this backward has updated the layers and determines the forward that
+    follows. A backward for which the next stage has sent a record comes after that forward. The record is kept until
+    the forward is about to run; then the context is fetched and the record is sent on. The last stage sends a record
+    for the backward of its next forward, which follows immediately. Before a forward, the predictor determines the next
+    forward.
 
-    Unlike the paper's, a record counts from this stage's next forward, whatever `after` says, and always goes on.
+    Unlike in the paper, a record refers to the next forward of this stage, regardless of `after`, and is always sent
+    on.
 
-    As printed, subnet 0 is never predicted, what is blocked is forgotten at each call, and the list of finished
-    subnets is changed by pretending; none of this is so here.
+    The printed algorithm never predicts subnet 0, forgets blocked backwards at each call, and changes the list of
+    finished subnets when it looks ahead. This implementation does none of these.
 
     Args:
         last: whether this is the last stage.
@@ -89,7 +109,7 @@ class StepAheadPredictor:
 
     def __init__(self, last: bool) -> None:
         self._last = last
-        self._blocked: dict[int, list[int]] = {}  # by the forward that comes before these backwards
+        self._blocked: dict[int, list[int]] = {}  # backwards by the forward that precedes them
         self._now: tuple[int, bool] | None = None
         self._prediction = TaskPrediction()
 
@@ -134,19 +154,20 @@ class StepAheadPredictor:
 
 
 class SimulatedPredictor:
-    """Predicts by a simulated order of the stage's tasks. The policy is deterministic, so only times can be wrong.
+    """Predicts tasks from a simulated order of the tasks of the stage. The policy is deterministic, so only the times
+    can be wrong.
 
     Args:
-        order: of all tasks from the first one on.
-        contexts: how many it looks ahead; further than what fits into memory is of no use.
-        ran: those of them that have run.
+        order: all tasks, beginning with the first one.
+        contexts: the number of contexts to look ahead. More contexts than fit into memory are not useful.
+        ran: the tasks that have already run.
     """
 
     def __init__(self, order: Sequence[Task], contexts: int, ran: Iterable[Task] = ()) -> None:
         self._order = order
         self._contexts = contexts
         self._ran = set(ran)
-        self._first = 0  # all before it have run
+        self._first = 0  # all tasks before this one have run
 
     def before(
         self, task: Task, queue: Sequence[WaitingSubnet], received: Sequence[PendingBackward] = ()

@@ -1,14 +1,15 @@
-"""Which states a device holds: what is loaded early, what makes room for it, and what that costs.
+"""Management of the states on a device: prefetching, eviction, and their costs.
 
-A state has a key and a size: a job's weights and optimizer on a stage, a layer, a version of weights. What does not fit
-into the device's budget lies on the host. Decisions are made here, and nothing is moved: a `Copier` does that, on
-streams, on threads, or on a virtual clock. So engine and simulator decide alike.
+A state has a key and a size. Examples are the weights and optimizer states of a job on a stage, a layer, or a version
+of weights. States that do not fit into the budget of the device are on the host. This module makes only the decisions.
+A `Copier` moves the data on streams, on threads, or on a virtual clock, so that the engine and the simulator make the
+same decisions.
 
-    residency.expect(keys)                # the keys of the leases to come, in order, as a Program has them
-    residency.lease(key, write=True)      # there, and stays there
+    residency.expect_leases(keys)         # the keys of future leases in order, from a Program
+    residency.lease(key, write=True)      # the state is on the device and stays there
     ...                                   # compute
-    residency.release(key)                # may go; written back first if it was written
-    residency.prefetch()                  # as far ahead as the budget allows
+    residency.release(key)                # the state may be evicted, and is written back first if it has changed
+    residency.prefetch()                  # loads as many future states as the budget allows
 """
 
 from __future__ import annotations
@@ -23,42 +24,47 @@ from lightning_pipes.ir import PlanError
 
 Key = TypeVar("Key")
 NEVER = 1 << 62
-"""After all leases that are known."""
+"""A position after all known leases."""
 
 
 class Copier(Protocol):
-    """Moves states between host and device. A ticket stands for one copy; copies of one direction are made in turn."""
+    """Moves states between host and device.
+
+    A ticket identifies one copy. The copies of one direction are made one after another.
+    """
 
     def load(self, key: object, size: int, after: int | None) -> int:
-        """Starts to copy a state to the device, once the copy `after` has ended; returns its ticket."""
+        """Start to copy a state to the device after the copy `after` has ended, and return the ticket of the new
+        copy."""
 
     def store(self, key: object, size: int) -> int:
-        """Start to copy a state to the host."""
+        """Start to copy a state to the host, and return the ticket of the copy."""
 
     def free_place(self, key: object) -> None:
-        """Evict the state from the device; its place is free when the copies from and to it have ended."""
+        """Evict the state from the device. Its memory is free when the copies from and to it have ended."""
 
     def is_done(self, ticket: int) -> bool:
         """Return whether the copy has ended."""
 
     def wait(self, ticket: int) -> int:
-        """Wait until the copy has ended, and return the nanoseconds that this took.
+        """Wait until the copy has ended, and return the duration of the wait in nanoseconds.
 
-        Where a device waits and its host goes on, those of earlier calls, as they become known.
+        If only the device waits and the host continues, the method returns the waits of earlier calls as soon as they
+        are known.
         """
 
 
 class VirtualCopier:
-    """A link in each direction, on a clock that the simulation advances.
+    """Models one link in each direction on a clock that the simulation advances.
 
     Args:
-        bandwidth: bytes per second, each direction.
-        latency: seconds of each copy besides.
+        bandwidth: bytes per second in each direction.
+        latency: additional seconds of each copy.
     """
 
     def __init__(self, bandwidth: float, latency: float = 0.0) -> None:
         self.now = 0
-        """Nanoseconds."""
+        """The current time in nanoseconds."""
         self._rate, self._latency = bandwidth, round(latency * 1e9)
         self._free = {"in": 0, "out": 0}
         self._ends: list[int] = []
@@ -70,7 +76,7 @@ class VirtualCopier:
         return self._copy("out", size, 0)
 
     def free_place(self, key: object) -> None:
-        """Do nothing, for virtual copies need no memory."""
+        """Do nothing, because virtual copies need no memory."""
 
     def _copy(self, way: str, size: int, earliest: int) -> int:
         takes = 0 if math.isinf(self._rate) else round(size / self._rate * 1e9)
@@ -89,13 +95,22 @@ class VirtualCopier:
 
 @dataclass
 class Statistics:
-    """Counts of what leases met. `hits`: the state was there; `late`: on its way; `misses`: it was not asked for
-    before.
+    """Counters of leases and copies.
 
-    `refused` are prefetches for which there was no room, `wasted` those that went before anybody used them. `again` are
-    hits of the next micro-batch of a batch, which had the state right before. `cleared` counts how often all states
-    without a lease left for a computation that ran out of memory. `peer_bytes` are those of `bytes_in` and `bytes_out`
-    that a peer's memory gave or took.
+    Attributes:
+        hits: leases whose state was on the device.
+        late: leases whose state was on its way to the device.
+        misses: leases whose state had to be loaded.
+        stall_ns: nanoseconds of waiting.
+        bytes_in: bytes copied to the device.
+        bytes_out: bytes copied to the host.
+        prefetched: states that were prefetched.
+        refused: prefetches for which there was no room.
+        wasted: states that were loaded and evicted without being leased.
+        again: hits of the next micro-batch of a batch, which used the same state just before.
+        cleared: the number of times that all states without a lease were evicted because a computation ran out of
+            memory.
+        peer_bytes: the part of `bytes_in` and `bytes_out` that was copied from or to the memory of a peer.
     """
 
     hits: int = 0
@@ -118,12 +133,13 @@ class Statistics:
 
     @property
     def leases(self) -> int:
-        """The number of all leases."""
+        """The number of leases."""
         return self.hits + self.late + self.misses
 
     @property
     def hit_rate(self) -> float:
-        """The share of leases that found their state on the device, without those `again`; 1 where there was none."""
+        """The share of leases whose state was on the device, without the leases in `again`; 1 if there were no
+        leases."""
         counted = self.leases - self.again
         return (self.hits - self.again) / counted if counted else 1.0
 
@@ -133,31 +149,31 @@ class _Held:
     """A state on the device.
 
     Attributes:
-        ticket: of the copy that brought it; None where it was made there.
+        ticket: the ticket of the copy that loaded the state; None if the state was created on the device.
     """
 
     ticket: int | None
-    used: int  # number of its last lease, or of its loading
+    used: int  # the turn of its last lease or, without a lease, of its loading
     leased: int = 0
     dirty: bool = False
-    fresh: bool = True  # not leased since it was loaded
+    fresh: bool = True  # True if it has not been leased since it was loaded
 
 
 class Residency(Generic[Key]):
     """The states of one device.
 
-    With `expect_leases` the leases to come are known: then what is needed latest makes room (Belady), and never for a
-    state that is needed later than itself. `predict` says the same of leases that may come otherwise. Where neither
-    says anything, what was used longest ago makes room.
+    If `expect_leases` has announced future leases, the state that is needed last is evicted first (Belady). A state is
+    never evicted for another one that is needed later. `predict` has the same effect for leases that are only probable.
+    Without either, the least recently used state is evicted.
 
     Args:
-        budget: bytes of the device for states.
-        sizes: bytes of every state.
-        copier: moves them; all lie on the host at first.
-        slots: the most states that may be there at a time, if not only bytes count.
+        budget: the bytes of the device that states may use.
+        sizes: the bytes of every state. All states are on the host at first.
+        copier: moves the states.
+        slots: the largest number of states on the device; None for no limit in addition to the budget.
 
     Raises:
-        PlanError: a state alone is larger than the budget.
+        PlanError: a single state is larger than the budget.
     """
 
     def __init__(self, budget: int, sizes: Mapping[Key, int], copier: Copier, slots: int | None = None) -> None:
@@ -171,21 +187,21 @@ class Residency(Generic[Key]):
         self._coming: deque[Key] = deque()
         self._uses: dict[Key, deque[int]] = {}
         self._at = 0
-        self._predicted: dict[Key, int] = {}  # in which order
-        self._leaving: dict[Key, int] = {}  # tickets of what is written back
+        self._predicted: dict[Key, int] = {}  # position by key
+        self._leaving: dict[Key, int] = {}  # tickets of states that are being written back
         for key, size in sizes.items():
             self.add(key, size)
 
     @property
     def resident(self) -> frozenset[Key]:
-        """The keys that are on the device, or on its way to it."""
+        """The keys of the states that are on the device or on their way to it."""
         return frozenset(self._held)
 
     def add(self, key: Key, size: int) -> None:
-        """Add a state, on the host, as of a job that joins.
+        """Add a state on the host, for example for a job that joins.
 
         Raises:
-            PlanError: it is larger than the budget.
+            PlanError: the state is larger than the budget.
         """
         if size > self._budget:
             raise PlanError(
@@ -195,12 +211,14 @@ class Residency(Generic[Key]):
         self._sizes[key] = size
 
     def make(self, key: Key, size: int) -> int:
-        """Add a state that is made on the device, not on the host, such as a version of weights; others leave for it.
+        """Add a state that is created on the device, such as a version of weights. Other states are evicted to make
+        room for it.
 
-        Return the nanoseconds that were waited for its place.
+        Returns:
+            The nanoseconds of waiting for its memory.
 
         Raises:
-            PlanError: it is larger than the budget, or all that is there is leased.
+            PlanError: the state is larger than the budget, or all states on the device are leased.
         """
         self.add(key, size)
         if not self._make_room(size):
@@ -215,28 +233,32 @@ class Residency(Generic[Key]):
         return waited
 
     def expect_leases(self, keys: Iterable[Key]) -> None:
-        """Append to the expected leases."""
+        """Append keys to the sequence of expected leases."""
         for key in keys:
             self._uses.setdefault(key, deque()).append(self._at + len(self._coming))
             self._coming.append(key)
 
     def predict(self, keys: Iterable[Key]) -> None:
-        """Set the leases that will probably come next, in order; others may come."""
+        """Set the leases that will probably come next, in order. Other leases may come instead."""
         self._predicted = {key: at for at, key in enumerate(dict.fromkeys(keys))}
 
     def has_room(self, *keys: Key) -> bool:
-        """Return whether leases of all these states would fit, if states that are not leased left."""
+        """Return whether all these states can be leased at the same time if all states without a lease are evicted."""
         wanted = {*keys, *(key for key, held in self._held.items() if held.leased)}
         return sum(self._sizes[key] for key in wanted) <= self._budget and len(wanted) <= self._slots
 
     def lease(self, key: Key, write: bool = False) -> int:
-        """Lease a state and return the nanoseconds until it is on the device; it stays until it is released.
+        """Lease a state. It stays on the device until it is released.
 
         Args:
-            write: the state is changed meanwhile, and written back before its place is taken.
+            key: the state.
+            write: whether the state is changed during the lease, so that it must be written back before its eviction.
+
+        Returns:
+            The nanoseconds of waiting until the state is on the device.
 
         Raises:
-            PlanError: another lease was expected, or all that is there is leased.
+            PlanError: another lease was expected, or all states on the device are leased.
         """
         if self._coming:
             if self._coming[0] != key:
@@ -270,7 +292,7 @@ class Residency(Generic[Key]):
         """End a lease.
 
         Raises:
-            PlanError: there was none.
+            PlanError: the state is not leased.
         """
         held = self._held.get(key)
         if held is None or not held.leased:
@@ -278,9 +300,11 @@ class Residency(Generic[Key]):
         held.leased -= 1
 
     def prefetch(self) -> int:
-        """Start to load the states that are needed next, in order, until there is no room, and return their number.
+        """Start to load the states that are needed next, in order, until there is no more room. Return the number of
+        loaded states.
 
-        So the look-ahead follows from the budget: a fixed one would load what makes the next state leave.
+        The look-ahead therefore follows from the budget. A fixed look-ahead could evict states that are needed earlier
+        than the loaded ones.
         """
         begun = 0
         for key in dict.fromkeys(self._coming) if self._coming else self._predicted:
@@ -295,7 +319,7 @@ class Residency(Generic[Key]):
         return begun
 
     def evict_idle(self) -> bool:
-        """Evict all states without a lease; return whether there was one."""
+        """Evict all states without a lease. Return whether there was such a state."""
         idle = self._victims()
         for key in idle:
             self._evict(key)
@@ -303,10 +327,10 @@ class Residency(Generic[Key]):
         return bool(idle)
 
     def drop_state(self, key: Key) -> None:
-        """Remove a state that is not needed any more; its bytes are free at once.
+        """Remove a state that is no longer needed. Its bytes are free immediately.
 
         Raises:
-            PlanError: it is leased.
+            PlanError: the state is leased.
         """
         held = self._held.get(key)
         if held is not None:
@@ -319,14 +343,14 @@ class Residency(Generic[Key]):
         self._predicted.pop(key, None)
 
     def start_write_back(self, key: Key) -> None:
-        """Start to write a changed state back, so that its later eviction does not wait."""
+        """Start to write a changed state to the host, so that its later eviction does not have to wait."""
         held = self._held.get(key)
         if held is not None and held.dirty:
             self._leaving[key] = self._store(key)
             held.dirty = False
 
     def flush(self) -> None:
-        """Write all changed states to the host and wait for that; they stay on the device."""
+        """Write all changed states to the host and wait until this is done. The states stay on the device."""
         for key, held in self._held.items():
             if held.dirty:
                 self._copier.wait(self._store(key))
@@ -339,8 +363,10 @@ class Residency(Generic[Key]):
         return uses[0] if uses else NEVER
 
     def _make_room(self, size: int, needed: int = -1) -> bool:
-        """Return whether there is room for `size` bytes now; others leave for it, none that is needed before
-        `needed`."""
+        """Evict states until there is room for `size` bytes, and return whether this is possible.
+
+        States that are needed before `needed` are not evicted. If there is not enough room, no state is evicted.
+        """
         leaves: list[Key] = []
         free, places = self._budget - self._used, self._slots - len(self._held)
         for key in self._victims():
@@ -365,7 +391,7 @@ class Residency(Generic[Key]):
         )
 
     def _victims(self) -> list[Key]:
-        """Return the keys that may leave, the first one first."""
+        """Return the keys of the states that may be evicted, in the order of eviction."""
         free = [key for key, held in self._held.items() if not held.leased]
         return sorted(free, key=lambda key: (-self._next_use(key), self._held[key].used))
 
@@ -390,6 +416,6 @@ class Residency(Generic[Key]):
         return held
 
     def _room_ends(self) -> int | None:
-        """Return the copy after which all that has left is on the host; None if it is there."""
+        """Return the last copy of evicted states to the host that is still running; None if there is no such copy."""
         self._leaving = {key: ticket for key, ticket in self._leaving.items() if not self._copier.is_done(ticket)}
         return max((ticket for key, ticket in self._leaving.items() if key not in self._held), default=None)

@@ -1,7 +1,8 @@
-"""Simulation of a program or a policy in virtual time, by given costs or by costs drawn from a seed.
+"""Simulation of a program or a policy in virtual time, with given costs or with costs drawn from a seed.
 
-`draw_spread` tells how much a makespan scatters where operations do. Medians are no fair picture of a pipeline: each
-rank waits for the one that is slow this time, so rare slow operations cost more than their share.
+`draw_spread` returns the variation of the makespan if the durations of operations vary. Medians underestimate the
+duration of a step: each rank waits for the rank that happens to be slow, so rare slow operations cost more than their
+share.
 """
 
 from __future__ import annotations
@@ -46,28 +47,31 @@ def simulate(
     batches: int | Sequence[LayerUse] | None = None,
     memory_limit: Limit = None,
 ) -> Timeline:
-    """When everything runs if `costs` are true: integer nanoseconds, the same on every machine.
+    """Simulate an order with `costs` and return the timeline, in integer nanoseconds that are equal on every machine.
 
-    A rank computes one thing at a time. A link moves one message at a time in each direction, in the order in which
-    they were sent; latency does not occupy it; see `cost.Link` for what else it may do. Sends and computations overlap,
-    and directions do not disturb each other, unless the costs are of another `cost.Regime`. Receives take no time of
-    their own.
+    A rank runs one computation at a time. In each direction, a link moves one message at a time, in the order in which
+    messages were sent, and its latency does not occupy it; `cost.Link` describes further properties of links. Sends
+    overlap with computations, and the two directions of a link are independent, unless the costs specify another
+    `cost.Regime`. Receives take no time.
 
     Args:
-        order: a program, run in exactly its order and lowered first if it has no transfers yet; or a policy, asked in
-            virtual time, and offered what the plan's limits allow.
-        batches: batches per job; by default the plan's own for a policy that flushes, three more than are under way at
-            once for an endless order. For an endless policy also what each of them uses; else they use all layers. A
-            finite program has its own number.
-        memory_limit: bytes of every rank, or of each. What would not fit waits.
+        order: a program, which runs in exactly its order and is lowered first if it has no transfers; or a policy,
+            which picks instructions in virtual time within the limits of the plan.
+        plan: the plan that is ordered.
+        costs: the durations and bytes of operations.
+        batches: the number of batches of each job. The default is the number in the plan for a policy that flushes; for
+            an endless program, it is three more than its head contains, and for an endless policy three more than its
+            depth. For an endless policy, it may also be a sequence with the layers that each batch uses; otherwise, all
+            batches use all layers. A finite program has its own number of batches.
+        memory_limit: the bytes that every rank may hold, or one value for each rank. Computations that do not fit wait.
 
     Raises:
-        DeadlockError: ranks wait for each other, for memory, or for a policy that picks nothing; names the rank and the
-            reason.
-        InputError: the costs do not know some stage, or the weights alone exceed the limit; or this is neither a
-            program nor a policy.
-        PlanError: an endless policy can't order the plan.
-        ProgramError: the program is one of another plan.
+        DeadlockError: ranks wait for each other, for memory, or for a policy that picks no instruction. The message
+            names the rank and the reason.
+        InputError: the costs lack a stage; or `batches` is a sequence and the order is not an endless policy.
+        PlanError: an endless policy can't order the plan, or the weights alone exceed the memory limit.
+        ProgramError: the program belongs to another plan.
+        TypeError: `order` is neither a program nor a policy.
     """
     check_order("simulate", order, plan)
     if isinstance(order, Policy) and order.is_endless:
@@ -86,27 +90,33 @@ def simulate(
 
 
 def makespan(order: Program | Policy, plan: Plan, costs: Costs) -> int:
-    """Nanoseconds that a finite program or a policy takes: `simulate(...).makespan` without its timeline, for searches.
+    """Return the makespan of a finite program or a policy in nanoseconds.
 
-    Keep the objects: what depends on order and plan is set up once for each pair, and the costs used last are
-    remembered. Where numba is installed and much is simulated, machine code does the rest; see `sim.loops.jit`. Who
-    goes round many orders keeps a `CompiledSimulation` of each.
+    The result equals `simulate(...).makespan`, but no timeline is created, which makes searches faster. Pass the same
+    objects again if possible: everything that depends on the order and the plan is prepared once for each pair, and the
+    last costs are cached. If numba is installed and there is much to simulate, machine code is used; see
+    `sim.loops.jit`. A caller that cycles through many orders should keep a `CompiledSimulation` of each.
 
     Raises:
-        DeadlockError: ranks wait for each other, or for a policy that picks nothing.
-        InputError: the costs do not know some stage; or this is neither a program nor a policy.
-        ProgramError: the program is one of another plan.
+        DeadlockError: ranks wait for each other, or for a policy that picks no instruction.
+        InputError: the costs lack a stage.
+        ProgramError: the program belongs to another plan.
+        TypeError: `order` is neither a program nor a policy.
     """
     return CompiledSimulation(order, plan).makespan(costs)
 
 
 class CompiledSimulation:
-    """A finite program or a policy, set up to be simulated again and again under other costs.
+    """A finite program or a policy that is prepared to be simulated repeatedly with different costs.
+
+    Args:
+        order: the program or policy.
+        plan: the plan that is ordered.
 
     Raises:
-        ProgramError: the program is one of another plan.
+        ProgramError: the program belongs to another plan.
         DeadlockError: ranks wait for each other.
-        InputError: this is neither a program nor a policy.
+        TypeError: `order` is neither a program nor a policy.
     """
 
     def __init__(self, order: Program | Policy, plan: Plan) -> None:
@@ -116,7 +126,7 @@ class CompiledSimulation:
         self._open = open_queues(plan, plan.batches) if self._fixed is None else None
 
     def makespan(self, costs: Costs) -> int:
-        """See the function of this name."""
+        """Return the makespan in nanoseconds; see the function `makespan`."""
         if self._fixed is not None:
             return run(*priced_by(costs, self._fixed)).makespan
         assert self._open is not None
@@ -126,17 +136,21 @@ class CompiledSimulation:
 
 
 def makespans(program: Program, plan: Plan, costs: Costs, times: Array, *, apart: bool = False) -> Array:
-    """Nanoseconds that the finite `program` takes under each of many costs, in one go.
+    """Return the makespan of the finite `program` in nanoseconds for each of many costs.
 
     Args:
-        costs: what holds for all of them: overhead, and links except for the time that messages take.
-        times: integer nanoseconds, a row for each case; a column for each of `cost_representatives(program, plan)`.
-        apart: whether there is a column for each operation.
+        program: the program.
+        plan: the plan that is ordered.
+        costs: the properties that all cases share: the overhead, and all properties of links except the durations of
+            messages.
+        times: integer nanoseconds, with one row for each case and one column for each instruction in
+            `cost_representatives(program, plan)`.
+        apart: whether there is one column for each operation instead.
 
     Raises:
         DeadlockError: ranks wait for each other.
-        InputError: the costs do not know some stage, or times of another shape or type.
-        ProgramError: the program is one of another plan.
+        InputError: the costs lack a stage, or `times` has another shape or type.
+        ProgramError: the program belongs to another plan.
     """
     check_order("makespans", program, plan, Program)
     fixed = compile_program(program, plan)
@@ -151,9 +165,9 @@ def makespans(program: Program, plan: Plan, costs: Costs, times: Array, *, apart
 
 
 def cost_representatives(program: Program, plan: Plan, *, apart: bool = False) -> tuple[Instruction, ...]:
-    """Return one instruction for each group of equal kind, stage, job, batch and rows, which cost the same.
+    """Return one instruction for each group of instructions with equal cost: equal kind, stage, job, batch and rows.
 
-    With `apart` it returns all of them, as operations of one size may differ too.
+    With `apart`, all instructions are returned, because operations of the same size may also differ.
     """
     check_order("priced", program, plan, Program)
     return compile_program(program, plan).instructions if apart else compile_program(program, plan).like
@@ -181,14 +195,16 @@ Kinds = type[Program] | type[Policy]
 
 
 def check_order(function: str, order: object, plan: object, *kinds: Kinds) -> None:
-    """Refuse arguments that are no order or no plan; a schedule makes programs and is no order.
+    """Raise an error if the arguments are not an order and a plan. A schedule creates programs but is not an order.
 
     Args:
-        function: the function that was called.
-        kinds: what it takes; by default programs and policies.
+        function: the name of the calling function.
+        order: the argument to check.
+        plan: the second argument to check.
+        kinds: the types of orders that the function accepts; by default programs and policies.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: an argument has another type.
     """
     if not isinstance(order, kinds or (Program, Policy)):
         wanted = " or ".join(f"a {kind.__name__}" for kind in kinds or (Program, Policy))
@@ -203,16 +219,16 @@ def check_order(function: str, order: object, plan: object, *kinds: Kinds) -> No
 
 
 SLOW = 0.95
-"""Of this share of draws none took longer than what is called slow."""
+"""The share of draws that take at most the time that is reported as slow."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The makespans of one order under many draws.
+    """The makespans of one order for many draws of operation times.
 
     Attributes:
-        nanoseconds: of every draw, ascending.
-        steady: nanoseconds where each operation takes what the cost model says, without scatter.
+        nanoseconds: the makespans of all draws in ascending order.
+        steady: the makespan in nanoseconds without scatter, with the times in the cost model.
     """
 
     nanoseconds: tuple[int, ...]
@@ -220,11 +236,11 @@ class Spread:
 
     @property
     def mean(self) -> float:
-        """Nanoseconds on average: what an epoch of many such steps takes of each."""
+        """The mean makespan in nanoseconds. An epoch of many such steps takes this time per step."""
         return fmean(self.nanoseconds)
 
     def quantile(self, share: float) -> int:
-        """Nanoseconds that this share of draws, 0 to 1, did not exceed."""
+        """Return the nanoseconds that a share of the draws, from 0 to 1, does not exceed."""
         check_number("share", share, "from 0 to 1", lambda x: 0 <= x <= 1)
         return self.nanoseconds[max(0, math.ceil(share * len(self.nanoseconds)) - 1)]
 
@@ -235,13 +251,20 @@ class Spread:
 
 
 def draw_spread(order: Program | Policy, plan: Plan, costs: CostModel, *, draws: int = 200, seed: int = 0) -> Spread:
-    """Draw makespans of a finite program or a policy with operations that vary by `costs.scatter`.
+    """Draw makespans of a finite program or a policy whose operation times vary according to `costs.scatter`.
 
-    The time of every operation is multiplied by one of the ratios of its kind and stage, each as likely. The draws are
-    the same for the same seed.
+    The time of every operation is multiplied by one of the ratios for its kind and stage, which are equally likely. The
+    same seed gives the same draws.
+
+    Args:
+        order: the program or policy.
+        plan: the plan that is ordered.
+        costs: the durations of operations and their scatter.
+        draws: the number of draws.
+        seed: the seed of the random numbers.
 
     Raises:
-        InputError: the costs have no scatter, or do not know some stage.
+        InputError: the costs have no scatter, or lack a stage.
         DeadlockError, ProgramError, TypeError: see `makespan`.
     """
     check_order("spread", order, plan)
@@ -266,7 +289,7 @@ def draw_spread(order: Program | Policy, plan: Plan, costs: CostModel, *, draws:
 
 
 def _drawn(instructions: tuple[Instruction, ...], prices: Prices, costs: CostModel, draws: int, seed: int) -> Array:
-    """Nanoseconds: a row for each draw, a column for each operation."""
+    """Return the drawn times in nanoseconds, with one row for each draw and one column for each operation."""
     chance = np.random.default_rng(seed)
     times = np.tile(np.array(prices.busy, float), (draws, 1))
     columns: dict[object, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Timelines, of what ran when: the one type that the simulator predicts and the engine records."""
+"""Timelines, which contain the time of every instruction. The simulator and the engine both produce this type."""
 
 from __future__ import annotations
 
@@ -17,8 +17,14 @@ from lightning_pipes.ir import COMPUTE, SENDS, Instruction, Kind, Plan, Program
 class Event(NamedTuple):
     """One instruction on one rank, in nanoseconds from the start of the timeline.
 
-    A transfer runs from the moment its link starts to move it until its last byte is there; it is listed under the
-    sending rank, with the instruction of the send.
+    A transfer lasts from the moment when its link starts to move the message until its last byte has arrived. It
+    belongs to the sending rank and has the instruction of the send.
+
+    Attributes:
+        rank: the rank.
+        instruction: the instruction.
+        start: the start in nanoseconds.
+        end: the end in nanoseconds.
     """
 
     rank: int
@@ -29,13 +35,16 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Events of one window, sorted by start.
+    """The events of one window, sorted by start.
 
     Attributes:
-        events: computations and transfers.
-        peak_bytes: most bytes held by each rank, where known.
-        name: what it shows, for titles.
-        regimes: of a prediction, those of the links on which messages take time; None for what was measured.
+        events: the computations and transfers.
+        plan: the plan that ran.
+        peak_bytes: the largest number of bytes that each rank held, if known.
+        name: a name for titles.
+        attributes: further information for the user, by name.
+        regimes: for a simulated timeline, the regimes of the links on which messages take time; None for a measured
+            timeline.
     """
 
     events: tuple[Event, ...]
@@ -47,7 +56,7 @@ class Timeline:
 
     @classmethod
     def from_events(cls, events: Iterable[Event], plan: Plan, **more: object) -> Timeline:
-        """Return the timeline of `events`, sorted and moved so that the first one starts at 0."""
+        """Return the timeline of `events`, sorted and shifted so that the first event starts at 0."""
         ordered = sorted(events, key=lambda e: (e.start, e.end, e.rank))
         origin = ordered[0].start if ordered else 0
         moved = tuple(e._replace(start=e.start - origin, end=e.end - origin) for e in ordered)
@@ -57,9 +66,13 @@ class Timeline:
     def from_ranks(
         cls, by_rank: Sequence[Iterable[Event]], plan: Plan, offsets: Sequence[int] = (), **more: object
     ) -> Timeline:
-        """Return one timeline from the events that each rank recorded, in nanoseconds of its own clock.
+        """Return one timeline from the events of all ranks.
 
-        `offsets[rank]` is added to that rank's times; without it all ranks are taken to share a clock.
+        Args:
+            by_rank: the events of each rank, in nanoseconds of its own clock.
+            plan: the plan that ran.
+            offsets: the nanoseconds to add to the times of each rank; by default all ranks share one clock.
+            more: further fields of the timeline.
         """
         moved = (
             [e._replace(start=e.start + offset, end=e.end + offset) for e in events] if offset else events
@@ -69,27 +82,28 @@ class Timeline:
 
     @property
     def regime(self) -> str:
-        """The world of a prediction, such as "asynchronous links"; empty for what was measured."""
+        """A description of the link regimes of a simulation, such as "asynchronous links"; empty for a measured
+        timeline."""
         return "" if self.regimes is None else describe_regimes(self.regimes)
 
     @cached_property
     def makespan(self) -> int:
-        """Nanoseconds from 0 to the last end."""
+        """The nanoseconds from 0 to the last end."""
         return max((e.end for e in self.events), default=0)
 
     @cached_property
     def batches(self) -> int:
-        """The number of batches; more than 1 where they overlap."""
+        """The number of batches. If there are several, they overlap."""
         return 1 + max((e.instruction.batch for e in self.events), default=0)
 
     @property
     def step(self) -> float:
-        """Nanoseconds of a step: of each batch its share of the makespan."""
+        """The nanoseconds of a step: the makespan divided by the number of batches."""
         return self.makespan / self.batches
 
     @cached_property
     def busy(self) -> tuple[int, ...]:
-        """Nanoseconds that each rank computes."""
+        """The nanoseconds for which each rank computes."""
         busy = [0] * self.plan.n_ranks
         for e in self.events:
             if e.instruction.kind in COMPUTE:
@@ -98,17 +112,17 @@ class Timeline:
 
     @property
     def bubble(self) -> tuple[float, ...]:
-        """The share of the makespan that each rank idles, 0 to 1."""
+        """The share of the makespan for which each rank idles, from 0 to 1."""
         return tuple(1 - b / self.makespan if self.makespan else 0.0 for b in self.busy)
 
     @property
     def mean_bubble(self) -> float:
-        """The bubble: the mean share of the makespan that ranks idle, 0 to 1."""
+        """The bubble of the pipeline: the mean share of the makespan for which ranks idle, from 0 to 1."""
         return sum(self.bubble) / len(self.bubble)
 
     @property
     def efficiency(self) -> float:
-        """Busy time of the slowest rank over the makespan, 0 to 1."""
+        """The busy time of the busiest rank divided by the makespan, from 0 to 1."""
         return max(self.busy) / self.makespan if self.makespan else 0.0
 
     @property
@@ -122,12 +136,12 @@ class Timeline:
         return tuple(e for e in self.events if e.instruction.kind in SENDS)
 
     def target_rank(self, transfer: Event) -> int:
-        """Return the rank that `transfer` goes to."""
+        """Return the rank that receives `transfer`."""
         return self.plan.target_rank(transfer.instruction)
 
     @cached_property
     def link_busy(self) -> dict[tuple[int, int], int]:
-        """Nanoseconds during which something was under way, by (from rank, to rank); latency counts."""
+        """The nanoseconds during which messages were in flight, including latency, by (from rank, to rank)."""
         busy: dict[tuple[int, int], int] = {}
         until: dict[tuple[int, int], int] = {}
         for e in self.transfers:
@@ -139,18 +153,18 @@ class Timeline:
 
     @cached_property
     def input_queues(self) -> tuple[InputQueue, ...]:
-        """The queues of arrived inputs at each launch, by direction and stage; empty where nothing is sent."""
+        """The queues of arrived inputs at each launch, by direction and stage; empty if no messages are sent."""
         return input_queues(self)
 
     def program(self) -> Program:
-        """Return the order in which the ranks computed: a finite program, without transfers."""
+        """Return the order in which the ranks computed, as a finite program without transfers."""
         rows: list[list[Instruction]] = [[] for _ in range(self.plan.n_ranks)]
         for e in self.computations:
             rows[e.rank].append(e.instruction)
         return Program(tuple(map(tuple, rows)))
 
     def gantt(self, width: int = 100) -> str:
-        """Return a drawing in text, `width` characters for the makespan."""
+        """Return the timeline as text, with `width` characters for the makespan."""
         title = f"{self.name + ': ' if self.name else ''}{seconds_text(self.makespan)}"
         title += f", {self.regime}" if self.regimes else ""
         return gantt(self.plan, self.events, self.makespan, self.bubble, title, width)
@@ -162,9 +176,19 @@ _FILL = {Kind.F: "-", Kind.B: "=", Kind.I: "+", Kind.W: "~", Kind.STEP: "#"}
 def gantt(
     plan: Plan, events: Sequence[Event], makespan: int, bubbles: Sequence[float], title: str, width: int = 100
 ) -> str:
-    """Return the title, and one line a rank with its share of idle time: `width` characters for the makespan, a number
-    where a micro-batch begins, dots where the rank idles. What is shorter than half a character is left out, labels
-    that do not fit too."""
+    """Return a timeline as text: a title, one line for each rank with its idle share, and a legend.
+
+    A number marks the start of a micro-batch, and dots mark idle time. Events that are shorter than half a character
+    and labels that do not fit are left out.
+
+    Args:
+        plan: the plan that ran.
+        events: the events.
+        makespan: the nanoseconds that the drawing covers.
+        bubbles: the idle share of each rank, from 0 to 1.
+        title: the first line.
+        width: the number of characters for the makespan.
+    """
     labels = Labels(plan, events)
     scale = width / max(1, makespan)
     rows = [["."] * width for _ in range(plan.n_ranks)]
@@ -201,7 +225,7 @@ WORDS = {
 
 
 class Labels:
-    """Micro-batch numbers, with job and batch where the events have several."""
+    """Labels of events: the number of the micro-batch, with the job and the batch if the events have several."""
 
     def __init__(self, plan: Plan, events: Sequence[Event]) -> None:
         self._plan = plan
@@ -210,7 +234,11 @@ class Labels:
         self._batches = any(batch for _, batch in items)
 
     def label_of(self, i: Instruction) -> str:
-        """`3` is the fourth micro-batch, `3'` on its rank's second stage, `b3` of job 1, `2.3` of batch 2."""
+        """Return the label of an instruction.
+
+        `3` is the fourth micro-batch, `3'` is the same on the second stage of the rank, `b3` belongs to job 1, and
+        `2.3` belongs to batch 2.
+        """
         if i.kind is Kind.STEP:
             return "S"
         spans = self._plan.spans(i.kind, i.stage, i.job)
@@ -223,5 +251,5 @@ class Labels:
         return number + "'" * self.stage_index(i)
 
     def stage_index(self, i: Instruction) -> int:
-        """Return which of its rank's stages `i` concerns, from 0."""
+        """Return the position of the stage of `i` among the stages of its rank, from 0."""
         return self._plan.stages[self._plan.ranks[i.stage]].index(i.stage)

@@ -1,1 +1,1 @@
-"""Loops of the simulator, on numbers."""
+"""The loops of the simulator, which work on numbers only."""

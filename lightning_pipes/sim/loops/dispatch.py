@@ -1,6 +1,7 @@
-"""A policy in virtual time: every rank asks it what to do whenever it is free and something is ready.
+"""Run a policy in virtual time: it picks an instruction whenever a rank is free and has ready instructions.
 
-Transfers are not asked about: a send starts when its message is complete, a receive ends when it has arrived.
+The policy does not pick transfers. A send starts when its message is complete, and a receive ends when the message has
+arrived.
 """
 
 from __future__ import annotations
@@ -34,17 +35,21 @@ from lightning_pipes.sim.loops.queues import DispatchRun, Queues, run_queues
 def run_policy(
     policy: Policy, queues: Queues, prices: Prices, memory: Bytes, uses: Sequence[LayerUse] = ()
 ) -> DispatchRun:
-    """Return the order that `policy` makes of `queues`, as `sim.loops.queues.open_queues` gives them; what would exceed
-    the plan's limits or the memory is not offered.
+    """Return the result of running `queues` in the order that `policy` chooses.
 
-    A policy that is a rule is not asked: the kernel runs it.
+    Instructions that would exceed the limits of the plan or the memory are not offered to the policy. If the policy is
+    a `RulePolicy`, the kernel applies its rule and the policy itself is not called.
 
     Args:
-        uses: what the batches of an endless window use, which the policy sees.
+        policy: the policy.
+        queues: the operations, as returned by `sim.loops.queues.open_queues`.
+        prices: the durations of the operations.
+        memory: the bytes of the operations and ranks.
+        uses: the layers that each batch of an endless window uses, which the policy can see.
 
     Raises:
-        DeadlockError: something is left, and nothing is on its way.
-        ProgramError: the policy picked what is not ready.
+        DeadlockError: some operations have not run, and no operation is in progress.
+        ProgramError: the policy picked an instruction that is not ready.
     """
     plan = queues.plan
     if isinstance(policy, RulePolicy):
@@ -61,7 +66,7 @@ def run_policy(
 
 
 def _room(queues: Queues, *limits: Sequence[int]) -> list[int]:
-    """Return how many samples each queue of forwards may take at once."""
+    """Return the number of samples that each queue of forwards may hold at the same time."""
     room = [PLENTY] * len(queues.members)
     for stage, q in queues.forwards.items():
         room[q] = min([PLENTY, *(most[stage] for most in limits if most)])
@@ -69,7 +74,7 @@ def _room(queues: Queues, *limits: Sequence[int]) -> list[int]:
 
 
 class _Asking:
-    """Asks a policy in place of the kernel's rule."""
+    """Picks operations with a policy instead of the kernel's rule."""
 
     def __init__(
         self,
@@ -86,7 +91,7 @@ class _Asking:
 
     def __call__(self, rank: int, forward: int, other: int, nothing: int, alternate: bool, after_forward: bool) -> int:
         run, instructions, last = self._run, self._queues.instructions, self._last[rank]
-        if last is not None:  # the rank is free, so what it ran last has ended
+        if last is not None:  # the rank is free, so its last instruction has ended
             self._seen[rank].end(last)
         number = {instructions[i]: i for i in sorted(self._ready(rank))}
         choice = eligible_instructions(number, lambda i: self._fits(rank, number[i]))
@@ -123,7 +128,8 @@ class _Asking:
 
 
 class _Seen:
-    """An endless window as a rank's policy sees it: the batches under way, and how far the layers are."""
+    """The state of an endless window that the policy of a rank sees: the batches in flight, and the versions of the
+    layers."""
 
     def __init__(self, queues: Queues, rank: int, uses: Sequence[LayerUse], depth: int) -> None:
         plan = queues.plan
@@ -136,7 +142,7 @@ class _Seen:
         self._enter()
 
     def end(self, i: Instruction) -> None:
-        """Note that the rank has run `i`, and maybe nothing since the last call."""
+        """Record that the rank has run `i`. A repeated call with the same instruction has no effect."""
         if not self._uses or i == self._ended:
             return
         self._ended = i
@@ -155,7 +161,7 @@ class _Seen:
 
 
 def _stuck(policy: Policy, queues: Queues, run: DispatchRun, memory: Bytes) -> str:
-    """Return why nothing goes on: a line for every rank that has something left."""
+    """Return the reason why no operation can run, with one entry for every rank that has not finished."""
     plan, lines = queues.plan, []
     over = {i for i, left in zip(queues.instructions, run.ready.waiting, strict=True) if left < 0}  # nothing is running
 

@@ -1,4 +1,4 @@
-"""Loops that are written once and run by Python, or as machine code that numba makes of the same source."""
+"""Loops that are written once and run either in Python or as machine code that numba compiles from the same source."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_pipes.sim.loops.tables import Fields, Table
 
 @dataclass(frozen=True)
 class Kernel:
-    """One way to run some loops.
+    """One implementation of a set of loops.
 
     Attributes:
         name: "python", which takes lists, or "numba", which takes int64 arrays.
@@ -33,33 +33,34 @@ class Kernel:
 
     @property
     def takes_arrays(self) -> bool:
-        """Whether the functions take arrays; else lists."""
+        """Whether the functions take arrays. Otherwise, they take lists."""
         return self.name == "numba"
 
     def read(self, table: Table[Fields]) -> Fields:
-        """Return the numbers of `table`, to which the kernel does not write."""
+        """Return the fields of `table`. The kernel does not modify them."""
         return table.arrays if self.takes_arrays else table.lists
 
     def copy(self, numbers: Any) -> Any:
-        """Return the same numbers, flat, for the kernel to write to."""
+        """Return a flat copy of the numbers that the kernel may modify."""
         if isinstance(numbers, list) and not self.takes_arrays:
             return list(numbers)
         flat = np.array(numbers, np.int64).reshape(-1)
         return flat if self.takes_arrays else flat.tolist()
 
     def fill(self, n: int, value: int = 0) -> Any:
-        """Return room for `n` numbers, for the kernel to write to."""
+        """Return `n` numbers equal to `value` that the kernel may modify."""
         if not self.takes_arrays:
             return [value] * n
-        return np.full(n, value, np.int64) if value else np.zeros(n, np.int64)  # zeros come five times faster
+        return np.full(n, value, np.int64) if value else np.zeros(n, np.int64)  # np.zeros is five times faster
 
 
 class JitKernel:
-    """Loops, and the choice between Python and numba, which decides how long they take and never what comes out.
+    """Loops with an automatic choice between Python and numba. The choice affects the speed, but never the results.
 
     Args:
-        functions: of one module, each after those that it calls.
-        patience: steps that Python takes before numba is loaded, which takes about as long.
+        functions: functions of one module. Each function must come after the functions that it calls.
+        patience: the number of steps that run in Python before numba is loaded. Loading takes about as long as these
+            steps.
     """
 
     def __init__(self, *functions: Callable[..., Any], patience: int) -> None:
@@ -70,36 +71,36 @@ class JitKernel:
 
     @cached_property
     def numba(self) -> Kernel | None:
-        """The compiled loops; None where numba is not installed."""
+        """The compiled loops; None if numba is not installed."""
         made = compile_functions(*self._functions)
         return None if made is None else Kernel("numba", SimpleNamespace(**made))
 
     @property
     def fastest(self) -> Kernel:
-        """The compiled loops; Python where numba is not installed."""
+        """The compiled loops, or the Python loops if numba is not installed."""
         return self.numba or self.python
 
     def select(self, steps: int) -> Kernel:
-        """Return what runs the next `steps` steps: Python until it has run `patience` of them, then numba."""
+        """Return the kernel for the next `steps` steps: Python for the first `patience` steps, and then numba."""
         self._done += steps
         return self.fastest if self._done > self.patience else self.python
 
     def load(self) -> str:
-        """Load machine code now; return "numba", or "python" where there is none."""
+        """Load the compiled loops now. Return "numba", or "python" if numba is not available."""
         return self.select(self.patience + 1).name
 
 
 def rebind_globals(function: Callable[..., Any], **names: object) -> FunctionType:
-    """Return the same source with other meanings of some of the names that it takes from its module."""
+    """Return a copy of the function in which some global names refer to other objects."""
     assert isinstance(function, FunctionType)
     return FunctionType(function.__code__, {**function.__globals__, **names}, function.__name__)
 
 
 def compile_functions(*functions: Callable[..., Any]) -> dict[str, Callable[..., Any]] | None:
-    """Return the functions by name as machine code, each calling those listed before it; None where numba is not
-    installed.
+    """Return the functions by name as machine code, or None if numba is not installed or can't be imported.
 
-    A function is compiled when it is first called, a kernel in a few seconds, and kept in `cache_folder()`.
+    Each function calls the compiled versions of the functions before it. A function is compiled at its first call,
+    which takes a few seconds for a kernel, and is cached in `cache_folder()`.
     """
     if find_spec("numba") is None:
         return None
@@ -118,8 +119,10 @@ def compile_functions(*functions: Callable[..., Any]) -> dict[str, Callable[...,
 
 
 def cache_folder() -> Path | None:
-    """Return where compiled code is kept: NUMBA_CACHE_DIR if the user says so, else in the user's cache; None, so
-    compiled code is not kept, where nothing can be written."""
+    """Return the folder for compiled code, or None if no folder is writable and compiled code can't be cached.
+
+    The folder is NUMBA_CACHE_DIR if the user sets it. Otherwise, it is in the cache directory of the user.
+    """
     asked = os.environ.get("NUMBA_CACHE_DIR")
     try:
         caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -133,7 +136,8 @@ def cache_folder() -> Path | None:
 
 @contextmanager
 def _caching_in(config: Any, folder: Path | None) -> Iterator[None]:
-    """Functions that are made in here are kept in `folder`; by itself numba would write beside our source."""
+    """Cache functions that are compiled in this context in `folder`. By default, numba would write next to our source
+    files."""
     before = config.CACHE_DIR
     config.CACHE_DIR = str(folder or "")
     try:

@@ -1,9 +1,10 @@
-"""The simulator's inner loops, on integer nanoseconds and plain sequences; `tables` says what the structures hold.
+"""The inner loops of the simulator, on integer nanoseconds and plain sequences. `tables` describes the data structures.
 
-They are written once and run in three ways, with the same integers: by Python on lists, compiled by numba on int64
-arrays, and `fixed` also on arrays that hold a row of numbers, one for each of many costs, where `max` is numpy's. So
-only what all of them understand is used here. A loop unpacks its structures before it begins, and functions that it
-calls take numbers only: numba would count references to arrays at each call.
+The loops are written once and run in three ways, with the same integer results: in Python on lists; compiled by numba
+on int64 arrays; and, for `fixed`, in Python on arrays that contain a row of numbers, one for each of many costs, with
+`max` replaced by the function of numpy. They use only features that all three ways support. A loop unpacks its
+structures before it begins, and the functions that it calls take only numbers, because numba would count references to
+arrays at each call.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -16,33 +17,41 @@ from lightning_pipes.sim.loops.jit import JitKernel
 from lightning_pipes.sim.loops.tables import PriceList
 
 LONG_AGO = -(1 << 62)
-"""Before any time that matters: when a full bucket was last drawn from."""
-OTHERS, FORWARDS, WEIGHTS = range(3)  # sorts of queues
+"""A time before all relevant times. A bucket that was last used at this time is full."""
+OTHERS, FORWARDS, WEIGHTS = range(3)  # types of queues
 PLENTY = 1 << 62
-"""More samples and bytes than anything has."""
+"""A number that is larger than all numbers of samples and bytes."""
 
 
 def leave(start, busy, quick, depth, spent):
-    """Until when a wire's rate is spent after a message that begins at `start`, and when its last byte is out.
+    """Return the time until which the rate of a wire is used up by a message, and the time when its last byte has left.
 
-    The wire has a token bucket: it earns its rate all the time, saves up to `depth` nanoseconds of it while it idles,
-    and moves bytes at full speed while it has savings. `busy` is the message's time at the rate, `quick` at full speed,
-    `spent` what the message before it left. Without a bucket, at depth 0, a message takes `busy`.
+    A wire has a token bucket. It earns tokens at its rate, stores up to `depth` nanoseconds of them while it is idle,
+    and sends at full speed as long as it has tokens. Without a bucket, `depth` is 0 and a message takes `busy`
+    nanoseconds.
+
+    Args:
+        start: the time at which the message begins.
+        busy: the duration of the message at the rate of the wire.
+        quick: the duration of the message at full speed.
+        depth: the size of the bucket.
+        spent: the time until which the rate is used up by the previous message.
     """
     spent = max(spent, start - depth) + busy
     return spent, max(start + quick, spent)
 
 
-# The order of each row is given; a message takes a link as long as a forward a rank.
+# The order of each row is fixed. A message occupies a link for the same time as a forward occupies a rank.
 # Drawn by `step(OneFOneB(), link=1)`:
 # rank 0 |0-1-2-................0===3-1===......2===......3===| bubble 53.8%
 # rank 1 |....0-1-........0===2-1===....3-2===......3===......| bubble 53.8%
 # rank 2 |........0-0===1-1===....2-2===....3-3===............| bubble 53.8%
 #         - forward  = backward  . idle
 def fixed(work, prices, clock, wires, ran):
-    """Fill `ran` for operations that are listed in an order in which they may run: the longest path.
+    """Compute the start and end of operations in a given order by the longest path, and write them to `ran`.
 
-    Each waits for those that it is joined with, besides its rank and its link. `clock` (r) begins at 0.
+    The operations are listed in an order in which they can run. Each operation waits for its rank, for its link, and
+    for the operations that are listed in `work`. All times in `clock` (r) must be 0 at the beginning.
     """
     rank, link, group, first, before = work
     overhead, busy, quick, late, depth, posted, wire, blocks, base = prices
@@ -79,7 +88,10 @@ def fixed(work, prices, clock, wires, ran):
 
 
 def every(work, prices, clock, wires, ran, last):
-    """Fill `last` with when the same order ends under many costs: each a row of `prices.busy` and `prices.quick`."""
+    """Write the makespan of the same order under many costs to `last`.
+
+    Each row of `prices.busy` and `prices.quick` contains the times of one case.
+    """
     for c in range(len(last)):
         clock[:] = 0
         wires.free[:] = 0
@@ -97,32 +109,36 @@ def every(work, prices, clock, wires, ran, last):
 
 
 def pick(rank, forward, other, nothing, alternate, after_forward):
-    """The next operation of a rank by a rule (see `ir.Rule`), given the first `forward` and the first `other` operation
-    that it may run; `nothing` where there is none."""
+    """Return the next operation of a rank according to a rule (see `ir.Rule`).
+
+    `forward` and `other` are the first forward and the first other operation that the rank may run. `nothing` means
+    that there is no such operation.
+    """
     if other == nothing or (alternate and forward != nothing and not after_forward):
         return forward
     return other
 
 
-# The same links where each rank takes what is ready, within limits of what it holds.
+# The same links, with ranks that run ready operations within limits of the samples that they hold.
 # Drawn by `step(Ready(), link=1)`:
 # rank 0 |0-1-2-3-..............0===..1===..2===..3===| bubble 45.5%
 # rank 1 |....0-1-2-......0===3-1===..2===..3===......| bubble 45.5%
 # rank 2 |........0-0===1-1===2-2===3-3===............| bubble 45.5%
 #         - forward  = backward  . idle
 def chosen(work, standing, ready, prices, needed, held, wires, ran, turn, alternate, weights_last, in_order):
-    """Run operations in the order that is chosen as they become ready, and return the number that never ran.
+    """Run operations in an order that is determined while they become ready. Return the number of operations that never
+    ran.
 
-    Fills `ran`, `held` and `turn` (i): operations of a rank that start and end together ran in the order of their
-    turns.
+    The results are written to `ran`, `held` and `turn` (i). Operations of a rank that start and end at the same times
+    ran in the order of their turns.
 
-    An operation waits for those that hold it up. A queue offers the first of its members that is ready, or with
-    `in_order` its next or nothing; what does not fit lets nothing pass. The smallest number comes first. With
-    `alternate` a forward follows what is none, see `pick`; with `weights_last` weight gradients run where nothing else
-    does.
+    An operation waits for the operations that hold it up. A queue offers its first member that is ready or, with
+    `in_order`, only its next member. If this operation does not fit, no later operation of the queue is offered. Among
+    the offered operations, the one with the smallest number comes first. With `alternate`, a forward follows an
+    operation that is not a forward, see `pick`. With `weights_last`, weight gradients run only if nothing else can run.
 
-    All that happens at one instant has happened before any rank is asked; ranks are asked in order, and messages leave
-    in the order in which they become complete.
+    All events of one instant are processed before any rank picks its next operation. Ranks pick in order, and messages
+    leave in the order in which they become complete.
     """
     rank, link, group, first, after = work
     queue, pool, rows, queues, sort, members = standing
@@ -137,8 +153,8 @@ def chosen(work, standing, ready, prices, needed, held, wires, ran, turn, altern
     working = [False] * n_ranks
     asked = [True] * n_ranks
     after_forward = [False] * n_ranks
-    sending = [0] * n_ranks  # until when a blocking send holds the rank
-    agenda = [(0, 0, 0)]  # time, number of the event, the operation that ends then, or n + the rank that has sent
+    sending = [0] * n_ranks  # the time until which a blocking send holds the rank
+    agenda = [(0, 0, 0)]  # time, number of the event, and the operation that ends, or n + the rank whose send has ended
     agenda.pop()
     events = 0
     left = n
@@ -250,5 +266,6 @@ KERNEL = JitKernel(leave, pick, fixed, every, chosen, patience=1_000_000)
 
 
 def load_kernel() -> str:
-    """Load machine code now, for thousands of simulations to come; return "numba", or "python" where there is none."""
+    """Load the compiled loops now, for thousands of simulations that follow. Return "numba", or "python" if numba is
+    not available."""
     return KERNEL.load()

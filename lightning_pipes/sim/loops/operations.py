@@ -1,4 +1,5 @@
-"""The operations of a window, as numbers: computations and messages, on ranks and links, their costs and bytes."""
+"""The operations of a window as numbers: computations and messages, on ranks and links, with their durations and
+bytes."""
 
 from __future__ import annotations
 
@@ -21,13 +22,16 @@ from lightning_pipes.sim.loops.tables import Array, Graph, Needed, PriceList, Ta
 
 @dataclass(frozen=True, eq=False)
 class Operations:
-    """Computations and sends. Receives are gone: what they wait for holds up whatever comes after them.
+    """The computations and sends of a window.
+
+    Receives are not operations: a computation waits directly for the sends whose messages it receives.
 
     Attributes:
-        instructions: what each operation is.
-        like: one instruction of every group that costs the same.
+        plan: the plan.
+        instructions: the instruction of each operation.
+        like: one instruction for each group of operations with the same cost.
         pairs: (from rank, to rank) of every link.
-        table: the rank, link and group of each operation, and what it is joined with.
+        table: the rank, link and group of each operation, and the operations with which it is connected.
     """
 
     plan: Plan
@@ -38,23 +42,23 @@ class Operations:
 
     @cached_property
     def ranks(self) -> list[int]:
-        """The rank of each operation; the sender for a message."""
+        """The rank of each operation. The rank of a message is its sender."""
         return self.table.lists.rank  # type: ignore[no-any-return]
 
     @cached_property
     def per_operation(self) -> Self:
-        """The same operations, each with a price of its own."""
+        """The same operations, each in a group of its own."""
         alone = self.table.lists._replace(group=list(range(len(self.instructions))))
         return replace(self, like=self.instructions, table=Table(alone))
 
     @cached_property
     def groups(self) -> list[int]:
-        """The index into `like` of each operation."""
+        """The group of each operation, as an index into `like`."""
         return self.table.lists.group  # type: ignore[no-any-return]
 
     @cached_property
     def message_offsets(self) -> list[int]:
-        """The number of messages on the links before each link, and on all of them."""
+        """The number of messages on all links before each link, followed by the total number."""
         counts = [0] * len(self.pairs)
         for link in self.table.lists.link:
             if link >= 0:
@@ -62,13 +66,15 @@ class Operations:
         return list(accumulate(counts, initial=0))
 
     def make_wires(self, by: Kernel) -> Wires:
-        """Return the wires and links before anything has run, for the kernel to write to."""
+        """Return the initial state of the wires and links, which the kernel may modify."""
         links = len(self.pairs)  # there are no more wires than links
         return Wires(by.fill(links), by.fill(links, LONG_AGO), by.fill(links), by.fill(self.message_offsets[-1]))
 
     def price_operations(self, costs: Costs) -> Prices:
-        """Return the costs of the operations; those of the last costs are remembered, which must not change
-        meanwhile."""
+        """Return the durations of the operations.
+
+        The result for the last costs is cached, so a costs object must not change between two calls.
+        """
         known = self._known
         if not known or known[0][0] is not costs:
             known[:] = [(costs, _prices(self, costs))]
@@ -81,13 +87,13 @@ class Operations:
 
 @dataclass(frozen=True, eq=False)
 class Prices:
-    """Nanoseconds of operations.
+    """The durations of operations in nanoseconds.
 
     Attributes:
-        table: what the kernel reads of them.
-        peak_ratios: by group, the time of a message at full speed as a share of its time.
-        regimes: those of the links on which messages take time.
-        crowded: messages of several ranks share a wire, so that their order is not known in advance.
+        table: the part that the kernel reads.
+        peak_ratios: for each group, the time of a message at full speed as a share of its time at the rate of the link.
+        crowded: whether messages of several ranks share a wire, so that their order is not known in advance.
+        regimes: the regimes of the links on which messages take time.
     """
 
     table: Table[PriceList]
@@ -97,25 +103,31 @@ class Prices:
 
     @property
     def busy(self) -> list[int]:
-        """The time of each group."""
+        """The duration of each group."""
         return self.table.lists.busy  # type: ignore[no-any-return]
 
     def peak_rate_times(self, busy: Array) -> Array:
-        """Return the times of messages at full speed, where groups take `busy`, a row for each of many cases."""
+        """Return the durations of messages at full speed.
+
+        Args:
+            busy: the durations of the groups. Several cases are several rows.
+        """
         return np.asarray(np.rint(busy * np.array(self.peak_ratios)).astype(np.int64))
 
     def with_times(self, busy: Array) -> Iterator[Prices]:
-        """The same with other times, for each row of `busy`."""
+        """Yield the same prices with other durations, for each row of `busy`."""
         for own, quick in zip(busy.tolist(), self.peak_rate_times(busy).tolist(), strict=True):
             yield replace(self, table=Table(self.table.lists._replace(busy=own, quick=quick)))
 
 
 @dataclass(frozen=True)
 class OperationLog:
-    """When operations ran: lists or arrays of nanoseconds.
+    """The start and end of each operation.
 
     Attributes:
-        turn: operations of a rank that start and end together ran in this order.
+        starts: nanoseconds, as a list or an array.
+        ends: nanoseconds, as a list or an array.
+        turn: the order in which operations of a rank ran that have the same start and end.
     """
 
     starts: Any
@@ -124,18 +136,18 @@ class OperationLog:
 
     @property
     def makespan(self) -> int:
-        """The last end."""
+        """The end of the last operation in nanoseconds."""
         return int(max(self.ends, default=0) if isinstance(self.ends, list) else self.ends.max(initial=0))
 
     @property
     def to_lists(self) -> tuple[list[int], list[int], list[int]]:
-        """Starts, ends and turns."""
+        """The starts, ends and turns as lists."""
         starts, ends, turn = (np.asarray(column).tolist() for column in (self.starts, self.ends, self.turn))
         return starts, ends, turn
 
 
 class OperationNumbers:
-    """Gives operations their group and link while they are collected."""
+    """Assigns groups and links to operations while they are collected."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -144,7 +156,7 @@ class OperationNumbers:
         self.like: list[Instruction] = []
 
     def assign_numbers(self, i: Instruction, rank: int) -> tuple[int, int]:
-        """Return the link, -1 for a computation, and the group of `i`."""
+        """Return the link of `i`, which is -1 for a computation, and its group."""
         kind, stage, job, batch, (start, stop) = i
         link = -1
         same: CostKey = stop - start
@@ -165,7 +177,8 @@ class OperationNumbers:
 
 
 def flatten_lists(lists: Iterable[Sequence[int]]) -> tuple[list[int], list[int]]:
-    """Return where each list begins, and where the last one ends, in all of them in a row; and that row."""
+    """Concatenate the lists. Return the start of each list in the result, followed by the total length, and the
+    result."""
     first: list[int] = [0]
     row: list[int] = []
     for numbers in lists:
@@ -178,10 +191,13 @@ _Some = TypeVar("_Some", bound=Operations)
 
 
 def priced_by(costs: Costs, operations: _Some) -> tuple[_Some, Prices]:
-    """Return the operations and their prices: equal sizes share one, unless `costs` distinguishes them."""
+    """Return the operations and their durations.
+
+    Operations of the same size form one group, unless `costs` contains a time for each instruction.
+    """
     if (
         isinstance(costs, CostModel | PerInstructionCosts) and costs.per_instruction
-    ):  # the first is sent at once, a protocol takes 7 us
+    ):  # for example, a first message that is sent at once while later ones pay 7 us for a protocol
         operations = operations.per_operation
     return operations, operations.price_operations(costs)
 
@@ -193,7 +209,7 @@ def _prices(operations: Operations, costs: Costs) -> Prices:
     busy: list[int] = []
     late: list[int] = []
     hurry: list[float] = []
-    slowest = dict.fromkeys(pairs, 0)  # latency, by link
+    slowest = dict.fromkeys(pairs, 0)  # the largest latency of each link
     timed = set()  # links on which messages take time
     for i in operations.like:
         takes, latency, share = 0, 0, 0.0
@@ -218,7 +234,7 @@ def _prices(operations: Operations, costs: Costs) -> Prices:
     links = [costs.link_between(*pair) for pair in pairs]
     depth = [round(link.burst_seconds * 1e9) for link in links]
     posted = [link.max_in_flight if slowest[pair] else 0 for link, pair in zip(links, pairs, strict=True)]
-    named: dict[str, int] = {}  # the first link of each name
+    named: dict[str, int] = {}  # the first link with each wire name
     wire = [named.setdefault(link.wire, x) if link.wire else x for x, link in enumerate(links)]
     crowded = any(pairs[w][0] != source for w, (source, _) in zip(wire, pairs, strict=True))
     blocks = [int(link.blocking) for link in links]
@@ -241,12 +257,12 @@ def limits_of(limit: Limit, ranks: int) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class Bytes:
-    """The bytes that ranks hold.
+    """The memory of the ranks.
 
     Attributes:
-        held: of each rank, before anything runs.
-        may: what each rank may hold.
-        taken, freed: by group of operations, what one takes when it starts and gives back when it ends.
+        held: the bytes that each rank holds before any operation runs.
+        may: the bytes that each rank may hold.
+        taken, freed: for each group, the bytes that an operation allocates when it starts and frees when it ends.
     """
 
     held: list[int]
@@ -256,15 +272,15 @@ class Bytes:
 
     @cached_property
     def table(self) -> Table[Needed]:
-        """The part of it that the kernel reads."""
+        """The part that the kernel reads."""
         return Table(Needed(self.taken, self.freed, self.may))
 
     @classmethod
     def from_costs(cls, operations: Operations, plan: Plan, costs: Costs, limit: Limit) -> Bytes:
-        """Return the memory of `operations` by `costs`.
+        """Return the memory of `operations` according to `costs`.
 
         Raises:
-            PlanError: the weights alone do not fit.
+            PlanError: the weights alone exceed the limit.
         """
         held = [costs.resident_bytes(rank, plan) for rank in range(plan.n_ranks)]
         may = limits_of(limit, len(held))
@@ -277,21 +293,23 @@ class Bytes:
     @classmethod
     @lru_cache(maxsize=16)
     def untracked(cls, operations: Operations) -> Bytes:
-        """Return the bytes of operations without tracked memory."""
+        """Return the memory of operations for simulations that do not track memory."""
         ranks, groups = operations.plan.n_ranks, len(operations.like)
         return cls([0] * ranks, [PLENTY] * ranks, [0] * groups, [0] * groups)
 
     def why_not(self, rank: int, i: Instruction, taken: int, held: int) -> str:
-        """Return why `i` does not fit, for an error."""
+        """Return the reason why `i` does not fit, for an error message."""
         return f"rank {rank} waits at {i} for {taken} bytes: it holds {held} and may hold {self.may[rank]}"
 
 
 def rank_peaks(order: Operations, plan: Plan, costs: Costs, limit: Limit) -> tuple[int, ...]:
-    """Most bytes that each rank holds, which its own `order` decides, whatever the others do.
+    """Return the largest number of bytes that each rank holds.
+
+    The peak of a rank depends only on its own order, not on the other ranks.
 
     Raises:
-        DeadlockError: an instruction needs room that only a later one of its rank gives back.
-        PlanError: the weights alone do not fit.
+        DeadlockError: an instruction needs memory that only a later instruction of its rank frees.
+        PlanError: the weights alone exceed the limit.
     """
     memory = Bytes.from_costs(order, plan, costs, limit)
     held, peak = memory.held.copy(), memory.held.copy()

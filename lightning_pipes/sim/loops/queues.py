@@ -1,4 +1,4 @@
-"""Operations of open order: their dependencies, and the queues from which ranks pick."""
+"""Operations without a fixed order: their dependencies, and the queues from which ranks pick."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ from lightning_pipes.sim.loops.tables import Beginning, Graph, Held, Queued, Ran
 
 EARLIEST = Rule(alternate=False)
 EFFORT = 8
-"""The time that an operation costs the kernel where it is chosen, over what it costs in a fixed order."""
+"""The cost of an operation in the kernel `chosen` divided by its cost in the kernel `fixed`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Queues(Operations):
-    """Operations that run as they become ready. `table` has what each holds up.
+    """Operations that run when they become ready. `table` contains for each operation the operations that it holds up.
 
     Attributes:
-        waiting: how many others each operation waits for.
-        members: the computations of each queue, earliest first; the queues of a rank in a row.
+        waiting: the number of operations for which each operation waits.
+        members: the computations of each queue, the earliest first. The queues of a rank are consecutive.
         owner: the rank of each queue.
-        forwards: the queue of each stage's forwards, where their samples are counted.
-        pool: that of the operation's stage.
-        rows: samples that each operation adds to those, negative for those that it takes off.
-        in_order: whether a queue gives its next member or nothing; if not, the first that is ready.
+        forwards: for each stage, the queue of its forwards, in which the samples of the stage are counted.
+        pool: for each operation, the queue of the forwards of its stage.
+        rows: the number of samples that each operation adds to its pool; negative if it removes samples.
+        in_order: whether a queue offers only its next member. Otherwise, it offers the first member that is ready.
     """
 
     waiting: list[int]
@@ -61,7 +61,7 @@ class Queues(Operations):
 
     @cached_property
     def queue_table(self) -> Table[Queued]:
-        """The queue of each operation, and the order in the queues."""
+        """The queue of each operation, and the order of the operations in the queues."""
         queue = [0] * len(self.instructions)
         for q, members in enumerate(self.members):
             for i in members:
@@ -77,20 +77,21 @@ class Queues(Operations):
 
     @cached_property
     def initial_table(self) -> Table[Beginning]:
-        """The number of operations that each one waits for, where each queue begins, and how many of it are ready."""
+        """The number of operations for which each operation waits, the start of each queue, and the number of its ready
+        members."""
         ready = [sum(not self.waiting[i] for i in members) for members in self.members]
         return Table(Beginning(self.waiting, flatten_lists(self.members)[0][:-1], ready))
 
 
 @dataclass
 class DispatchRun:
-    """The results of operations; lists or arrays, to which the kernel writes.
+    """The results of a run, in lists or arrays that the kernel modifies.
 
     Attributes:
-        timed: when they run.
-        ready: what could run next.
-        held: the ranks' bytes.
-        left: how many could not run.
+        timed: the start and end of each operation.
+        ready: the operations that can run next.
+        held: the bytes that the ranks hold.
+        left: the number of operations that have not run.
     """
 
     timed: OperationLog
@@ -100,7 +101,7 @@ class DispatchRun:
 
 
 Pick = Callable[[int, int, int, int, bool, bool], int]
-"""See `kernel.pick`."""
+"""A function with the signature of `kernel.pick`."""
 
 
 def run_queues(
@@ -112,12 +113,15 @@ def run_queues(
     rule: Rule = EARLIEST,
     picker: Callable[[DispatchRun], Pick] | None = None,
 ) -> DispatchRun:
-    """Run `queues` as far as possible.
+    """Run the operations of `queues` until no more operations can run.
 
     Args:
-        room: samples that each queue of forwards may take; empty means any number.
-        rule: the kernel's; its limits are in `room`.
-        picker: makes what picks instead of that rule, and may look at the run meanwhile.
+        queues: the operations.
+        prices: their durations.
+        memory: the bytes of the operations and ranks.
+        room: the number of samples that each queue of forwards may hold; empty for no limit.
+        rule: the rule of the kernel. Its limits must be included in `room`.
+        picker: creates a function that replaces the rule. The function may read the run while it is in progress.
     """
     n = len(queues.instructions)
     by = KERNEL.select(EFFORT * n) if picker is None else KERNEL.python
@@ -145,15 +149,15 @@ def run_queues(
 
 
 _QUEUES = {Kind.F: 0, Kind.B: 1, Kind.I: 1, Kind.W: 2, Kind.STEP: 3}
-"""The queue of a stage in which each kind waits; B and I never meet."""
+"""The queue of a stage that contains each kind. No plan has both B and I."""
 
 
 @lru_cache(maxsize=16)
 def open_queues(plan: Plan, batches: int) -> Queues:
-    """Return the operations of the first `batches` batches of every job; the computations of a rank in order of
-    `ready_key`.
+    """Return the operations of the first `batches` batches of every job.
 
-    What waits for something that these batches do not hold waits forever.
+    The computations of each rank are sorted by `ready_key`. An operation that needs an instruction outside these
+    batches never becomes ready.
     """
     instructions: list[Instruction] = []
     sends: list[Instruction] = []
@@ -192,7 +196,7 @@ def open_queues(plan: Plan, batches: int) -> Queues:
             if needed in number:
                 after[number[needed]].append(n)
     for followers in after:
-        if len(followers) > 1:  # messages that are complete at one instant leave in this order
+        if len(followers) > 1:  # messages that become complete at the same time leave in this order
             followers.sort(key=instructions.__getitem__)
     return Queues(
         plan,
@@ -211,8 +215,10 @@ def open_queues(plan: Plan, batches: int) -> Queues:
 
 
 def _without_receives(i: Instruction, plan: Plan) -> list[Instruction]:
-    """Return the instructions that `i` needs; for a receive, those that it needs, which is its send where the plan
-    demands nothing else."""
+    """Return the instructions that `i` needs, in which each receive is replaced by the instructions that it needs.
+
+    A receive needs only its send, unless the plan contains additional dependencies.
+    """
     out = []
     for n in needs(i, plan):
         if n.kind not in RECEIVES:

@@ -1,14 +1,14 @@
-"""A fixed order in time: the longest path through what each rank, each link and the data flow demand.
+"""Compute the times of a fixed order as the longest path through the constraints of ranks, links and the data flow.
 
-Ranks run their rows in order and links serve messages in the order in which they were sent, so every resource's order
-is known in advance and one pass over the instructions, in any order that respects them all, gives every start. Only
-where several ranks share a wire their messages' order depends on time; then the rows are run as a queue each.
+Ranks run their rows in order, and links serve messages in the order in which they were sent. The order on every
+resource is therefore known in advance, and one pass over the instructions, in any order that respects all constraints,
+computes every start. The only exception is a wire that several ranks share, because the order of their messages depends
+on time. In this case, each row is run as a queue.
 
-Compile programs of regular plans to numbers, without looking up the needs of each micro-batch.
-
-Where every stage, direction and link cuts a batch alike, micro-batches do not mix before the STEP: what the first one
-needs and sends, every other needs and sends likewise. So `ir.needs` and `ir.lowering.sends_after` are asked once a kind
-and stage, which compiles large plans more than ten times faster.
+Programs of regular plans are compiled without evaluating the needs of each micro-batch. If every stage, direction and
+link cuts a batch in the same way, micro-batches are independent until the STEP, and all of them need and send the same
+messages as the first one. `ir.needs` and `ir.lowering.sends_after` are therefore called only once for each kind and
+stage, which makes compiling large plans more than ten times faster.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ from lightning_pipes.sim.loops.tables import Array, Graph, Ran, Table, Wires
 
 @dataclass(frozen=True)
 class NumberedOperations:
-    """Computations and sends, each after all that it waits for.
+    """Computations and sends, each after all operations for which it waits.
 
     Attributes:
-        instructions: what they are.
-        ranks: the rank that runs each of them.
+        instructions: the instruction of each operation.
+        ranks: the rank that runs each operation.
         links: the link of each send; -1 for a computation.
-        groups: the index into `like` of each.
-        first, before: `before[first[i] : first[i + 1]]` are the messages that operation i waits for; all else is in
-            its rank's own order.
-        like: one instruction of every group that costs the same.
+        groups: the group of each operation, as an index into `like`.
+        first, before: `before[first[i] : first[i + 1]]` are the messages for which operation i waits. All other
+            dependencies follow from the order of its rank.
+        like: one instruction for each group of operations with the same cost.
         pairs: (from rank, to rank) of every link.
     """
 
@@ -77,11 +77,11 @@ class NumberedOperations:
 
 
 class _Costs(NamedTuple):
-    """All micro-batches of one computation, as they are numbered."""
+    """The numbers of all micro-batches of one computation."""
 
-    messages: tuple[list[int], ...]  # places of the messages that it needs, micro-batch by micro-batch
+    messages: tuple[list[int], ...]  # positions of the messages that it needs, by micro-batch
     sends: tuple[_Send, ...]
-    groups: dict[int, int]  # by rows
+    groups: dict[int, int]  # groups by number of rows
 
 
 class _Send(NamedTuple):
@@ -93,8 +93,11 @@ class _Send(NamedTuple):
 
 
 def number_regular(program: Program, plan: Plan) -> NumberedOperations | None:
-    """Return the operations of the finite `program`, which has no transfers yet; None where the plan is not regular, or
-    where the program can't run: a check of each instruction explains why."""
+    """Return the operations of the finite `program`, which must not contain transfers.
+
+    The result is None if the plan is not regular, or if the program can't run. The reason is then found by checking
+    each instruction.
+    """
     return _Numbering(plan).run(program) if is_regular(program, plan) else None
 
 
@@ -102,7 +105,7 @@ class _Numbering:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._found = NumberedOperations()
-        self._places: dict[tuple[Kind, int, int, int], list[int]] = {}  # of messages
+        self._places: dict[tuple[Kind, int, int, int], list[int]] = {}  # positions of messages
         self._links: dict[tuple[int, int], int] = {}
 
     def run(self, program: Program) -> NumberedOperations | None:
@@ -155,7 +158,7 @@ class _Numbering:
         return _Costs(messages, sends, {})
 
     def _placed(self, send: Instruction, count: int) -> list[int]:
-        """Return where the messages like `send` are."""
+        """Return the positions of the messages like `send`."""
         return self._places.setdefault(send[:4], [-1] * count)
 
     def _link(self, i: Instruction) -> int:
@@ -168,22 +171,25 @@ class _Numbering:
 
 @dataclass(frozen=True, eq=False)
 class CompiledProgram(Operations):
-    """A lowered program: operations in an order in which each comes after all that it waits for. `table` has what they
-    wait for besides their rank and link."""
+    """A lowered program: its operations in an order in which each one comes after all operations for which it waits.
+
+    `table` contains the dependencies in addition to the order of ranks and links.
+    """
 
     @cached_property
     def lowered_as_usual(self) -> bool:
-        """Whether every send directly follows its computation: no send waits for anything else."""
+        """Whether every send directly follows its computation, so that no send waits for anything else."""
         work = self.table.lists
         return not any(x >= 0 and work.first[i] < work.first[i + 1] for i, x in enumerate(work.link))
 
     @cached_property
     def rows(self) -> Queues:
-        """The same operations where each rank has a queue, its row; it runs the first of it as soon as it can."""
+        """The same operations with one queue for each rank, its row. The rank runs the first operation as soon as
+        possible."""
         rank, link, group, first, before = self.table.lists
         waits: list[list[int]] = []
-        latest = [-1] * self.plan.n_ranks  # the last computation of each rank
-        carried: list[list[int]] = [[] for _ in latest]  # what sends of the rank have waited for since then
+        latest = [-1] * self.plan.n_ranks  # the last computation of each rank so far
+        carried: list[list[int]] = [[] for _ in latest]  # operations for which sends of the rank have waited since then
         rows: list[list[int]] = [[] for _ in latest]
         for i, r in enumerate(rank):
             own = before[first[i] : first[i + 1]]
@@ -217,11 +223,11 @@ class CompiledProgram(Operations):
 
 @remember_results(8)
 def compile_program(program: Program, plan: Plan) -> CompiledProgram:
-    """Return the finite `program` with its transfers, ready to be timed.
+    """Return the finite `program` with its transfers, ready to be simulated.
 
     Raises:
-        ProgramError: the program is one of another plan.
-        DeadlockError: ranks wait for each other, or for what no rank runs.
+        ProgramError: the program belongs to another plan.
+        DeadlockError: ranks wait for each other, or for instructions that no rank runs.
     """
     quick = number_regular(program, plan)
     if quick is not None:
@@ -229,23 +235,24 @@ def compile_program(program: Program, plan: Plan) -> CompiledProgram:
         return CompiledProgram(plan, tuple(quick.instructions), tuple(quick.like), tuple(quick.pairs), table)
     check_program_matches_plan(program, plan)
     lowered = lower(program, plan)
-    number: dict[Instruction, int] = {}  # position in `kept`; of a receive, that of its send
+    number: dict[Instruction, int] = {}  # position in `kept`; a receive has the position of its send
     kept: list[Instruction] = []
     ranks: list[int] = []
     links: list[int] = []
     groups: list[int] = []
     before: list[list[int]] = []
     numbering = OperationNumbers(plan)
-    arrived: list[list[int]] = [[] for _ in range(plan.n_ranks)]  # awaited by receives since the rank's last step
+    # operations for which receives have waited since the rank's last operation
+    arrived: list[list[int]] = [[] for _ in range(plan.n_ranks)]
     at = [0] * plan.n_ranks
-    sleepers: dict[Instruction, list[int]] = {}  # ranks that wait for an instruction
+    sleepers: dict[Instruction, list[int]] = {}  # the ranks that wait for each instruction
     awake = list(range(plan.n_ranks - 1, -1, -1))
     while awake:
         rank = awake.pop()
         row = lowered.head[rank]
         while at[rank] < len(row):
             i = row[at[rank]]
-            foreign = []  # what the rank's own order does not imply
+            foreign = []  # dependencies that the rank's own order does not imply
             for n in needs(i, plan):
                 position = number.get(n)
                 if position is None:
@@ -279,7 +286,11 @@ def compile_program(program: Program, plan: Plan) -> CompiledProgram:
 
 
 def run(order: CompiledProgram, prices: Prices) -> OperationLog:
-    """When every operation of `order` runs."""
+    """Return the start and end of every operation of `order`.
+
+    Raises:
+        PlanError: several ranks share a wire, sends block, and the transfers of the program were placed by hand.
+    """
     n = len(order.instructions)
     if prices.crowded:
         if any(prices.table.lists.blocks) and not order.lowered_as_usual:
@@ -296,7 +307,13 @@ def run(order: CompiledProgram, prices: Prices) -> OperationLog:
 
 
 def ends_under(order: CompiledProgram, prices: Prices, busy: Array) -> Array:
-    """When `order` ends under many costs: for each a row of `busy`, nanoseconds by group, the rest as in `prices`."""
+    """Return the makespan of `order` in nanoseconds under many costs.
+
+    Args:
+        order: the operations.
+        prices: the properties of operations and links that all cases share.
+        busy: nanoseconds by group, one row for each case.
+    """
     n, k = len(order.instructions), len(busy)
     by = KERNEL.select(n * k)
     if prices.crowded:

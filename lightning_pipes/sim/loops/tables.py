@@ -1,9 +1,9 @@
-"""The structures that the kernel takes.
+"""The data structures of the kernel.
 
-Every field is a list of whole numbers, or for compiled code an int64 array; a letter says by what it is listed: i is an
-operation, r a rank, x a link (from one rank to another), w a wire (what links may share), g a group of operations that
-cost the same, q a queue. What the kernel only reads is a `Table` of such lists; what it writes is made for each run by
-its `Kernel`.
+Every field is a list of integers or, for compiled code, an int64 array. A letter specifies the index of the list: i is
+an operation, r a rank, x a link (from one rank to another), w a wire (which several links may share), g a group of
+operations with the same cost, and q a queue. Structures that the kernel only reads are stored in a `Table` of such
+lists. Structures that it modifies are created for each run by its `Kernel`.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.int64]
 Numbers = Any
-"""A list of whole numbers, or an int64 array."""
+"""A list of integers, or an int64 array."""
 
 
 class Graph(NamedTuple):
-    """The operations: the rank that runs each, what it costs as, and what it is joined with.
+    """The operations: their ranks, links and groups, and their dependencies.
 
     Attributes:
-        rank, link, group: (i) the rank that runs it, what moves it (-1 is nothing), the group whose costs it has.
-        first, others: `others[first[i] : first[i + 1]]` are the operations that i waits for, in a fixed order; those
-            that it holds up, where the order is open.
+        rank, link, group: (i) the rank that runs the operation, the link that moves it (-1 for a computation), and the
+            group that determines its cost.
+        first, others: `others[first[i] : first[i + 1]]` are the operations for which i waits, if the order is fixed. If
+            the order is open, they are the operations that i holds up.
     """
 
     rank: Numbers
@@ -37,15 +38,16 @@ class Graph(NamedTuple):
 
 
 class PriceList(NamedTuple):
-    """Nanoseconds, and what links can do.
+    """Durations in nanoseconds, and properties of links.
 
     Attributes:
-        overhead: before each computation; one number.
-        busy, quick, late: (g) its time, of a message at its link's rate; a message's at full speed; its latency.
-        depth, posted, wire: (x) what its bucket saves at most; receives posted, 0 is any number; what moves its
-            messages.
+        overhead: the time before each computation; one number.
+        busy, quick, late: (g) the duration of an operation, which for a message is its time at the rate of the link;
+            the duration of a message at full speed; the latency of a message.
+        depth, posted, wire: (x) the size of the token bucket; the number of posted receives, 0 for no limit; the wire
+            that moves the messages.
         blocks: (x) whether the sender waits until its messages have left, 0 or 1.
-        base: (x) the messages on the links before it: its message n is number `base[x] + n`.
+        base: (x) the number of messages on all links before x. Message n of the link has number `base[x] + n`.
     """
 
     overhead: int
@@ -60,12 +62,12 @@ class PriceList(NamedTuple):
 
 
 class Wires(NamedTuple):
-    """The wires and links as they are at some time.
+    """The state of the wires and links at some time.
 
     Attributes:
-        free, spent: (w) until when it moves something, until when its rate is spent.
-        moved: (x) messages so far.
-        there: by number of the message, when it arrives.
+        free, spent: (w) the time until which the wire moves a message, and the time until which its rate is used up.
+        moved: (x) the number of messages so far.
+        there: the arrival time of each message, by the number of the message.
     """
 
     free: Numbers
@@ -75,7 +77,7 @@ class Wires(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """When operations ran.
+    """The times of operations.
 
     Attributes:
         starts, ends: (i) nanoseconds.
@@ -86,15 +88,16 @@ class Ran(NamedTuple):
 
 
 class Queued(NamedTuple):
-    """Where computations queue. A queue holds those of one rank, kind and stage.
+    """The queues of computations. A queue contains the computations of one rank, kind and stage.
 
     Attributes:
-        queue: (i) where it stands.
-        pool, rows: (i) it takes `rows` samples of the room of queue `pool` when it begins; a negative number gives
-            some back when it ends.
-        queues: (r) `queues[r] : queues[r + 1]` are its queues.
-        sort: (q) FORWARDS for a queue of forwards, WEIGHTS for one of weight gradients, OTHERS for others.
-        members: the computations of one queue after those of another.
+        queue: (i) the queue of the operation.
+        pool, rows: (i) the operation takes `rows` samples of the room of queue `pool` when it begins. If `rows` is
+            negative, the operation returns samples when it ends.
+        queues: (r) `queues[r] : queues[r + 1]` are the queues of the rank.
+        sort: (q) FORWARDS for a queue of forwards, WEIGHTS for a queue of weight gradients, OTHERS for all other
+            queues.
+        members: the computations of all queues, one queue after the other.
     """
 
     queue: Numbers
@@ -106,11 +109,12 @@ class Queued(NamedTuple):
 
 
 class Beginning(NamedTuple):
-    """The queues before anything has run.
+    """The queues before any operation has run.
 
     Attributes:
-        waiting: (i) how many others it waits for: 0 is ready, and -1 has begun.
-        low, count: (q) its members begin at `low`, and `count` of them are ready.
+        waiting: (i) the number of operations for which it waits. An operation with 0 is ready, and an operation with -1
+            has begun.
+        low, count: (q) the position of the first member, and the number of members that are ready.
     """
 
     waiting: Numbers
@@ -119,11 +123,11 @@ class Beginning(NamedTuple):
 
 
 class Status(NamedTuple):
-    """The queues meanwhile: a `Beginning` that goes on.
+    """The state of the queues during a run, which starts with a `Beginning`.
 
     Attributes:
         waiting, low, count: see `Beginning`.
-        room: (q) samples that it may still take.
+        room: (q) the number of samples that the queue may still take.
     """
 
     waiting: Numbers
@@ -133,11 +137,11 @@ class Status(NamedTuple):
 
 
 class Needed(NamedTuple):
-    """Bytes that operations need and ranks have.
+    """The bytes that operations need and ranks may hold.
 
     Attributes:
-        taken, freed: (g) what one takes when it starts and gives back when it ends.
-        may: (r) what it may hold.
+        taken, freed: (g) the bytes that an operation allocates when it starts and frees when it ends.
+        may: (r) the bytes that the rank may hold.
     """
 
     taken: Numbers
@@ -146,10 +150,10 @@ class Needed(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Bytes that ranks hold.
+    """The bytes that ranks hold.
 
     Attributes:
-        now, peak: (r) at this time, and at most so far.
+        now, peak: (r) the current value, and the largest value so far.
     """
 
     now: Numbers
@@ -161,12 +165,12 @@ Fields = TypeVar("Fields", Graph, PriceList, Queued, Beginning, Needed)
 
 @dataclass(frozen=True, eq=False)
 class Table(Generic[Fields]):
-    """A structure that the kernel only reads, as lists; and as arrays once they are asked for."""
+    """A structure that the kernel only reads, stored as lists and converted to arrays on demand."""
 
     lists: Fields
 
     @cached_property
     def arrays(self) -> Fields:
-        """The same structure of int64 arrays."""
+        """The same structure with int64 arrays."""
         made: list[Any] = [field if isinstance(field, int) else np.array(field, np.int64) for field in self.lists]
         return type(self.lists)(*made)

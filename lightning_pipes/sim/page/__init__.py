@@ -1,4 +1,4 @@
-"""A run as one HTML page that needs nothing else: it opens from a file, without a network."""
+"""The report of a run as one self-contained HTML page, which can be opened from a file and needs no network."""
 
 from lightning_pipes.sim.page.page import SimulatedAdvice, SimulatedOption, page
 

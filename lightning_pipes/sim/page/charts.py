@@ -1,4 +1,4 @@
-"""Monitors' curves as small charts, one a metric, and timelines as data for the page's picture."""
+"""Small charts of the metrics of monitors, and the timelines as data for the picture on the page."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from lightning_pipes.sim.shown.training_record import Curves
 from lightning_pipes.sim.timeline import WORDS, Labels, Timeline
 
 FIRST = 6
-"""Charts that are shown at once; the others unfold."""
+"""The number of charts that are visible at first. The other charts can be unfolded."""
 _COLOURS = 8
 _WIDTH, _HEIGHT, _EDGE = 400, 110, 6
 _GRID = "".join(
     f'<path class="grid" d="M0 {y}H{_WIDTH}"/>' for y in (_EDGE, _HEIGHT // 2, _HEIGHT - _EDGE)
-)  # the most, half of it, 0
+)  # the maximum, half of it, and 0
 _UNITS = ("share", "cores", "bytes", "bytes_per_s", "seconds", "hertz", "watts", "count", "per_s")
 
 
 def charts(ranks: Sequence[Curves]) -> str:
-    """Figures in HTML, which need no script; what was never seen, or always 0, is left out."""
+    """Return the charts of all metrics as HTML without scripts. Metrics that are always missing or 0 are left out."""
     names = dict.fromkeys(name for curves in ranks for name in curves.values)
     shown = sorted((name for name in names if _most(ranks, name)), key=_importance)
     if not shown:
@@ -44,8 +44,8 @@ def charts(ranks: Sequence[Curves]) -> str:
 
 
 def _importance(name: str) -> tuple[bool, bool, bool, bool]:
-    """Return a place in the order: first what says most of neighbours, which is times of stages, waits, hardware
-    counters."""
+    """Return the sort key of a metric. Metrics that reveal neighbors on the device come first: stage times, waits, and
+    hardware counters."""
     return (
         not name.startswith("pipeline."),
         "compute" not in name and "active" not in name,
@@ -60,7 +60,7 @@ def _most(ranks: Sequence[Curves], name: str) -> float:
 
 
 def _last(ranks: Sequence[Curves]) -> float:
-    """Return the seconds until the last look of any rank."""
+    """Return the time of the last sample of any rank in seconds."""
     return max((curves.times[-1] for curves in ranks if curves.times), default=0.0)
 
 
@@ -80,7 +80,7 @@ def _figure(ranks: Sequence[Curves], name: str) -> str:
 
 
 def _lines(rank: int, curves: Curves, name: str, last: float, most: float) -> Iterable[str]:
-    """Return a line for every stretch without a gap; a dot for a single point."""
+    """Yield one line for every stretch without missing values, or a dot if a stretch has a single point."""
     stretches: list[list[tuple[float, float]]] = [[]]
     for time, value in zip(curves.times, curves.values.get(name, ()), strict=False):
         if value is None:
@@ -103,7 +103,7 @@ def _colour(rank: int) -> str:
 
 
 def _words(name: str) -> tuple[str, str]:
-    """Return a metric's name for people, and its unit."""
+    """Return the displayed name of a metric, and its unit."""
     unit = max((u for u in _UNITS if name.endswith(f"_{u}")), key=len, default="")
     bare = name.removesuffix(f"_{unit}") if unit else name
     return bare.replace("_", " ").replace(".", ": ", 1), unit
@@ -125,13 +125,13 @@ SENT = {Kind.SF: "activation sent", Kind.SB: "gradient sent"}
 
 
 def picture_json(record: RunRecord) -> str:
-    """JSON that may stand inside a script element."""
+    """Return the data of the picture as JSON that is safe inside a script element."""
     text = json.dumps(_picture(record), separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def timelines(record: RunRecord) -> list[tuple[str, Timeline]]:
-    """Return the timelines that are shown, by name: measured first, then predicted, and the replay last."""
+    """Return the displayed timelines by name: the measured one first, then the predicted one, and the replay last."""
     found = [] if record.measured is None else [(record.measured.name, record.measured)]
     if record.predicted is not None:
         found.append(("predicted", record.predicted))
@@ -161,7 +161,7 @@ def _picture(record: RunRecord) -> dict[str, Any]:
 
 
 class _Tables:
-    """Labels and spans, each listed once."""
+    """Labels and spans, each stored once."""
 
     def __init__(self) -> None:
         self.labels: dict[str, int] = {}
@@ -172,7 +172,7 @@ _COLUMNS = ("rank", "kind", "stage", "job", "batch", "chunk", "label", "span", "
 
 
 PANEL_NOTES = {"predicted": "before it ran", "replayed": "from the measured time of each operation; no prediction"}
-"""What tells the simulated timelines of a measured step apart."""
+"""Notes in the headings of the simulated timelines that are shown next to a measured one."""
 
 
 def _panel(name: str, timeline: Timeline, tables: _Tables, note: str, has_bubble: bool) -> dict[str, Any]:
@@ -207,7 +207,7 @@ def _panel(name: str, timeline: Timeline, tables: _Tables, note: str, has_bubble
 
 
 def _memory(record: RunRecord, name: str, timeline: Timeline) -> dict[str, Any] | None:
-    """None where no bytes are known."""
+    """Return the memory curves, or None if no bytes are known."""
     curves = memory_curves(timeline, record.costs)
     peaks = [max(size for _, size in curve) for curve in curves]
     if not any(peaks):

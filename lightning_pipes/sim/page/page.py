@@ -1,4 +1,4 @@
-"""The page's words and tables."""
+"""The text and the tables of the page."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from lightning_pipes.sim.simulator import SLOW, Spread, draw_spread
 from lightning_pipes.sim.timeline import WORDS, Timeline
 
 SCATTERED = 1.05
-"""Steps on average, as a multiple of what medians say, from which on the page tells both."""
+"""The ratio of the mean step time to the step time computed from medians above which the page shows both."""
 MOST_DRAWN = 10_000
-"""Operations of a step that is simulated again and again; more take seconds."""
+"""The largest number of operations of a step that is simulated repeatedly. More operations would take seconds."""
 
 
 class SimulatedOption(Protocol):
-    """A way to train: what is changed, seconds of a step, bubble (0 to 1), peak bytes if known, the line to paste."""
+    """One way to train: a description of the change, the seconds of a step, the bubble from 0 to 1, the peak memory in
+    bytes if it is known, and the call to paste."""
 
     @property
     def what(self) -> str: ...
@@ -40,7 +41,7 @@ class SimulatedOption(Protocol):
 
 
 class SimulatedAdvice(Protocol):
-    """The advice that the page shows about a run: `planning.advice.Advice` is one."""
+    """The advice on a run that the page shows, such as `planning.advice.Advice`."""
 
     @property
     def sentence(self) -> str: ...
@@ -55,7 +56,12 @@ class SimulatedAdvice(Protocol):
 
 
 def page(record: RunRecord, finding: SimulatedAdvice) -> str:
-    """Return the whole page as HTML."""
+    """Return the whole page as HTML.
+
+    Args:
+        record: the run.
+        finding: the advice on this run.
+    """
     here = files(__package__)
     title = "Pipeline run" if record.measured else "Pipeline plan"
     legend = [(kind, word) for kind, word in {**WORDS, **SENT}.items() if _seen(record, kind)]
@@ -92,7 +98,7 @@ def _subtitle(record: RunRecord) -> str:
 
 
 def _definitions(record: RunRecord) -> str:
-    """Return the definitions of the words on the page."""
+    """Return the definitions of the terms on the page."""
     found = ["Times of operations are medians of the last steps."] if record.measured else []
     if record.siblings == 1:
         found.append("The bubble is the share of a step in which ranks do not compute, the mean of all ranks.")
@@ -105,15 +111,18 @@ def _definitions(record: RunRecord) -> str:
 
 
 def _world(record: RunRecord) -> str:
-    """Return a sentence on the regimes of the simulation."""
+    """Return a sentence that describes the link regimes of the simulation."""
     simulated = record.simulated_timeline
     meaning = "; ".join(f"{each.label}: {each.description}" for each in simulated.regimes or ())
     return f"Simulated with {meaning or simulated.regime}." if simulated.regime else ""
 
 
 def _scattered(record: RunRecord) -> Spread | None:
-    """Return the steps to be expected where each operation takes now this and now that; None where they hardly differ,
-    or where there are too many operations to be simulated again and again."""
+    """Return the distribution of step times if the duration of each operation varies.
+
+    The result is None if the step times hardly differ, or if the step has too many operations to be simulated
+    repeatedly.
+    """
     simulated = record.simulated_timeline
     if not record.costs.scatter or record.siblings > 1 or len(simulated.events) > MOST_DRAWN:
         return None
@@ -198,7 +207,12 @@ def _columns(*sections: str) -> str:
 
 
 def _table(heads: Mapping[str, bool], rows: Iterable[tuple[str, Sequence[str]]]) -> str:
-    """`heads` says which columns are numbers; a row is its class and its cells as HTML."""
+    """Return a table as HTML.
+
+    Args:
+        heads: for each column its name, and whether it contains numbers.
+        rows: the class and the cells, as HTML, of each row.
+    """
     marks = [' class="n"' if number else "" for number in heads.values()]
     head = "".join(f"<th{mark} scope=col>{escape(name)}</th>" for name, mark in zip(heads, marks, strict=True))
     body = "".join(
@@ -257,7 +271,7 @@ def _queues(record: RunRecord) -> str:
 
 
 def _memory_hint(record: RunRecord, measured: bool) -> str:
-    """Return a hint on the columns of memory, and what other ways of training would need."""
+    """Return a hint that explains the memory columns and gives the memory of other ways of training."""
     texts = []
     others = estimate_alternatives(record.plan, record.costs)
     if record.peak_bytes:

@@ -1,1 +1,1 @@
-"""Timelines compared, kept and drawn."""
+"""Comparing, saving and drawing timelines."""

@@ -1,4 +1,4 @@
-"""Compare simulated with measured timelines."""
+"""Compare simulated with measured timelines, and find the slowest rank of a timeline."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from lightning_pipes.sim.timeline import Timeline
 
 @dataclass(frozen=True)
 class TimelineComparison:
-    """Two timelines of the same work.
+    """A comparison of two timelines of the same work.
 
     Attributes:
-        makespan: nanoseconds, simulated and measured.
-        bubble: of each rank, simulated and measured, 0 to 1.
-        medians: nanoseconds by (kind, stage), simulated and measured, of the kinds that both have.
-        moved: computations that a rank ran at another place of its order than simulated, as a share of all, 0 to 1.
-        regime: the link regime of the simulation, in words; empty where it is unknown.
-        batches: of the measured one, which overlap.
-        name: what the simulated one is: "predicted" before the step ran, or "replayed" from what was recorded.
+        makespan: the simulated and the measured makespan in nanoseconds.
+        bubble: for each rank the simulated and the measured bubble, from 0 to 1.
+        medians: the simulated and the measured median nanoseconds by (kind, stage), for kinds that both timelines have.
+        moved: the share of computations, from 0 to 1, that ran at another position in the order of their rank than
+            simulated.
+        regime: a description of the link regime of the simulation; empty if it is unknown.
+        batches: the number of overlapping batches in the measured timeline.
+        name: the name of the simulated timeline: "predicted" if it was simulated before the step ran, or "replayed" if
+            it was simulated with recorded times.
     """
 
     makespan: tuple[int, int]
@@ -35,7 +37,7 @@ class TimelineComparison:
 
     @property
     def error(self) -> float:
-        """Simulated makespan over the measured one, less 1: 0.03 is 3 % too long."""
+        """The simulated makespan divided by the measured one, minus 1. For example, 0.03 means 3 % too long."""
         return self.makespan[0] / self.makespan[1] - 1 if self.makespan[1] else 0.0
 
     def __str__(self) -> str:
@@ -51,7 +53,7 @@ class TimelineComparison:
             lines.append(f"{self.moved:.0%} of the computations ran in another order than {name}")
         lines += [f"rank {r}: bubble {p:.1%} {name}, {m:.1%} measured" for r, (p, m) in enumerate(self.bubble)]
         for (kind, stage), (p, m) in sorted(self.medians.items()):
-            if not p:  # optimizers' part, which predictions leave out
+            if not p:  # optimizer steps, which predictions leave out
                 continue
             ratio = f" ({p / m - 1:+.1%})" if m else ""
             lines.append(f"{kind}{stage}: {seconds_text(p)} {name}, {seconds_text(m)} measured{ratio}")
@@ -59,10 +61,11 @@ class TimelineComparison:
 
 
 def compare_timelines(predicted: Timeline, measured: Timeline) -> TimelineComparison:
-    """Compare makespan, bubbles, medians of every kind and order of two timelines.
+    """Compare the makespan, the bubbles, the medians of every kind, and the order of two timelines.
 
     Args:
-        predicted: simulated; texts call it by its name, if it has one.
+        predicted: the simulated timeline. Its name is used in texts, if it has one.
+        measured: the measured timeline.
     """
     medians = [_medians(t) for t in (predicted, measured)]
     moved = total = 0
@@ -88,20 +91,20 @@ def _medians(timeline: Timeline) -> dict[tuple[Kind, int], float]:
 
 
 UNEVEN = 1.1
-"""A stage or link that takes so much longer than the others is slow."""
+"""A stage or link is slow if its time divided by the time of the others is at least this ratio."""
 
 
 @dataclass(frozen=True)
 class BottleneckRank:
-    """The rank that computes longest, optimizer steps left out.
+    """The rank with the longest computing time, without optimizer steps.
 
     Attributes:
         rank: the rank.
-        stages: those that it holds.
-        ratio: its time over the median of the other ranks'; 1 where there are none.
-        others: "the others", "the other", or nothing where there is no other rank.
-        by_stage: seconds that each stage computes for a batch.
-        link: the (from rank, to rank) that is busy longest; None where nothing is sent.
+        stages: the stages of the rank.
+        ratio: the time of the rank divided by the median time of the other ranks; 1 if there are no other ranks.
+        others: "the others", "the other", or an empty string if there are no other ranks.
+        by_stage: the computing time of each stage for a batch in seconds.
+        link: the (from rank, to rank) of the busiest link; None if no messages are sent.
     """
 
     rank: int
@@ -140,7 +143,8 @@ class BottleneckRank:
 
     @property
     def name(self) -> str:
-        """ "stage 2", or "rank 2 (stages 2, 6)" where it holds several."""
+        """The name of the stage, such as "stage 2", or of a rank with several stages, such as "rank 2 (stages 2,
+        6)"."""
         if len(self.stages) == 1:
             return f"stage {self.stages[0]}"
         return f"rank {self.rank} (stages {', '.join(map(str, self.stages))})"

@@ -1,4 +1,4 @@
-"""Peak memory of each rank, beside estimates of what one process and data parallelism would need."""
+"""The peak memory of each rank, and estimates of the memory of other ways to train."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from lightning_pipes.sim.timeline import Timeline
 
 
 class Alternatives(NamedTuple):
-    """Estimated bytes of a process that trains the same batch in another way: tensors alone.
+    """The estimated memory of a process that trains on the same batch in another way. Only tensors are counted.
 
     Attributes:
-        one_process: weights, gradients, optimizer states, and the activations of the whole batch.
-        ddp: the same with the batch spread over as many processes as the pipeline has, and a copy of the gradients.
+        one_process: the bytes of weights, gradients, optimizer states, and the activations of the whole batch.
+        ddp: the bytes if the batch is distributed over as many DDP processes as the pipeline has ranks, including a
+            copy of the gradients.
     """
 
     one_process: int
@@ -24,7 +25,7 @@ class Alternatives(NamedTuple):
 
 
 def estimate_alternatives(plan: Plan, costs: CostModel) -> Alternatives | None:
-    """Return estimates from the bytes of all stages; None where these are unknown."""
+    """Return estimates from the bytes of all stages, or None if these are unknown."""
     if not costs.weight_bytes or not costs.activation_bytes:
         return None
     weights = sum(costs.weight_bytes)
@@ -36,16 +37,17 @@ def estimate_alternatives(plan: Plan, costs: CostModel) -> Alternatives | None:
 def describe_peaks(
     estimated: Sequence[int], measured: Sequence[int | None], others: Alternatives | None, resident: bool
 ) -> str:
-    """Return sentences on the peak of each rank, without the last full stop; empty where nothing is known.
+    """Return sentences on the peak memory of each rank, without the last full stop; empty if nothing is known.
 
-    Estimates count tensors, and are compared with estimates. The resident memory of a process also holds what
-    libraries and the allocator keep, so it has a sentence of its own.
+    Estimates count only tensors and are compared with other estimates. The resident memory of a process also includes
+    memory of libraries and of the allocator, so it is reported in a separate sentence.
 
     Args:
-        estimated: bytes of the tensors of each rank, or empty.
-        measured: bytes of each rank, or empty.
-        others: what the same training would need in other ways.
-        resident: whether `measured` is the resident memory of processes, and not what a GPU's allocator counts.
+        estimated: the bytes of the tensors of each rank, or empty.
+        measured: the measured bytes of each rank, or empty.
+        others: the memory of other ways to train on the same batch.
+        resident: whether `measured` is the resident memory of processes instead of the memory that a GPU's allocator
+            has allocated.
     """
     sentences = []
     if any(estimated):
@@ -66,12 +68,15 @@ def _by_rank(sizes: Sequence[int | None]) -> str:
 
 
 Curve = tuple[tuple[int, int], ...]
-"""(nanoseconds, bytes held from then on), ascending."""
+"""Pairs of a time in nanoseconds and the bytes held from this time on, in ascending order of time."""
 
 
 def memory_curves(timeline: Timeline, costs: Costs) -> tuple[Curve, ...]:
-    """Return the bytes of each rank over time: what it holds throughout, and what every computation takes when it
-    starts and gives back when it ends, as `costs` has it. What cannot be known is not counted."""
+    """Return the bytes that each rank holds over time, according to `costs`.
+
+    They consist of the bytes that the rank always holds and of the bytes that every computation allocates when it
+    starts and frees when it ends. Memory that `costs` does not contain is not counted.
+    """
     found = []
     for rank in range(timeline.plan.n_ranks):
         held = costs.resident_bytes(rank, timeline.plan)
@@ -91,7 +96,8 @@ def memory_curves(timeline: Timeline, costs: Costs) -> tuple[Curve, ...]:
 
 
 def most_held(timeline: Timeline) -> int:
-    """Return the most samples that a rank holds between the start of their forward and the end of their backward."""
+    """Return the largest number of samples that a rank holds between the start of their forward and the end of their
+    backward."""
     held = [0] * timeline.plan.n_ranks
     most = 0
     for e in timeline.computations:  # one after the other on a rank

@@ -1,4 +1,4 @@
-"""The record of a run, kept so that a report can be written later, on any machine, without torch."""
+"""The record of a run. It is saved so that a report can be created later on any machine, without torch."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from lightning_pipes.sim.shown.training_record import Curves, curves_of
 from lightning_pipes.sim.timeline import Event, Timeline
 
 FORMAT = 2
-"""Of files with timelines in them; raised when a reader of an older one would misread it."""
+"""The format of files that contain timelines. It increases if a reader of an older format would misread a new file."""
 
 
 def save_timeline(timeline: Timeline, path: str | Path) -> None:
-    """Write JSON, from which `load_timeline` makes an equal timeline."""
+    """Write a timeline as JSON, from which `load_timeline` restores an equal timeline."""
     write_json({"timeline": timeline_data(timeline)}, path)
 
 
@@ -44,21 +44,21 @@ def load_timeline(path: str | Path) -> Timeline:
     """Return the timeline that `save_timeline` wrote.
 
     Raises:
-        InputError: the file holds no timeline, or is of a format that this version does not read.
+        InputError: the file contains no timeline, or has a format that this version does not support.
     """
     return timeline_of(read_json(path, "timeline")["timeline"])
 
 
 def write_json(data: Mapping[str, Any], path: str | Path) -> None:
-    """Write `data` with the number of the format."""
+    """Write `data` together with the number of the format."""
     Path(path).write_text(json.dumps({"format": FORMAT, **data}, separators=(",", ":")), encoding="utf-8")
 
 
 def read_json(path: str | Path, *keys: str) -> dict[str, Any]:
-    """Return the record that `write_json` wrote.
+    """Return the data that `write_json` wrote.
 
     Raises:
-        InputError: it is not JSON, lacks one of `keys`, or is of another format.
+        InputError: the file is not JSON, lacks one of `keys`, or has another format.
     """
     found = read_object(path)
     lacking = [key for key in ("format", *keys) if key not in found]
@@ -70,7 +70,7 @@ def read_json(path: str | Path, *keys: str) -> dict[str, Any]:
 
 
 def timeline_data(timeline: Timeline) -> dict[str, Any]:
-    """Return a row of numbers an event, and the plan."""
+    """Return a timeline as plain data: its plan, and one row of numbers for each event."""
     return {
         "name": timeline.name,
         "attributes": dict(timeline.attributes),
@@ -82,10 +82,10 @@ def timeline_data(timeline: Timeline) -> dict[str, Any]:
 
 
 def timeline_of(data: object, what: str = "timeline") -> Timeline:
-    """Return the timeline of `timeline_data`; errors call it `what`.
+    """Return the timeline from `timeline_data`. Error messages name it `what`.
 
     Raises:
-        InputError: it is something else, or damaged.
+        InputError: the data is not a timeline, or is damaged.
     """
     kinds = {"name": str, "attributes": dict[str, str], "peak_bytes": tuple[int, ...], "plan": Any, "events": list[Any]}
     kinds |= {"regimes": Any}
@@ -100,7 +100,7 @@ def timeline_of(data: object, what: str = "timeline") -> Timeline:
 
 
 def plan_data(plan: Plan) -> dict[str, Any]:
-    """Return every field; spans that many stages share are listed once."""
+    """Return all fields of a plan as plain data. Spans that several stages share are stored once."""
     tables: dict[tuple[Span, ...], int] = {}
 
     def number(spans: tuple[Span, ...]) -> int:
@@ -118,10 +118,10 @@ def plan_data(plan: Plan) -> dict[str, Any]:
 
 
 def plan_of(data: object, what: str = "plan") -> Plan:
-    """Return the plan of `plan_data`; errors call it `what`.
+    """Return the plan from `plan_data`. Error messages name it `what`.
 
     Raises:
-        InputError: it is something else, or damaged.
+        InputError: the data is not a plan, or is damaged.
     """
     pairs = tuple[tuple[int, int], ...]
     kinds = {**field_types(Plan), "jobs": list[Any], "layers": pairs, "after": list[list[Any]], "spans": list[pairs]}
@@ -134,7 +134,7 @@ def plan_of(data: object, what: str = "plan") -> Plan:
 
 
 def costs_data(costs: CostModel) -> dict[str, Any]:
-    """Return every field; what is listed by a pair becomes rows."""
+    """Return all fields of a cost model as plain data. Mappings with pairs as keys become rows."""
     found = {f.name: getattr(costs, f.name) for f in fields(costs)}
     found["seconds"] = [[kind.value, stage, table] for (kind, stage), table in costs.seconds.items()]
     found["links"] = [[*pair, *astuple(link)] for pair, link in costs.links.items()]
@@ -145,10 +145,10 @@ def costs_data(costs: CostModel) -> dict[str, Any]:
 
 
 def costs_of(data: object, what: str = "costs") -> CostModel:
-    """Return the cost model of `costs_data`; errors call it `what`.
+    """Return the cost model from `costs_data`. Error messages name it `what`.
 
     Raises:
-        InputError: it is something else, or damaged.
+        InputError: the data is not a cost model, or is damaged.
     """
     rows = list[list[Any]]
     kinds = {**field_types(CostModel), "seconds": list[tuple[str, int, Table]], "links": rows, "link": list[Any]}
@@ -240,12 +240,12 @@ def _link(where: str, values: Sequence[Any]) -> Link:
 
 
 FILE = "run.json"
-"""Its name in the directory of a run."""
+"""The name of the file in the directory of a run."""
 _TIMELINES = ("predicted", "measured", "replayed")
 _WRITTEN = (*_TIMELINES, "costs", "profile")
-"""Entries that every file has, in a form of their own."""
+"""Entries that every file contains and that have a conversion of their own."""
 _PLAIN = ("schedule", "memory", "between", "facts", "choice", "siblings", "peaks", "unpredicted")
-"""Entries that are written as they are."""
+"""Entries that are written without conversion."""
 
 
 @dataclass(frozen=True)
@@ -253,25 +253,27 @@ class RunRecord:
     """One step of a run, or of a plan that has not run.
 
     Attributes:
-        predicted: the step as simulated before it ran, with times that were known then; None if there were none.
-        costs: the medians of the measured times, and bytes where they are known; of a plan, the times that it is
-            simulated with.
-        measured: the step as it ran; None for a plan.
-        replayed: the measured step simulated with the recorded time of each of its operations. It predicts nothing. It
-            differs from `measured` by the time that belongs to no operation. None for a plan.
-        schedule: its name.
-        settings: of the schedule.
-        profile: of the layers, where it is known.
-        memory: bytes of every rank's device; None if it was not asked for; empty for all of them.
-        between: seconds from the end of one step of the pipeline to the start of the next; None if unknown.
-        facts: whatever else there is to tell people, by name.
-        choice: why this schedule was chosen, or this cut; lines of a table among them.
-        siblings: how many trainings at a time shared the ranks, as in a job array. With more than one, what is idle in
-            `measured` is idle for this one only.
-        peaks: the most bytes of every rank while it trained: allocated on its GPU, or on a CPU the resident memory of
-            the process beyond that of its imports; None where nothing counts them; empty for all.
-        monitored: what a monitor saw on every rank while it trained; empty without one.
-        unpredicted: why a measured step was not predicted, as a sentence without its full stop.
+        predicted: the step, simulated before it ran with the times that were known then; None if no times were known.
+        costs: the medians of the measured times, and the bytes as far as they are known. For a plan, the times of its
+            simulation.
+        measured: the measured step; None for a plan.
+        replayed: the measured step, simulated with the recorded time of each of its operations. This is not a
+            prediction. It differs from `measured` by the time that belongs to no operation. None for a plan.
+        schedule: the name of the schedule.
+        settings: the settings of the schedule.
+        profile: the profile of the layers, if it is known.
+        memory: the bytes of the device of every rank; None for a rank whose device was not queried; empty if this holds
+            for all ranks.
+        between: the seconds from the end of one step of the pipeline to the start of the next; None if unknown.
+        facts: further information for the user, by name.
+        choice: why this schedule or this cut was chosen. The text may include a table.
+        siblings: the number of trainings that shared the ranks at the same time, for example in a job array. If there
+            are several, idle time in `measured` is idle only for this training.
+        monitored: the metrics that a monitor recorded on every rank during training; empty without a monitor.
+        peaks: the peak memory of every rank during training in bytes. On a GPU, it is the allocated memory. On a CPU,
+            it is the resident memory of the process beyond its memory after the imports. None for a rank that was not
+            measured; empty if no rank was measured.
+        unpredicted: the reason why a measured step was not predicted, as a sentence without its full stop.
     """
 
     predicted: Timeline | None
@@ -317,7 +319,7 @@ class RunRecord:
 
     @property
     def sibling_note(self) -> str:
-        """A sentence about a training that was not alone; empty for one that was."""
+        """A sentence about a training that shared its ranks with siblings; empty for a training without siblings."""
         if self.siblings == 1:
             return ""
         return (
@@ -327,23 +329,26 @@ class RunRecord:
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
-        """The estimated peak of the tensors on every rank, from `costs`; empty where bytes are not known."""
+        """The estimated peak memory of the tensors on every rank, from `costs`; empty if bytes are not known."""
         peaks = self.simulated_timeline.peak_bytes
         return peaks if any(peaks) else ()
 
     @property
     def peaks_are_resident(self) -> bool:
-        """Whether `peaks` counts whole processes, as on CPUs. They are not comparable with tensors alone."""
+        """Whether `peaks` contains the memory of whole processes, as on CPUs, which is not comparable with the memory
+        of tensors."""
         return all(limit is None for limit in self.memory)
 
     @property
     def bubble(self) -> float | None:
-        """The mean share of the displayed step in which ranks do not compute, 0 to 1; None for a sibling of others."""
+        """The mean share of the displayed step in which ranks do not compute, from 0 to 1; None for a training with
+        siblings."""
         return None if self.siblings > 1 else self.displayed_timeline.mean_bubble
 
     @property
     def prediction_text(self) -> str:
-        """The predicted step compared with the measured one, or why nothing was predicted, without a full stop."""
+        """A comparison of the predicted step with the measured one, or the reason for a missing prediction, without a
+        full stop."""
         if self.measured is None or self.siblings > 1:
             return ""
         if self.predicted is None:
@@ -353,7 +358,7 @@ class RunRecord:
 
     @property
     def memory_text(self) -> str:
-        """Sentences on the peak of each rank; empty where nothing is known, or where siblings shared the ranks."""
+        """Sentences on the peak memory of each rank; empty if nothing is known, or if siblings shared the ranks."""
         if self.siblings > 1:
             return ""
         others = estimate_alternatives(self.plan, self.costs)
@@ -361,7 +366,8 @@ class RunRecord:
 
     @property
     def queues_text(self) -> str:
-        """A line for each stage and direction on the inputs that waited there; empty where nothing was measured."""
+        """One line for each stage and direction on the inputs that waited there; empty if nothing was measured, or if
+        siblings shared the ranks."""
         if self.measured is None or self.siblings > 1:
             return ""
         return "\n".join(
@@ -373,30 +379,30 @@ class RunRecord:
 
     @property
     def plan(self) -> Plan:
-        """The plan that was ordered."""
+        """The plan of the displayed step."""
         return self.displayed_timeline.plan
 
     @property
     def displayed_timeline(self) -> Timeline:
-        """The measured timeline; of a plan the predicted one."""
+        """The measured timeline or, for a plan, the predicted one."""
         found = self.measured or self.predicted
         assert found is not None
         return found
 
     @property
     def simulated_timeline(self) -> Timeline:
-        """The step simulated with what `costs` are made of: the replay; of a plan the predicted one."""
+        """The timeline that was simulated with `costs`: the replay or, for a plan, the predicted timeline."""
         found = self.replayed or self.predicted
         assert found is not None
         return found
 
     @property
     def label(self) -> str:
-        """The schedule with its settings, such as "kfkb k=2"."""
+        """The name of the schedule with its settings, such as "kfkb k=2"."""
         return " ".join([self.schedule, *(f"{name}={value}" for name, value in self.settings.items())])
 
     def save(self, path: str | Path) -> None:
-        """Write JSON."""
+        """Write the record as JSON."""
         data: dict[str, Any] = {
             **{name: None if each is None else timeline_data(each) for name, each in self._timelines.items()},
             "costs": costs_data(self.costs),
@@ -414,10 +420,13 @@ class RunRecord:
 
     @classmethod
     def load(cls, path: str | Path) -> RunRecord:
-        """Read what `save` wrote; of a directory its run.json.
+        """Return the record that `save` wrote.
+
+        Args:
+            path: the file, or a directory that contains run.json.
 
         Raises:
-            InputError: there is no such file, or it is not one of these.
+            InputError: the file does not exist, or is not a record.
         """
         path = Path(path)
         if path.is_dir() and (path / FILE).exists():
@@ -458,5 +467,5 @@ def _is_plain(value: object) -> bool:
 
 
 def _tuples(value: Any) -> Any:
-    """JSON has lists only."""
+    """Convert lists to tuples, because JSON has only lists."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Timelines as pictures and as traces for a viewer."""
+"""Draw timelines as pictures, and export them as traces for a viewer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_pipes.ir import Instruction, Kind, target_stage
 from lightning_pipes.sim.timeline import WORDS, Event, Labels, Timeline
 
 Shade = Callable[[Instruction], Any]
-"""The colour of an instruction, as matplotlib takes it."""
+"""A function that returns the color of an instruction in a format of matplotlib."""
 _COLOURS = {
     Kind.F: "#4f8fd0",
     Kind.B: "#e8973a",
@@ -25,27 +25,35 @@ _COLOURS = {
     Kind.SF: "#a9c8ea",
     Kind.SB: "#f3cda2",
 }
-_BAR = 0.62  # of a rank's row; transfers share the rest
+_BAR = 0.62  # the height of a bar in the row of a rank; transfers share the rest
 _MOST_BARS = 160
-"""Computations of a rank that can be distinguished in a picture."""
-_LEFT, _RIGHT = 0.78, 0.9  # inches beside the bars
+"""The number of computations of a rank that can be distinguished in a picture."""
+_LEFT, _RIGHT = 0.78, 0.9  # inches to the left and to the right of the bars
 
 
 def save_png(timeline: Timeline, path: str | Path, other: Timeline | None = None, idle: bool = True) -> None:
-    """Draw `timeline`, one row a rank: computations as bars with their micro-batch, transfers as thin bars, below the
-    sender's row on the way forward and above it on the way back, and with `idle` the share of time that
-    each rank idles.
+    """Draw `timeline` with one row for each rank.
 
-    With `other` a second panel on the same scale: the first is called predicted, the second measured, unless they have
-    names. Of what is too long to be seen, as an epoch without a flush may be, the end is drawn.
+    Computations are bars with the number of their micro-batch. Transfers are thin bars, below the row of the sender on
+    the way forward and above it on the way back. With `idle`, the share of time that each rank idles is shown.
+
+    With `other`, the picture has two panels with the same scale. If the timelines have no names, the first panel is
+    titled "predicted" and the second one "measured". If a timeline is too long to be readable, as an epoch without a
+    flush may be, only its end is drawn.
+
+    Args:
+        timeline: the timeline.
+        path: the file to write.
+        other: the timeline of the second panel.
+        idle: whether to show the idle time of each rank.
     """
-    from matplotlib.figure import Figure  # not pyplot: the user's own figures and backend stay as they are
+    from matplotlib.figure import Figure  # pyplot would change the figures and the backend of the user
 
     panels = [timeline] if other is None else [timeline, other]
     heights = [_row_inches(t) * t.plan.n_ranks + 0.75 for t in panels]
     bars = max(len(row) for t in panels for row in t.program().head)
     longest = max(t.makespan for t in panels)
-    most = longest * _MOST_BARS // bars if bars > _MOST_BARS else longest  # nanoseconds that are shown
+    most = longest * _MOST_BARS // bars if bars > _MOST_BARS else longest  # the number of nanoseconds that are shown
     bars = min(bars, _MOST_BARS)
     width = min(max(13.0, 0.17 * bars), 24.0)
     figure = Figure(figsize=(width, sum(heights) + 0.2))
@@ -83,11 +91,14 @@ def _unit(nanoseconds: int) -> tuple[str, float]:
 
 
 def draw_window(axis: Any, timeline: Timeline, start: int, stop: int, shade: Shade) -> None:
-    """Draw what runs from `start` to `stop`, nanoseconds, into `axis` of a figure of the caller's; computations as
-    `save_png` has them.
+    """Draw the computations between two times into `axis`, in the style of `save_png`.
 
     Args:
-        shade: the colour of an instruction.
+        axis: an axis of a figure of the caller.
+        timeline: the timeline.
+        start: the start of the window in nanoseconds.
+        stop: the end of the window in nanoseconds.
+        shade: returns the color of an instruction.
     """
     figure = axis.get_figure()
     points = 72 * figure.get_size_inches()[0] * axis.get_position().width / (stop - start)
@@ -107,12 +118,13 @@ def _between(timeline: Timeline, start: int, stop: int) -> Timeline:
 
 
 def _panel(axis: Any, timeline: Timeline, span: int, points: float, shade: Shade, bubbles: Sequence[float]) -> None:
-    """Draw one timeline; `points` of paper stand for a nanosecond, and ranks idle for those shares of the time."""
+    """Draw one timeline. `points` is the size of a nanosecond on paper, and `bubbles` are the idle shares of the
+    ranks."""
     from matplotlib.collections import PolyCollection
 
     labels = Labels(timeline.plan, timeline.events)
     size = _unit(span)[1]
-    longest: dict[Kind, int] = defaultdict(int)  # all numbers of a kind are shown, or none
+    longest: dict[Kind, int] = defaultdict(int)  # either all numbers of a kind are shown, or none
     for e in timeline.computations:
         longest[e.instruction.kind] = max(longest[e.instruction.kind], len(labels.label_of(e.instruction)))
     boxes: list[list[tuple[float, float]]] = []
@@ -147,7 +159,7 @@ def _panel(axis: Any, timeline: Timeline, span: int, points: float, shade: Shade
 
 
 def _rows_of(e: Event) -> tuple[float, float]:
-    """Return where the bar of `e` begins and ends, upside down: row 0 is at the top."""
+    """Return the vertical range of the bar of `e`. The axis is inverted: row 0 is at the top."""
     half, thin = _BAR / 2, (1 - _BAR) / 2 - 0.07
     match e.instruction.kind:
         case Kind.SF:
@@ -159,7 +171,7 @@ def _rows_of(e: Event) -> tuple[float, float]:
 
 
 def _shade(i: Instruction, labels: Labels) -> tuple[float, float, float]:
-    """Return the kind's colour, lighter for later stages of a rank, darker for every second job or batch."""
+    """Return the color of the kind, lighter for later stages of a rank, and darker for every second job or batch."""
     from matplotlib.colors import to_rgb
 
     r, g, b = to_rgb(_COLOURS[i.kind])
@@ -191,10 +203,11 @@ def _legend(axis: Any, panels: list[Timeline]) -> None:
 
 
 def save_chrome_trace(timeline: Timeline, path: str | Path) -> None:
-    """Write `timeline` as JSON in the Trace Event Format, which Perfetto and chrome://tracing open.
+    """Write `timeline` as JSON in the Trace Event Format, which Perfetto and chrome://tracing can open.
 
-    One process a rank; one thread for its computations, one for each link that it sends on (more where latency lets
-    messages overlap); an arrow from each message to the computation that first uses it. Times are in microseconds.
+    Each rank is a process. It has one thread for its computations, and one thread for each link on which it sends, or
+    more if latency lets messages overlap. An arrow connects each message with the computation that uses it first. Times
+    are in microseconds.
     """
     labels = Labels(timeline.plan, timeline.events)
     lanes = _Lanes()
@@ -232,14 +245,14 @@ def save_chrome_trace(timeline: Timeline, path: str | Path) -> None:
 
 
 class _Lanes:
-    """Threads for transfers: slices of one thread may not overlap."""
+    """Assigns transfers to threads, because the slices of one thread must not overlap."""
 
     def __init__(self) -> None:
         self._until: dict[int, dict[int, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
         self._threads: dict[int, int] = defaultdict(int)
 
     def place(self, e: Event, target: int) -> tuple[int, bool]:
-        """Return the thread for `e`, and whether it is a new one."""
+        """Return the thread for `e`, and whether the thread is new."""
         lanes = self._until[e.rank][target]
         for n, (until, thread) in enumerate(lanes):
             if until <= e.start:

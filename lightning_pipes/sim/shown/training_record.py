@@ -1,14 +1,14 @@
-"""A record of a training, kept to be compared with another: losses, hashes of layers, and which batch used each layer
-when.
+"""A record of a training that can be compared with other records.
 
-A folder has a file for each fit and rank, `000-rank0.jsonl`. A fit that resumed the one before takes the place of what
-that did from there on. A line is one of
+It contains losses, hashes of layers, and the order in which batches used each layer. A folder has one file for each fit
+and rank, such as `000-rank0.jsonl`. A fit that resumes the previous one replaces the records of the previous fit from
+its first batch on. Each line is one of the following:
 
-    {"begins": 0}                                          first of a file: the number of its first batch
+    {"begins": 0}                                          the first line of a file: the number of its first batch
     {"F": 2, "layers": ["0", "5.2"]}                       batch 2 reads these layers
-    {"B": 2, "layers": {"0": "91d5...", "5.2": null}}      it has stepped them; their hash, where it was taken
-    {"loss": "0x1.8p+0", "of": 2, "value": 1.5}            its loss
-    {"end": 499, "layers": {"0": "5c01...", ...}}          how the last batch has left all layers
+    {"B": 2, "layers": {"0": "91d5...", "5.2": null}}      batch 2 has updated them; their hashes, if taken
+    {"loss": "0x1.8p+0", "of": 2, "value": 1.5}            the loss of batch 2
+    {"end": 499, "layers": {"0": "5c01...", ...}}          the hashes of all layers after the last batch
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from lightning_pipes.ir import InputError
 from lightning_pipes.ir.checks import check_json_fields
 
 FOLDER = "reproducibility"
-"""Where in a run's folder the files are."""
+"""The folder of the files in the folder of a run."""
 
 
 class Access(NamedTuple):
-    """A batch reads a layer, for its forward (F), or has stepped it (B)."""
+    """An access of a batch to a layer: the batch reads the layer in its forward (F), or has updated it (B)."""
 
     batch: int
     kind: str
@@ -41,13 +41,13 @@ class Access(NamedTuple):
 
 @dataclass
 class TrainingRecord:
-    """One run.
+    """The record of one run.
 
     Attributes:
-        losses: by batch, as float.hex() says them.
-        hashes: of parameters and buffers, by batch and layer, where the batch has stepped the layer.
-        accesses: of each layer, in the order in which they came; where a layer was on several ranks, those of each in
-            their order, and of two ranks that of the earlier batch first.
+        losses: the losses by batch, in the format of `float.hex()`.
+        hashes: the hashes of parameters and buffers by batch and layer, for layers that the batch has updated.
+        accesses: the accesses to each layer, in order. If a layer was on several ranks, the accesses of each rank are
+            in their order, and accesses of different ranks are in the order of their batches.
     """
 
     losses: dict[int, str] = field(default_factory=dict)
@@ -56,10 +56,10 @@ class TrainingRecord:
 
     @classmethod
     def load(cls, where: Path) -> TrainingRecord:
-        """Return the record in a run's folder.
+        """Return the record in the folder of a run.
 
         Raises:
-            InputError: there is none, or a line can't be read.
+            InputError: there is no record, or a line can't be read.
         """
         folder = where / FOLDER if (where / FOLDER).is_dir() else where
         files = sorted(folder.glob("*-rank*.jsonl"))
@@ -84,7 +84,7 @@ class TrainingRecord:
         return record
 
     def order(self, layer: str) -> str:
-        """Return the accesses to a layer in order, such as 2F 2B 5F 5B: batch and direction."""
+        """Return the accesses to a layer in order, as batches and directions, such as "2F 2B 5F 5B"."""
         return " ".join(map(str, self.accesses.get(layer, ())))
 
     def _forget(self, begins: int) -> None:
@@ -110,13 +110,14 @@ class TrainingRecord:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """Two runs, as far as both say something.
+    """The comparison of two runs. Only values that both runs have recorded are compared.
 
     Attributes:
-        losses, hashes, layers: how many were compared.
-        batch, layer: of the first difference; None where there is none, and no layer where it is that of a loss.
-        values: what the two runs have there.
-        orders: layers that were used in another order.
+        losses, hashes, layers: the number of compared losses, hashes and layers.
+        batch, layer: the batch and the layer of the first difference. `batch` is None if there is no difference, and
+            `layer` is None if the difference is in a loss.
+        values: the values of the two runs at this difference.
+        orders: the layers that were used in different orders.
     """
 
     losses: int
@@ -129,7 +130,7 @@ class RunComparison:
 
     @property
     def is_equal(self) -> bool:
-        """Whether nothing differs, the order of accesses aside."""
+        """Whether all compared losses and hashes are equal. The order of accesses is not considered."""
         return self.batch is None
 
     def __str__(self) -> str:
@@ -147,10 +148,10 @@ class RunComparison:
 
 
 def compare_runs(a: TrainingRecord, b: TrainingRecord) -> RunComparison:
-    """Find the first batch of two runs with another loss, or another layer after it.
+    """Return the first batch for which two runs have different losses or different layers.
 
     Raises:
-        InputError: they have no loss and no hash in common.
+        InputError: the runs have no loss and no hash in common.
     """
     losses = sorted(a.losses.keys() & b.losses.keys())
     hashes = sorted(a.hashes.keys() & b.hashes.keys(), key=lambda key: (key[0], natural_key(key[1])))
@@ -183,7 +184,7 @@ def _batch(access: Access) -> int:
 
 
 def natural_key(name: str) -> list[tuple[bool, int, str]]:
-    """Sort names of layers as people do: 2 before 10."""
+    """Return a sort key for the names of layers that sorts numbers by value: 2 before 10."""
     return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
 
 
@@ -197,7 +198,7 @@ def _range(record: TrainingRecord) -> str:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The last one may be cut off, where a rank was killed."""
+    """Yield the lines of a file. The last line may be incomplete if the rank was killed, and is then ignored."""
     text = path.read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(text):
         try:
@@ -216,11 +217,12 @@ class Curves:
     """The metrics of one rank over time.
 
     Attributes:
-        times: seconds since the monitor began, ascending.
-        values: of each metric at those times, by its name, which ends in the unit; None where it was missing.
+        times: seconds since the start of the monitor, in ascending order.
+        values: for each metric, its values at these times, or None if a value is missing. The name of a metric ends
+            with its unit.
 
     Raises:
-        InputError: another number of values than of times, or times that do not ascend.
+        InputError: the numbers of values and times differ, or the times do not ascend.
     """
 
     times: tuple[float, ...] = ()
@@ -239,10 +241,10 @@ class Curves:
 
 
 def curves_of(data: object, what: str) -> Curves:
-    """Return the curves of `Curves.to_dict`; errors call them `what`.
+    """Return the curves from `Curves.to_dict`. Error messages name them `what`.
 
     Raises:
-        InputError: it is something else, or damaged.
+        InputError: the data does not contain curves, or is damaged.
     """
     return Curves(
         **check_json_fields(what, data, {"times": tuple[float, ...], "values": dict[str, tuple[float | None, ...]]})
