@@ -1,5 +1,7 @@
-"""Lower bounds of step times, computed without simulation. Plans and partitions whose bound is too large need not be
-tried."""
+"""Lower bounds of step times, computed without simulation.
+
+Plans and partitions whose bound is too large need not be tried.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,7 @@ def least_step(plan: Plan, costs: Costs) -> int:
 
 
 def _everything(kind: Kind, stage: int, plan: Plan, costs: Costs) -> tuple[int, int]:
-    """Return the nanoseconds of all instructions of one kind on a stage or its link, and of the fastest single
-    instruction."""
+    """Return the nanoseconds of all instructions of one kind on a stage or link, and of the fastest one alone."""
     occupied, latencies, quickest = 0, [], []
     for i, count in cost_classes(kind, stage, plan):
         if kind in SENDS:
@@ -106,8 +107,7 @@ class _Bound:
         return max(self._links(), self._one_stage_a_rank() if one else self._several_stages_a_rank())
 
     def _links(self) -> float:
-        """Return the time for which the busiest link is occupied, assuming that every cut is where the smallest message
-        passes.
+        """Return the time for which the busiest link is occupied, if the smallest message passes at every cut.
 
         With one stage on each rank, the result also includes the way of a micro-batch to the link before its first
         message and the way back after its last message.
@@ -193,8 +193,7 @@ class _Bound:
         return np.asarray(ends * self.one_share / max(self.speeds))
 
     def _hops(self, back: bool = False) -> Array:
-        """Return the seconds of messages and overhead from the first stage to each stage, or back from each stage to
-        the first."""
+        """Return the seconds of messages and overhead from the first stage to each stage, or back from each stage."""
         plan, found = self.plan, [0.0]
         for s in range(plan.n_stages - 1):
             seconds = self.profile.overhead
@@ -206,8 +205,7 @@ class _Bound:
         return np.array(found)
 
     def _step(self, rank: int) -> Seconds:
-        """Return a function from the layers of a rank to the seconds of its STEP, including the exposed rest of the
-        all-reduce."""
+        """Return a function from the layers of a rank to the seconds of its STEP with the exposed all-reduce."""
         columns = self.profile.layer_arrays
         kind = Kind.W if self.plan.split_backward else Kind.B
         backward = range_sums(columns.seconds_at(kind, self.rows)[1:-1])
@@ -224,7 +222,7 @@ class _Bound:
 
 
 def min_fullest_bin(items: Array, bins: int) -> float:
-    """Return a lower bound of the sum in the fullest bin, if `items` are distributed over `bins` bins.
+    """Return a lower bound of the sum in the fullest bin if `items` are distributed over `bins` bins.
 
     For every k, one bin contains at least k + 1 of the k * bins + 1 largest items.
     """

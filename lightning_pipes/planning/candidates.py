@@ -75,8 +75,7 @@ def tuning_planner(schedule: Schedule | Policy) -> TuningPlanner:
 
 @lru_cache(maxsize=64)
 def cut_into(plan: Plan, size: int) -> Plan:
-    """Return the plan with micro-batches of at most `size` samples, as even as possible: ceil(rows / size)
-    micro-batches.
+    """Return the plan with ceil(rows / size) micro-batches of at most `size` samples, as even as possible.
 
     If the largest micro-batch on every stage already has `size` samples, the plan is returned unchanged, even if fewer
     micro-batches would suffice. A different number of micro-batches would change the order in which gradients are

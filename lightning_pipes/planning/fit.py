@@ -59,8 +59,10 @@ class Fit:
         return step_bubble(self.order, replace(self.plan, layers=()), self.costs)
 
     def without_order(self, schedule: Schedule | Policy) -> Fit:
-        """Return the same fit with `schedule` in place of the order. The order of a large plan takes a hundred
-        megabytes."""
+        """Return the same fit with `schedule` in place of the order.
+
+        The order of a large plan takes a hundred megabytes.
+        """
         return replace(self, given=schedule)
 
 
@@ -225,8 +227,7 @@ def _affordable(order: Program | Policy, plan: Plan) -> int:
 
 
 def _neighbours(fit: Fit) -> list[tuple[Span, ...]]:
-    """Return all partitions in which one cut is moved by one layer and no stage becomes empty, the heaviest giver
-    first."""
+    """Return all partitions with one cut moved by one layer and no empty stage, the heaviest giver first."""
     layers, costs = fit.plan.layers, fit.costs
     found = []
     for s, (a, b) in enumerate(pairwise(layers)):
@@ -297,8 +298,7 @@ def price_stages(profile: ModelProfile, plan: Plan, deployment: Deployment) -> C
 
 
 def stage_seconds(profile: ModelProfile, plan: Plan, cluster: Cluster) -> list[StageLoad]:
-    """Return for each stage its load: the seconds of F and B of one micro-batch as a function of the layers of the
-    stage.
+    """Return the load of each stage: the seconds of F and B of one micro-batch as a function of its layers.
 
     The load of a stage without layers is infinite. Equal stages share one object.
     """

@@ -35,8 +35,10 @@ def schedule_label(schedule: Schedule | Policy) -> str:
 
 
 def strategy_arguments(schedule: Schedule | Policy, plan: Plan) -> dict[str, Any]:
-    """Return the arguments of `PipelineStrategy` that reproduce `plan`. `partition` is omitted if the plan has no
-    layers."""
+    """Return the arguments of `PipelineStrategy` that reproduce `plan`.
+
+    `partition` is omitted if the plan has no layers.
+    """
     found: dict[str, Any] = {"schedule": schedule.name, "microbatches": len(plan.spans(Kind.F, 0))}
     if settings := schedule_settings(schedule):
         found["schedule_args"] = settings

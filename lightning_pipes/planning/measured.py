@@ -169,25 +169,30 @@ class Averages:
 
     @property
     def unsteadiness(self) -> float:
-        """The largest variation of the transfers of one link within a step: the standard deviation divided by the mean.
-        mean."""
+        """The largest variation of the transfers of a link within a step, as standard deviation divided by mean."""
         return max(self._spread.values(), default=0.0)
 
     @property
     def slack(self) -> int | None:
-        """The smallest number of inputs that waited at a launch while the pipeline was full, over the last `window`
-        steps; None if no launch was recorded."""
+        """The smallest number of inputs that waited at a launch while the pipeline was full, in the last steps.
+
+        The value covers the last `window` steps with such a launch, and is None if there was none.
+        """
         return min(self._slack, default=None)
 
     @property
     def stalled(self) -> float | None:
-        """The share of a step for which a rank waited for inputs: the minimum over ranks, then the maximum over the
-        last steps; None if no rank received inputs."""
+        """The share of a step for which the rank that stalled least waited for inputs; the maximum of the last steps.
+
+        The value is None if no rank received inputs.
+        """
         return max(self._stalled, default=None)
 
     def has_measured(self, plan: Plan) -> bool:
-        """Return whether times were measured for all sizes of micro-batches in `plan`. Otherwise, costs are
-        extrapolated."""
+        """Return whether times were measured for all sizes of micro-batches in `plan`.
+
+        Otherwise, costs are extrapolated.
+        """
         return all(
             (kind, s, rows) in self._known
             for s in range(plan.n_stages)
@@ -247,8 +252,7 @@ class Averages:
             self.drifted = (*self.drifted, key)
 
     def _forget_other_way(self, key: Key) -> None:
-        """Discard the times of a backward form (whole or split) that no longer runs, because the running form has
-        drifted.
+        """Discard the times of the form of backward, whole or split, that no longer runs, if the other form drifted.
 
         The discarded times are replaced by the new times of the running form, scaled by the ratio in which both were
         measured.
@@ -288,8 +292,7 @@ def parts_of(profile: ModelProfile | None, layers: Sequence[Span]) -> dict[int, 
 def _other_way(
     tables: Mapping[tuple[Kind, int], Table], stage: int, parts: tuple[float, float]
 ) -> dict[tuple[Kind, int], Table]:
-    """Return the times of the whole backward of a stage computed from its parts, or of the parts computed from the
-    whole."""
+    """Return the times of the whole backward of a stage computed from its parts, or vice versa."""
     whole = tables.get((Kind.B, stage), ())
     found = {(kind, stage): _times(whole, share) for kind, share in zip((Kind.I, Kind.W), parts, strict=True)}
     total = parts[0] + parts[1]

@@ -1,5 +1,7 @@
-"""The memory that a plan needs, without simulation: the order of instructions on a rank determines the bytes it holds.
-holds."""
+"""The memory that a plan needs, without simulation.
+
+The order of the instructions on a rank determines the bytes that the rank holds.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,7 @@ Array = npt.NDArray[np.float64]
 
 
 def held_rows(program: Program, plan: Plan) -> tuple[int, ...]:
-    """Return the largest number of samples that each stage holds between F and the end of B or W, in a finite program.
-    program."""
+    """Return the most samples that each stage of a finite program holds between F and the end of B or W."""
     held, most = [0] * plan.n_stages, [0] * plan.n_stages
     for kind, stage, _, _, span in program.iter_instructions():
         if kind is Kind.F:

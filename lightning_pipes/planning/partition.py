@@ -94,8 +94,7 @@ class StageLoad:
     least: Seconds | None = None
 
     def count_most_layers(self, layers: int, most: float) -> int:
-        """Return the largest number of layers, at least 1, for which some range of this length is allowed and takes at
-        most `most`.
+        """Return the largest number of layers, at least 1, of which some allowed range takes at most `most` seconds.
 
         Args:
             layers: the number of layers of the model.
@@ -213,8 +212,7 @@ class _Bands:
         return all(width <= others._widths[key] for key, width in self._widths.items())
 
     def iter_stages(self, cost: Cost | None) -> Iterator[tuple[int, Indices, Array]]:
-        """Yield for each stage the number of its first row, the first layers of its ranges, and the costs of these
-        ranges.
+        """Yield for each stage its first row, the first layers of its ranges, and the costs of these ranges.
 
         Without `cost`, the costs are the seconds.
         """

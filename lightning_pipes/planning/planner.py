@@ -110,8 +110,9 @@ class Planner(ABC):
 
     @abstractmethod
     def plan(self, problem: Problem) -> Plan:
-        """Return the plan of the batch on the ranks where the schedule places its stages. `solve` adapts the plan to
-        the schedule.
+        """Return the plan of the batch on the ranks where the schedule places its stages.
+
+        `solve` adapts the plan to the schedule.
 
         A batch of another size, such as the last batch of an epoch, is another problem.
 
@@ -146,8 +147,10 @@ class Planner(ABC):
         return Solution(replace(problem, layers=plan.layers), adapt_plan(plan, schedule))
 
     def explain_plan(self, problem: Problem, plan: Plan) -> str:
-        """Return a sentence for the user that explains how `plan`, which this planner made, cuts a batch; empty if
-        there is nothing to explain."""
+        """Return a sentence for the user that explains how `plan`, which this planner made, cuts a batch.
+
+        The result is empty if there is nothing to explain.
+        """
         return ""
 
     def profile_sizes(self, rows: int, stages: int, microbatches: int | None) -> tuple[int, ...]:
@@ -182,10 +185,10 @@ class Planner(ABC):
         return serialized
 
     def reduce_memory(self, plan: Plan, problem: Problem, free: FreeBytes) -> Plan | None:
-        """Return a plan that reduces the memory of devices that run short of it, even if batches take longer; None to
-        keep `plan`.
+        """Return a plan that needs less memory on devices that run short of it, even if batches take longer.
 
-        This method is called if running batches one at a time has not freed enough memory.
+        The result is None to keep `plan`. This method is called if running batches one at a time has not freed enough
+        memory.
         """
         return None
 
@@ -197,8 +200,7 @@ class Planner(ABC):
         return None
 
     def balance_shares(self, plan: Plan, problem: Problem) -> Seconds | None:
-        """Return the seconds in whose proportion the ranks of each stage share samples; None to keep the current
-        shares.
+        """Return the seconds in whose proportion the ranks of each stage share samples, or None to keep the shares.
 
         This method is called instead of `replan` if stages have several ranks.
         """

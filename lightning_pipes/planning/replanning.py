@@ -92,8 +92,9 @@ class Observation:
 
 
 class GradientSample(NamedTuple):
-    """The measurements of one iteration from which the constants of a model are estimated. Norms are over all
-    parameters.
+    """The measurements of one iteration from which the constants of a model are estimated.
+
+    Norms are over all parameters.
 
     Attributes:
         moved: the norm of the difference between the weights of this iteration and of the previous one.

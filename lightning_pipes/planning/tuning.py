@@ -279,8 +279,7 @@ def _in_turn(candidates: Sequence[Candidate], unsteady: bool) -> list[list[int]]
 
 
 def _certain(every: Sequence[RankedCandidate], rest: float, unsteady: bool) -> RankedCandidate | None:
-    """Return the best candidate of the sorted `every`, or None if a candidate that was not simulated may change the
-    result.
+    """Return the best of the simulated candidates, or None if another candidate may change the result.
 
     Args:
         every: the simulated candidates, the fastest first.

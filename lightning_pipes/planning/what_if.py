@@ -1,5 +1,7 @@
-"""A model of a recorded run in which changes can be tried: its layers, and devices and links with their measured
-speeds."""
+"""A model of a recorded run in which changes can be simulated.
+
+It contains the layers of the run, and its devices and links with their measured speeds.
+"""
 
 from __future__ import annotations
 
@@ -116,10 +118,10 @@ class WhatIf:
     def with_best_cuts(
         self, schedule: Schedule | Policy | None = None, microbatches: int | None = None
     ) -> SimulatedTrial | None:
-        """Return the trial with the best cuts for a schedule and a number of micro-batches, by default those of the
-        run.
+        """Return the trial with the best cuts for a schedule and a number of micro-batches.
 
-        The result is None if the times of the layers are not known, or if nothing fits.
+        By default, the schedule and the number of micro-batches of the run are used. The result is None if the times of
+        the layers are not known, or if nothing fits.
         """
         if not self.layers_known:
             return None
@@ -193,8 +195,10 @@ class WhatIf:
         return tuple(Span(s, s + 1) for s in range(self.plan.n_stages))
 
     def _of_stages(self) -> tuple[ModelProfile, Cluster]:
-        """Return a profile with every stage as one layer. If the bytes of outputs are unknown, they are set to one byte
-        per sample."""
+        """Return a profile with every stage as one layer.
+
+        If the bytes of outputs are unknown, they are set to one byte per sample.
+        """
         costs, n = self._record.costs, self.plan.n_stages
         bytes_ = [*(costs.forward_bytes or (1.0,) * (n - 1)), 1.0]
 

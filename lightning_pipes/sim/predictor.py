@@ -75,15 +75,15 @@ class TaskPredictor(Protocol):
         """
 
     def idle(self, queue: Sequence[WaitingSubnet]) -> TaskPrediction:
-        """Return the contexts that are needed next if no task is running and none is ready, for example at the
-        start."""
+        """Return the contexts that are needed next if no task is running and none is ready, as at the start."""
 
 
 def admissible(queue: Iterable[WaitingSubnet], done: frozenset[int] = frozenset()) -> int | None:
-    """Return the first subnet in the queue that may run once the subnets in `done` have updated their layers on this
-    stage (Algorithm 2).
+    """Return the first subnet in the queue that may run (Algorithm 2), or None if no subnet may run.
 
-    The result is None if no subnet may run.
+    Args:
+        queue: the waiting subnets.
+        done: subnets that are assumed to have updated their layers on this stage.
     """
     return next((subnet for subnet, waits in queue if waits <= done), None)
 
@@ -154,8 +154,9 @@ class StepAheadPredictor:
 
 
 class SimulatedPredictor:
-    """Predicts tasks from a simulated order of the tasks of the stage. The policy is deterministic, so only the times
-    can be wrong.
+    """Predicts tasks from a simulated order of the tasks of the stage.
+
+    The policy is deterministic, so only the times can be wrong.
 
     Args:
         order: all tasks, beginning with the first one.

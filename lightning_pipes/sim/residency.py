@@ -34,8 +34,7 @@ class Copier(Protocol):
     """
 
     def load(self, key: object, size: int, after: int | None) -> int:
-        """Start to copy a state to the device after the copy `after` has ended, and return the ticket of the new
-        copy."""
+        """Start to copy a state to the device after the copy `after` has ended, and return the ticket."""
 
     def store(self, key: object, size: int) -> int:
         """Start to copy a state to the host, and return the ticket of the copy."""
@@ -138,8 +137,7 @@ class Statistics:
 
     @property
     def hit_rate(self) -> float:
-        """The share of leases whose state was on the device, without the leases in `again`; 1 if there were no
-        leases."""
+        """The share of leases whose state was on the device, without the leases in `again`; 1 without any leases."""
         counted = self.leases - self.again
         return (self.hits - self.again) / counted if counted else 1.0
 
@@ -211,8 +209,9 @@ class Residency(Generic[Key]):
         self._sizes[key] = size
 
     def make(self, key: Key, size: int) -> int:
-        """Add a state that is created on the device, such as a version of weights. Other states are evicted to make
-        room for it.
+        """Add a state that is created on the device, such as a version of weights.
+
+        Other states are evicted to make room for it.
 
         Returns:
             The nanoseconds of waiting for its memory.
@@ -300,8 +299,9 @@ class Residency(Generic[Key]):
         held.leased -= 1
 
     def prefetch(self) -> int:
-        """Start to load the states that are needed next, in order, until there is no more room. Return the number of
-        loaded states.
+        """Start to load the states that are needed next, in order, until there is no more room.
+
+        Return the number of loaded states.
 
         The look-ahead therefore follows from the budget. A fixed look-ahead could evict states that are needed earlier
         than the loaded ones.

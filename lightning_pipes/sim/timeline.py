@@ -82,8 +82,7 @@ class Timeline:
 
     @property
     def regime(self) -> str:
-        """A description of the link regimes of a simulation, such as "asynchronous links"; empty for a measured
-        timeline."""
+        """The link regimes of a simulation in words, such as "asynchronous links"; empty for a measured timeline."""
         return "" if self.regimes is None else describe_regimes(self.regimes)
 
     @cached_property

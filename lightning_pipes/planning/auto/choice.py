@@ -51,8 +51,7 @@ def most_microbatches(ranks: int, rows: int) -> int:
 
 
 def numbers_to_try(ranks: int, rows: int) -> list[int]:
-    """Return the numbers of micro-batches to try: doubled from about half the number of ranks up to
-    `most_microbatches`."""
+    """Return the numbers of micro-batches to try, doubled from half the number of ranks up to `most_microbatches`."""
     found, most = [1], most_microbatches(ranks, rows)
     while found[-1] < most:
         found.append(found[-1] * 2)
@@ -70,8 +69,7 @@ def list_options(
     iterations: Iterations | None = None,
     equal_cuts: bool = False,
 ) -> Iterator[Option]:
-    """Yield every combination of schedule, number of micro-batches and recomputation with a lower bound of its step
-    time.
+    """Yield all combinations of schedule, number of micro-batches and recomputation, with bounds of their step times.
 
     Options that can't be planned or that are excluded are yielded too; `Option.why_not` then contains the reason.
 
@@ -180,8 +178,10 @@ class Option:
 
     @property
     def label(self) -> str:
-        """The name of the schedule with its settings, such as "kfkb k=2". Settings that are None, False or empty are
-        omitted."""
+        """The name of the schedule with its settings, such as "kfkb k=2".
+
+        Settings that are None, False or empty are omitted.
+        """
         chosen: dict[str, object] = vars(self.schedule) if is_dataclass(self.schedule) else {}
         settings = [
             f"{name}={value}" for name, value in chosen.items() if value not in (None, ()) and value is not False

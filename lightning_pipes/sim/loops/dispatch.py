@@ -128,8 +128,7 @@ class _Asking:
 
 
 class _Seen:
-    """The state of an endless window that the policy of a rank sees: the batches in flight, and the versions of the
-    layers."""
+    """The endless window as the policy of a rank sees it: the batches in flight, and the versions of the layers."""
 
     def __init__(self, queues: Queues, rank: int, uses: Sequence[LayerUse], depth: int) -> None:
         plan = queues.plan

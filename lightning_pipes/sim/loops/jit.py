@@ -136,8 +136,10 @@ def cache_folder() -> Path | None:
 
 @contextmanager
 def _caching_in(config: Any, folder: Path | None) -> Iterator[None]:
-    """Cache functions that are compiled in this context in `folder`. By default, numba would write next to our source
-    files."""
+    """Cache functions that are compiled in this context in `folder`.
+
+    By default, numba would write next to our source files.
+    """
     before = config.CACHE_DIR
     config.CACHE_DIR = str(folder or "")
     try:

@@ -126,8 +126,7 @@ def pick(rank, forward, other, nothing, alternate, after_forward):
 # rank 2 |........0-0===1-1===2-2===3-3===............| bubble 45.5%
 #         - forward  = backward  . idle
 def chosen(work, standing, ready, prices, needed, held, wires, ran, turn, alternate, weights_last, in_order):
-    """Run operations in an order that is determined while they become ready. Return the number of operations that never
-    ran.
+    """Run operations in an order that is decided as they become ready, and return the number that never ran.
 
     The results are written to `ran`, `held` and `turn` (i). Operations of a rank that start and end at the same times
     ran in the order of their turns.
@@ -266,6 +265,8 @@ KERNEL = JitKernel(leave, pick, fixed, every, chosen, patience=1_000_000)
 
 
 def load_kernel() -> str:
-    """Load the compiled loops now, for thousands of simulations that follow. Return "numba", or "python" if numba is
-    not available."""
+    """Load the compiled loops now, for thousands of simulations that follow.
+
+    Return "numba", or "python" if numba is not available.
+    """
     return KERNEL.load()

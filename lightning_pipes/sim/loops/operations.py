@@ -1,5 +1,4 @@
-"""The operations of a window as numbers: computations and messages, on ranks and links, with their durations and
-bytes."""
+"""The operations of a window as numbers: computations and messages, with their ranks, links, durations and bytes."""
 
 from __future__ import annotations
 
@@ -177,8 +176,7 @@ class OperationNumbers:
 
 
 def flatten_lists(lists: Iterable[Sequence[int]]) -> tuple[list[int], list[int]]:
-    """Concatenate the lists. Return the start of each list in the result, followed by the total length, and the
-    result."""
+    """Return the start of each list in the concatenation of all lists, then its length, and the concatenation."""
     first: list[int] = [0]
     row: list[int] = []
     for numbers in lists:
@@ -197,7 +195,7 @@ def priced_by(costs: Costs, operations: _Some) -> tuple[_Some, Prices]:
     """
     if (
         isinstance(costs, CostModel | PerInstructionCosts) and costs.per_instruction
-    ):  # for example, a first message that is sent at once while later ones pay 7 us for a protocol
+    ):  # the class comes first, because an isinstance check takes 7 us for a protocol
         operations = operations.per_operation
     return operations, operations.price_operations(costs)
 

@@ -77,8 +77,7 @@ class Queues(Operations):
 
     @cached_property
     def initial_table(self) -> Table[Beginning]:
-        """The number of operations for which each operation waits, the start of each queue, and the number of its ready
-        members."""
+        """The state before any operation has run, see `Beginning`."""
         ready = [sum(not self.waiting[i] for i in members) for members in self.members]
         return Table(Beginning(self.waiting, flatten_lists(self.members)[0][:-1], ready))
 

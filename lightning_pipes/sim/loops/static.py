@@ -184,8 +184,10 @@ class CompiledProgram(Operations):
 
     @cached_property
     def rows(self) -> Queues:
-        """The same operations with one queue for each rank, its row. The rank runs the first operation as soon as
-        possible."""
+        """The same operations with one queue for each rank, its row.
+
+        The rank runs the first operation as soon as possible.
+        """
         rank, link, group, first, before = self.table.lists
         waits: list[list[int]] = []
         latest = [-1] * self.plan.n_ranks  # the last computation of each rank so far

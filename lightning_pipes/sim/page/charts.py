@@ -44,8 +44,10 @@ def charts(ranks: Sequence[Curves]) -> str:
 
 
 def _importance(name: str) -> tuple[bool, bool, bool, bool]:
-    """Return the sort key of a metric. Metrics that reveal neighbors on the device come first: stage times, waits, and
-    hardware counters."""
+    """Return the sort key of a metric.
+
+    Metrics that reveal neighbors on the device come first: times of stages, waits, and hardware counters.
+    """
     return (
         not name.startswith("pipeline."),
         "compute" not in name and "active" not in name,

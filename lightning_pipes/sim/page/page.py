@@ -25,8 +25,11 @@ MOST_DRAWN = 10_000
 
 
 class SimulatedOption(Protocol):
-    """One way to train: a description of the change, the seconds of a step, the bubble from 0 to 1, the peak memory in
-    bytes if it is known, and the call to paste."""
+    """One way to train, as a row of the table of the page.
+
+    It has a description of the change, the seconds of a step, the bubble from 0 to 1, the peak memory in bytes if it is
+    known, and the call to paste.
+    """
 
     @property
     def what(self) -> str: ...

@@ -143,8 +143,7 @@ class BottleneckRank:
 
     @property
     def name(self) -> str:
-        """The name of the stage, such as "stage 2", or of a rank with several stages, such as "rank 2 (stages 2,
-        6)"."""
+        """The name of the stage, such as "stage 2", or of its rank with all stages, such as "rank 2 (stages 2, 6)"."""
         if len(self.stages) == 1:
             return f"stage {self.stages[0]}"
         return f"rank {self.rank} (stages {', '.join(map(str, self.stages))})"

@@ -81,7 +81,7 @@ def memory_curves(timeline: Timeline, costs: Costs) -> tuple[Curve, ...]:
     for rank in range(timeline.plan.n_ranks):
         held = costs.resident_bytes(rank, timeline.plan)
         curve = [(0, held)]
-        for e in timeline.computations:  # one after the other on a rank
+        for e in timeline.computations:  # the computations of a rank do not overlap
             if e.rank != rank:
                 continue
             taken, freed = costs.memory_change(e.instruction, timeline.plan)
@@ -96,11 +96,10 @@ def memory_curves(timeline: Timeline, costs: Costs) -> tuple[Curve, ...]:
 
 
 def most_held(timeline: Timeline) -> int:
-    """Return the largest number of samples that a rank holds between the start of their forward and the end of their
-    backward."""
+    """Return the most samples that a rank holds between the start of their forward and the end of their backward."""
     held = [0] * timeline.plan.n_ranks
     most = 0
-    for e in timeline.computations:  # one after the other on a rank
+    for e in timeline.computations:  # the computations of a rank do not overlap
         rows = e.instruction.span.rows
         if e.instruction.kind is Kind.F:
             held[e.rank] += rows

@@ -89,7 +89,7 @@ def timeline_of(data: object, what: str = "timeline") -> Timeline:
     """
     kinds = {"name": str, "attributes": dict[str, str], "peak_bytes": tuple[int, ...], "plan": Any, "events": list[Any]}
     kinds |= {"regimes": Any}
-    found = check_json_fields(what, data, kinds, optional=["regimes"])  # older versions wrote none
+    found = check_json_fields(what, data, kinds, optional=["regimes"])  # missing in older files
     regimes = check_type(f"{what}.regimes", found.get("regimes"), tuple[str, ...] | None)
     found["regimes"] = None if regimes is None else tuple(map(regime_named, regimes))
     plan = plan_of(found["plan"], f"{what}.plan")
@@ -125,7 +125,7 @@ def plan_of(data: object, what: str = "plan") -> Plan:
     """
     pairs = tuple[tuple[int, int], ...]
     kinds = {**field_types(Plan), "jobs": list[Any], "layers": pairs, "after": list[list[Any]], "spans": list[pairs]}
-    found = check_json_fields(what, data, kinds, optional=["whole_forward"])  # older versions wrote none
+    found = check_json_fields(what, data, kinds, optional=["whole_forward"])  # missing in older files
     tables = [tuple(Span(*span) for span in spans) for spans in found.pop("spans")]
     found["jobs"] = tuple(_cut(f"{what}.jobs[{n}]", job, tables) for n, job in enumerate(found["jobs"]))
     found["layers"] = tuple(Span(*span) for span in found["layers"])
@@ -153,7 +153,7 @@ def costs_of(data: object, what: str = "costs") -> CostModel:
     rows = list[list[Any]]
     kinds = {**field_types(CostModel), "seconds": list[tuple[str, int, Table]], "links": rows, "link": list[Any]}
     kinds |= {"each": rows, "scatter": list[tuple[str, int, tuple[float, ...]]]}
-    found = check_json_fields(what, data, kinds, optional=["regime", "each", "scatter"])  # older versions wrote none
+    found = check_json_fields(what, data, kinds, optional=["regime", "each", "scatter"])  # missing in older files
     found["seconds"] = {(_kind(f"{what}.seconds", kind), stage): table for kind, stage, table in found["seconds"]}
     found["links"] = dict(_between(f"{what}.links[{n}]", row) for n, row in enumerate(found["links"]))
     found["link"] = _link(f"{what}.link", found["link"])
@@ -335,20 +335,23 @@ class RunRecord:
 
     @property
     def peaks_are_resident(self) -> bool:
-        """Whether `peaks` contains the memory of whole processes, as on CPUs, which is not comparable with the memory
-        of tensors."""
+        """Whether `peaks` contains the memory of whole processes, as on CPUs.
+
+        This memory is not comparable with the memory of tensors.
+        """
         return all(limit is None for limit in self.memory)
 
     @property
     def bubble(self) -> float | None:
-        """The mean share of the displayed step in which ranks do not compute, from 0 to 1; None for a training with
-        siblings."""
+        """The mean share of the displayed step in which ranks do not compute, from 0 to 1; None with siblings."""
         return None if self.siblings > 1 else self.displayed_timeline.mean_bubble
 
     @property
     def prediction_text(self) -> str:
-        """A comparison of the predicted step with the measured one, or the reason for a missing prediction, without a
-        full stop."""
+        """A comparison of the predicted and the measured step, or the reason for a missing prediction.
+
+        The text has no full stop at its end.
+        """
         if self.measured is None or self.siblings > 1:
             return ""
         if self.predicted is None:
@@ -366,8 +369,10 @@ class RunRecord:
 
     @property
     def queues_text(self) -> str:
-        """One line for each stage and direction on the inputs that waited there; empty if nothing was measured, or if
-        siblings shared the ranks."""
+        """One line for each stage and direction on the inputs that waited there.
+
+        The text is empty if nothing was measured, or if siblings shared the ranks.
+        """
         if self.measured is None or self.siblings > 1:
             return ""
         return "\n".join(

@@ -118,8 +118,10 @@ def _between(timeline: Timeline, start: int, stop: int) -> Timeline:
 
 
 def _panel(axis: Any, timeline: Timeline, span: int, points: float, shade: Shade, bubbles: Sequence[float]) -> None:
-    """Draw one timeline. `points` is the size of a nanosecond on paper, and `bubbles` are the idle shares of the
-    ranks."""
+    """Draw one timeline.
+
+    `points` is the size of a nanosecond on paper, and `bubbles` are the idle shares of the ranks.
+    """
     from matplotlib.collections import PolyCollection
 
     labels = Labels(timeline.plan, timeline.events)
