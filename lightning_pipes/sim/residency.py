@@ -160,9 +160,9 @@ class _Held:
 class Residency(Generic[Key]):
     """The states of one device.
 
-    If `expect_leases` has announced future leases, the state that is needed last is evicted first (Belady). A state is
-    never evicted for another one that is needed later. `predict` has the same effect for leases that are only probable.
-    Without either, the least recently used state is evicted.
+    If `expect_leases` has announced future leases, the state whose next lease is furthest in the future is evicted
+    first (Belady). A state is never evicted for another one that is needed later. `predict` has the same effect for
+    leases that are only probable. Without either, the least recently used state is evicted.
 
     Args:
         budget: the bytes of the device that states may use.
