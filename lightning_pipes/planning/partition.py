@@ -132,7 +132,7 @@ def min_max_load(loads: Sequence[StageLoad], layers: int) -> float:
 def balanced_partitions(
     loads: Sequence[StageLoad], edges: Array, slacks: Sequence[float] = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4)
 ) -> list[tuple[Span, ...]]:
-    """Return partitions whose maximum load is at most the smallest possible one times a slack, with the cheapest cuts.
+    """Return partitions with the cheapest cuts and a maximum load of at most the smallest possible load times a slack.
 
     There is one limit for each slack. The partitions do not repeat, and the list begins with the smallest slack; it is
     empty if there is no partition. Among equally good partitions, two are chosen, with heavy stages as late and as

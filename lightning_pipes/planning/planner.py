@@ -200,9 +200,10 @@ class Planner(ABC):
         return None
 
     def balance_shares(self, plan: Plan, problem: Problem) -> Seconds | None:
-        """Return the seconds in whose proportion the ranks of each stage share samples, or None to keep the shares.
+        """Return the seconds of a sample on each rank of each stage to compute new shares, or None to keep the shares.
 
-        This method is called instead of `replan` if stages have several ranks.
+        The shares of samples are inversely proportional to these seconds; see `ir.replication.share_rows`. This method
+        is called instead of `replan` if stages have several ranks.
         """
         return None
 

@@ -66,7 +66,7 @@ class Observation:
 
     @property
     def batches(self) -> int:
-        """The number of batches whose operations are included."""
+        """The number of batches with recorded operations."""
         return max((len(table) for table in self.operations.values()), default=0)
 
     @cached_property

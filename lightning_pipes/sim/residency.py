@@ -137,7 +137,7 @@ class Statistics:
 
     @property
     def hit_rate(self) -> float:
-        """The share of leases whose state was on the device, without the leases in `again`; 1 without any leases."""
+        """The hits divided by all leases, without the leases in `again`; 1 without any leases."""
         counted = self.leases - self.again
         return (self.hits - self.again) / counted if counted else 1.0
 

@@ -251,7 +251,7 @@ class Spread:
 
 
 def draw_spread(order: Program | Policy, plan: Plan, costs: CostModel, *, draws: int = 200, seed: int = 0) -> Spread:
-    """Draw makespans of a finite program or a policy whose operation times vary according to `costs.scatter`.
+    """Draw makespans of a finite program or a policy with operation times that vary according to `costs.scatter`.
 
     The time of every operation is multiplied by one of the ratios for its kind and stage, which are equally likely. The
     same seed gives the same draws.

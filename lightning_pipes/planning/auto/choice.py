@@ -122,7 +122,7 @@ def _impossible(profile: ModelProfile, plan: Plan) -> str:
 
 
 def _is_slow(schedule: Schedule | Policy, plan: Plan) -> bool:
-    """Return whether the schedule is a policy whose simulation would take long."""
+    """Return whether the schedule is a policy and its simulation would take long."""
     return not isinstance(schedule, Schedule) and _computations(plan) > POLICY_SIZE
 
 

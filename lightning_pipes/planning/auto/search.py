@@ -159,7 +159,7 @@ def _describe_not_searched(found: Sequence[Option], ranks: int, most: int, possi
 
 
 class _Search:
-    """Evaluates options one by one and fits layers to those that may be the fastest.
+    """Evaluates options one by one and fits layers to each option that may be the fastest.
 
     `found` contains all evaluated options; `Option.why_not` is the reason for every option without a fit.
     """
