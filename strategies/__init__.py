@@ -1,4 +1,4 @@
-"""The schedules that ship with lightning_pipes, one sub-package each; entry points find them."""
+"""The schedules that ship with lightning_pipes, in one sub-package each. They are found by their entry points."""
 
-if __name__ == "strategies":  # a second copy of every class would make isinstance fail
+if __name__ == "strategies":  # a second copy of every class would break isinstance
     raise ImportError("import lightning_pipes.strategies, not strategies")

@@ -1,4 +1,4 @@
-"""Batches that use different layers of a supernet, overlapping, with the weights of one after another."""
+"""CSP: batches that use different layers of a supernet overlap, with the same weights as one batch after another."""
 
 from lightning_pipes.strategies.csp.schedule import CSP
 

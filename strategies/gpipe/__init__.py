@@ -1,4 +1,4 @@
-"""GPipe: fill, then drain."""
+"""GPipe: all forwards of a batch, then all backwards."""
 
 from lightning_pipes.strategies.gpipe.schedule import GPipe
 

@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: several stages a rank."""
+"""Interleaved 1F1B: several stages per rank."""
 
 from lightning_pipes.strategies.interleaved.schedule import Interleaved
 

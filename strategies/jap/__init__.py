@@ -1,7 +1,8 @@
 """ArrayPipe: the jobs of an array share one pipeline.
 
-`stream_jobs` is an array without rounds in virtual time, for predictions and as the schedule "jap"; `ArrayProblem` and
-`solve_array` are the paper's iteration and everything that orders it. What trains siblings is `lightning_pipes.arrays`.
+`stream_jobs` simulates an array that runs without rounds. It predicts the duration of an array, and implements the
+schedule "jap". `ArrayProblem` is the iteration that the paper orders, and `solve_array` searches for an order of its
+blocks. The module that trains the siblings of an array is `lightning_pipes.arrays`.
 """
 
 from lightning_pipes.strategies.jap.problem import ArrayProblem, ArraySolution, problem_from_plan

@@ -16,15 +16,20 @@ from lightning_pipes.strategies.ready import Ready, largest_rows, limits_for
 from lightning_pipes.strategies.zero_bubble import ZeroBubble
 
 EXTRA_FACTORS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)
-"""Factors of the extra that hides steady links; a smaller extra leaves more memory for delayed W."""
+"""Factors by which `ZeroBubble` candidates scale the extra that hides steady links.
+
+A smaller extra leaves more memory for delayed weight gradients.
+"""
 SLACKS_PER_LINK = (1, 4)
-"""Additional micro-batches in flight, per link."""
+"""Additional micro-batches in flight per link, for the `Ready` candidates that split the backward."""
 
 
 def split_candidates(plan: Plan, costs: Costs, memory_limit: Limit) -> Iterator[Candidate | None]:
-    """Yield candidates that split the backward: `zero_bubble` with several extras, and `ready`.
+    """Yield the candidates that split the backward: `zero_bubble` with several extras, and `ready`.
 
-    Each holds as much as its first stage has ahead, or fills the memory. None stands for one that does not fit.
+    Every stage of a candidate holds the number of micro-batches that the first stage runs ahead, or as many as fit into
+    memory. The function yields None for a candidate that does not fit. It yields nothing if the plan has a single
+    stage, if the durations of I and W are unknown, or if a stage does not have enough memory for one micro-batch.
     """
     p = plan.n_stages
     if p == 1 or not prices_split(costs, p):
@@ -50,13 +55,13 @@ def split_candidates(plan: Plan, costs: Costs, memory_limit: Limit) -> Iterator[
 
 
 def prices_split(costs: Costs, stages: int) -> bool:
-    """Return whether it is known what I and W take on all stages."""
+    """Return whether the costs contain the durations of I and W on all stages."""
     parts = [(kind, s) for kind in (Kind.I, Kind.W) for s in range(stages)]
     return isinstance(costs, CostModel) and all(part in costs.seconds for part in parts)
 
 
 MAX_SLACK_PER_LINK = 4
-"""Additional micro-batches per link from which on a longer warm-up gains nothing."""
+"""The number of additional micro-batches per link from which on a longer warm-up gains nothing."""
 
 
 def memory_curve(
@@ -67,30 +72,35 @@ def memory_curve(
     prune: str = "per_k",
     largest_k: int = LARGEST_K,
 ) -> tuple[Candidate, ...]:
-    """kFkB on the memory-limit curve: for k = 1, 2, ... the largest micro-batches that fit (sections 4.2 and 5.1).
+    """Return a kFkB candidate for k = 1, 2, ... with the largest micro-batches that fit into memory (S4.2 and S5.1).
 
-    Stage s of p holds k (p - s) micro-batches at most, so a larger k takes smaller ones; bytes are those of the memory
-    model, which counts activations from F to the end of B, weights, states and what computing takes. A size that does
-    not divide the batch makes micro-batches that differ by one sample at most, and the last group may be incomplete:
-    the paper's figure 6 has 6 / k samples for k = 4 and 5, which can only be rounded down.
+    Stage s of p holds at most k (p - s) micro-batches, so a larger k requires smaller micro-batches. The memory model
+    counts weights, optimizer states, the memory that computations need, and activations from F to the end of B.
+
+    If a size does not divide the batch, the micro-batches differ by at most one sample, and the last group may be
+    incomplete. In figure 6 of the paper, a micro-batch has 6 / k samples, which is not an integer for k = 4 and 5 and
+    is rounded down here.
 
     Args:
-        plan: its batch is cut anew.
-        memory_limit: bytes of every rank, or of each.
-        sizes: samples of a micro-batch to choose from; by default any number.
-        prune: "per_k" keeps one candidate for each k; "pareto" drops those beside which a larger k with micro-batches
-            at least as large fits too, as the paper does. A larger k is not always faster, so k = 1 is always kept.
+        plan: the plan whose batch is cut into micro-batches of other sizes.
+        costs: the costs of its stages and links.
+        memory_limit: the bytes of every rank, or one value for each rank.
+        sizes: the candidate numbers of samples of a micro-batch, at least 1. By default, any number is allowed.
+        prune: "per_k" keeps one candidate for each k. "pareto" drops a candidate if a larger k also fits with
+            micro-batches that are at least as large, as the paper does. A larger k is not always faster, so k = 1 is
+            always kept.
+        largest_k: the largest k to try.
 
     Raises:
-        PlanError: not even k = 1 with the smallest micro-batches fits; names the stage and what is missing. Or another
-            word for prune, or a size below 1.
+        PlanError: k = 1 does not fit even with the smallest micro-batches, or `prune` has another value. In the first
+            case, the message names the stage and the missing bytes.
     """
     if prune not in PRUNE_MODES:
         raise InputError(f"kfkb: prune must be 'per_k' or 'pareto', got {prune!r}")
     every = sorted({*sizes} or range(1, plan.jobs[0].rows + 1))
     found: list[tuple[int, int, Candidate]] = []
     for k in range(1, largest_k + 1):
-        every = [size for size in every if -(-plan.jobs[0].rows // size) >= k]  # there are k micro-batches to group
+        every = [size for size in every if -(-plan.jobs[0].rows // size) >= k]  # at least k micro-batches
         best = _largest(k, plan, costs, memory_limit, every)
         if best is None:
             break
@@ -106,7 +116,7 @@ def memory_curve(
 
 @dataclass(frozen=True)
 class KFKBPlanner(TuningPlanner):
-    """Cuts evenly, and offers what else a run may change to while it goes on.
+    """Cuts batches evenly, and lists the candidates to which a run may change during training.
 
     Attributes:
         prune, largest_k: see `memory_curve`.
@@ -120,11 +130,12 @@ class KFKBPlanner(TuningPlanner):
     ) -> tuple[Candidate, ...]:
         """Return the memory curve, k = 1 with every size that fits, and other schedules for each size.
 
-        These have more micro-batches in flight: `deep`, `per_link` with the extra that these costs ask for, and `ready`
-        with what fits. Schedules that split their backward are added where the times of its parts are known; see
-        `split_candidates`. See `TuningPlanner`.
+        The other schedules have more micro-batches in flight: `deep`, `per_link` with the extra that these costs
+        require, and `ready` with limits that fit into memory. Schedules that split the backward are included if the
+        durations of its parts are known; see `split_candidates`. The arguments are described in
+        `TuningPlanner.list_candidates`.
         """
-        plan = adapt_plan(plan, KFKB())  # what runs may split its backward
+        plan = adapt_plan(plan, KFKB())  # the running schedule may split the backward
         sizes = sizes or (max(span.rows for span in plan.spans(Kind.F, 0)),)
         curve = memory_curve(plan, costs, memory_limit, sizes, self.prune, self.largest_k)
         others = [c for size in sizes for c in _others(cut_into(plan, size), costs, memory_limit) if c is not None]
@@ -134,7 +145,7 @@ class KFKBPlanner(TuningPlanner):
 def _largest(
     k: int, plan: Plan, costs: Costs, memory_limit: Limit, sizes: Sequence[int]
 ) -> tuple[int, Candidate] | None:
-    """Return the largest of the ascending `sizes` with which k fits: bytes grow with it."""
+    """Return the largest of the ascending `sizes` with which k fits, by bisection: memory grows with the size."""
     held, best = _held(k, plan.n_stages), None
     low, high = 0, len(sizes)
     while low < high:

@@ -25,27 +25,32 @@ from lightning_pipes.ir import (
 AUTO = "auto"
 PRUNE_MODES = ("per_k", "pareto")
 LARGEST_K = 8
-"""k from which on no gain was ever seen: the last groups take longer than what they hide."""
+"""The largest k that is tried by default.
+
+From this k on, no further gain was observed, because the last groups add more time than they hide.
+"""
 
 
 @dataclass(frozen=True)
 class KFKB(Schedule):
     """k forwards, then k backwards, on every rank (Wang et al. 2023, arXiv:2303.01675, S4.1).
 
-    k = 1 is 1F1B; k >= m, the number of micro-batches, is GPipe. A larger k hides slower links and holds more
-    activations: stage s of p keeps at most min(k * (p - s), m) micro-batches. The last group may be incomplete.
+    k = 1 is 1F1B, and k >= m, the number of micro-batches, is GPipe. A larger k hides slower links and holds more
+    activations: stage s of p holds at most min(k * (p - s), m) micro-batches. The last group may be incomplete.
 
-    With k = "auto" a run begins as 1F1B, and changes while it goes on to whatever is fastest by simulation on what it
-    measures, of its planner's candidates: other k, and other schedules that do the same with less memory.
+    With k = "auto", a run begins as 1F1B. During training, it switches to the fastest of its planner's candidates,
+    according to a simulation with the measured times. The candidates are other values of k, and other schedules that
+    have the same effect with less memory.
 
     Attributes:
-        prune: candidates that stay: "per_k" keeps one for each k, "pareto" drops a k beside which a larger one with
-            micro-batches at least as large fits (S5.1).
-        largest_k: of the candidates; None is 8, from which on no gain was seen.
+        k: the number of forwards in a row, or "auto".
+        prune: which candidates are kept. "per_k" keeps one candidate for each k. "pareto" drops a k if a larger k also
+            fits with micro-batches that are at least as large (S5.1).
+        largest_k: the largest k among the candidates. None means `LARGEST_K`, which is 8.
 
     Raises:
-        PlanError: k is no whole number from 1 on, a rank has several stages, backward spans differ from forward spans,
-            or there is more than one batch of one job to order.
+        PlanError: k is neither "auto" nor an integer of at least 1, a rank has several stages, the backward spans
+            differ from the forward spans, or the plan has several jobs, several batches or a split backward.
     """
 
     k: int | str = 1
@@ -63,16 +68,16 @@ class KFKB(Schedule):
 
     @property
     def tunes_online(self) -> bool:
-        """Whether a run switches to the fastest candidate."""
+        """Whether a run switches to the fastest candidate during training."""
         return isinstance(self.k, str) and self.k == AUTO
 
     @classmethod
     def list_variants(cls, n_ranks: int, microbatches: int) -> list[KFKB]:
-        """Return the variants that a planner tries: k from 2, doubling; k = 1 is 1F1B and k = m is GPipe."""
+        """Return the variants that a planner tries: powers of two from k = 2 on. k = 1 is 1F1B, and k = m is GPipe."""
         return [cls(2**power) for power in range(1, (microbatches - 1).bit_length())]
 
     def make_planner(self) -> object:
-        from lightning_pipes.strategies.kfkb.planner import KFKBPlanner  # which knows schedules that know this one
+        from lightning_pipes.strategies.kfkb.planner import KFKBPlanner  # the planner imports this module
 
         return KFKBPlanner(self.prune, self.largest_k or LARGEST_K)
 
@@ -92,7 +97,7 @@ class KFKB(Schedule):
         groups = [spans[i : i + k] for i in range(0, len(spans), k)]
         forwards = [[F(stage, span) for span in group] for group in groups]
         backwards = [[B(stage, span) for span in group] for group in groups]
-        warmup = min(plan.n_stages - 1 - stage, len(groups))  # groups sent on before the first B returns
+        warmup = min(plan.n_stages - 1 - stage, len(groups))  # groups that are sent before the first B returns
 
         rows = forwards[:warmup]
         for f, b in zip(forwards[warmup:], backwards, strict=False):

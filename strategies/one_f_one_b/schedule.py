@@ -11,11 +11,11 @@ from lightning_pipes.strategies.kfkb import KFKB
 
 @dataclass(frozen=True)
 class OneFOneB(Schedule):
-    """One forward, one backward in turn, after a warm-up of one micro-batch per later stage (PipeDream-Flush,
+    """One forward and one backward in turn, after a warm-up of one micro-batch per later stage (PipeDream-Flush,
     Narayanan et al. 2021, arXiv:2006.09503, S2.2).
 
-    As long as GPipe on equal stages and free links, (m + p - 1)(f + b), but stage s of p holds at most p - s
-    micro-batches instead of m. It is kFkB with k = 1, and the order is written there.
+    On equal stages and free links, a step takes (m + p - 1)(f + b), as with GPipe. However, stage s of p holds at most
+    p - s micro-batches instead of m. The schedule is kFkB with k = 1, and `KFKB` implements the order.
     """
 
     name: ClassVar[str] = "1f1b"

@@ -1,4 +1,4 @@
-"""1F1B with a longer warm-up where links are slow."""
+"""1F1B with a longer warm-up over slow links."""
 
 from lightning_pipes.strategies.per_link.schedule import PerLink, extra_for, forwards_ahead, warmed_up
 

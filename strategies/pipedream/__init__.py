@@ -1,4 +1,4 @@
-"""PipeDream: 1F1B across batches, each differentiated with the weights that it read."""
+"""PipeDream: 1F1B across batches, where the backward of a batch uses the weights that its forward has read."""
 
 from lightning_pipes.strategies.pipedream.schedule import PipeDream, endless_1f1b
 

@@ -1,4 +1,4 @@
-"""Ready first: whatever can run, under a limit of samples held."""
+"""Ready: a rank runs any instruction that is ready, while its stages hold at most a limited number of samples."""
 
 from lightning_pipes.strategies.ready.schedule import Ready, check_limits, largest_rows, limits_for
 

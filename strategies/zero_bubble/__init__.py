@@ -1,4 +1,4 @@
-"""Zero bubble: weight gradients where a rank would idle."""
+"""Zero bubble: weight gradients are computed when a rank would idle."""
 
 from lightning_pipes.strategies.zero_bubble.schedule import ZeroBubble
 

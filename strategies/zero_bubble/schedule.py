@@ -1,4 +1,4 @@
-"""Order 1F1B with weight gradients delayed until a rank would idle."""
+"""1F1B with weight gradients that are delayed until a rank would idle."""
 
 from __future__ import annotations
 
@@ -27,28 +27,35 @@ from lightning_pipes.strategies.ready import check_limits, largest_rows
 
 @dataclass(frozen=True)
 class ZeroBubble(Schedule):
-    """ZB-H1 (Qi et al. 2023, arXiv:2401.10241, S2.3): 1F1B with backward in two parts. The input gradients (I) go back
-    at once; on stage s the weight gradients (W) stay s micro-batches behind and end in the time in which 1F1B idles.
+    """1F1B with a backward in two parts, and weight gradients when 1F1B would idle (ZB-H1, Qi et al. 2023,
+    arXiv:2401.10241, S2.3).
 
-    Every stage holds at most p micro-batches between F and W, as many as the first stage of 1F1B. On equal stages, free
-    links and m >= p micro-batches the bubble is (p - 1) max(f + b_I - w, f, b_I) for a forward of f, input gradients of
-    b_I and weight gradients of w. No order with that memory is faster: the last stage idles for (p - 1) f until its
-    first F, the first one for (p - 1) b_I after its p-th, and from the last stage's last I on, with p of its W left,
-    b_I has to pass p - 1 stages and w to follow. The paper has the case of w at most f and b_I.
+    The input gradients (I) are computed and sent back immediately. On stage s, the weight gradients (W) follow s
+    micro-batches later, so the last of them run in the time in which 1F1B idles. Every stage holds at most p
+    micro-batches between F and W, as many as the first stage of 1F1B.
 
-    `extra[s]` more micro-batches are under way between the stages s and s + 1: stage s runs p - s forwards before its
-    first I, as 1F1B does, and as many more as all links after it have extra. Every stage then holds as many as the
-    first one has ahead; a later stage, with fewer ahead, reaches that by delaying its W. One more for each link is the
-    paper's ZB-H2, which holds 2 p - 1. More over slow links hides them, as in `PerLink`. What is still to be done when
-    the last gradient goes back are W, which wait for no message.
+    On equal stages, with free links and m >= p micro-batches, the bubble is (p - 1) max(f + b_I - w, f, b_I), for a
+    forward of f, input gradients of b_I and weight gradients of w. No order with the same memory is faster, for three
+    reasons. The last stage idles for (p - 1) f before its first F. The first stage idles for (p - 1) b_I after its p-th
+    F. And when the last stage ends its last I, at most p of its W can be left, while the gradient still has to pass p -
+    1 stages, in b_I each, before the last W can run. The paper treats the case in which w is at most f and at most b_I.
 
-    Where there is not that much room, or more, `limits[s]` are the samples that stage s may hold between F and W: fewer
-    forwards ahead where they are too many, and W that stay further behind where more fit.
+    With `extra[s]`, this number of additional micro-batches is in flight between the stages s and s + 1. Stage s then
+    runs p - s forwards before its first I, as in 1F1B, plus the sum of `extra` over all later links. Every stage holds
+    as many micro-batches as the first stage runs ahead. A later stage, which runs fewer forwards ahead, reaches this
+    number by delaying its W. One additional micro-batch for each link is ZB-H2 of the paper, which holds 2 p - 1
+    micro-batches. Additional micro-batches over slow links hide these links, as in `PerLink`. Only W is left when the
+    last gradient returns, and W does not wait for any message.
+
+    If a stage has room for a smaller or a larger number of micro-batches, `limits[s]` sets the number of samples that
+    stage s may hold between F and W. A lower limit reduces the number of forwards ahead, and a higher limit delays W
+    further.
 
     Raises:
-        PlanError: extra is negative, or not one number for each link; limits are not one for each stage, or too small
-            for one micro-batch; the plan does not split its backward, a rank has several stages, backward spans differ
-            from forward spans, or there is more than one batch of one job to order.
+        PlanError: `extra` is negative or does not have one number for each link; `limits` does not have one number for
+            each stage, or a limit is too small for one micro-batch; the plan does not split the backward; a rank has
+            several stages; the backward spans differ from the forward spans; or the plan has several jobs or several
+            batches.
     """
 
     extra: tuple[int, ...] = ()
@@ -68,7 +75,7 @@ class ZeroBubble(Schedule):
 
     @classmethod
     def list_variants(cls, n_ranks: int, microbatches: int) -> list[ZeroBubble]:
-        """Return the variants that a planner tries: ZB-H1 and ZB-H2."""
+        """Return the variants that a planner tries: ZB-H1, and ZB-H2 if there are more micro-batches than ranks."""
         return [cls(), *([cls((1,) * (n_ranks - 1))] if 1 < n_ranks < microbatches else [])]
 
     # Drawn by `step(ZeroBubble((1, 1)), link=1)`:
@@ -84,7 +91,8 @@ class ZeroBubble(Schedule):
         if self.limits:
             check_limits(plan, self.name, self.limits)
             held = tuple(limit // rows for limit, rows in zip(self.limits, largest_rows(plan), strict=True))
-            # A stage with more ahead than one before it would wait for what that one sends after its first I.
+            # A stage that runs more forwards ahead than an earlier stage would wait for a micro-batch that the earlier
+            # stage sends only after its own first I.
             ahead = tuple(accumulate(map(min, ahead, held), min))
         return Program(tuple(_order(plan, stage, ahead[stage], held[stage]) for (stage,) in plan.stages))
 
@@ -95,7 +103,7 @@ class ZeroBubble(Schedule):
 # rank 2 |....0-0+1-1+2-2+0~3-3+1~2~3~| bubble 14.3%
 #         - forward  + input gradients  ~ weight gradients  . idle
 def _order(plan: Plan, stage: int, ahead: int, held: int) -> tuple[Instruction, ...]:
-    """Return the number of forwards before the first I; W as far behind as `held` micro-batches allow."""
+    """Return the row of a stage: `ahead` forwards before the first I, and W as late as `held` micro-batches allow."""
     spans = plan.spans(Kind.F, stage)
     behind = held - ahead
     row = [F(stage, span) for span in spans[:ahead]]
