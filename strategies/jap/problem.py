@@ -1,4 +1,5 @@
-"""One iteration of an array of jobs: what each block takes, and what an order of the blocks gives."""
+"""The problem of one iteration of an array of jobs: the times of its blocks, and the schedule that an order of them
+gives."""
 
 from __future__ import annotations
 
@@ -26,23 +27,37 @@ def _nothing() -> Array:
 
 @dataclass(frozen=True, eq=False)
 class ArrayProblem:
-    """Jobs that share a pipeline, one mini-batch each: F on all stages, then B back to stage 0 (ArrayPipe, S IV-A).
+    """Jobs that share a pipeline, with one mini-batch each: F on all stages, then B back to stage 0 (ArrayPipe, S
+    IV-A).
 
-    All times are integer nanoseconds in arrays of shape (jobs, stages); what is left out is 0.
+    All times are integer nanoseconds in arrays of shape (jobs, stages). Times that are not given are 0.
 
-    - A stage runs one block at a time: F takes it for forward + switch, B for recompute + backward + update + switch.
-      The switch is that to the next job: there is none after an F that its own B follows on the stage. The paper
-      charges it after every block; where states are prefetched it is 0.
-    - The next block of a job may start forward + transfer after an F started, and recompute + backward + transfer_back
-      after a B: update and switch do not hold up the job. The last stage's B follows its F on the same device.
-    - With `early_recompute` a B may begin with its recomputation before the gradient arrives, at the earliest when the
-      B before it begins. The paper's formulas are read as without.
-    - The iteration ends with the last block of stage 0 (E3 to E9, read so that F and B exclude each other too).
+    - A stage runs one block at a time. F occupies the stage for forward + switch, and B for recompute + backward +
+      update + switch. The switch is the change to the next job. After an F that is directly followed on the stage by
+      its own B, there is no switch, although the paper charges it after every block. If states are prefetched, the
+      switch is 0.
+    - The next block of a job may start forward + transfer after the start of an F, and recompute + backward +
+      transfer_back after the start of a B. The update and the switch do not delay the job. On the last stage, there is
+      no transfer between F and B, because both run on the same device.
+    - With `early_recompute`, a B may begin its recomputation before its gradient arrives, but not before the job's
+      previous B begins. The formulas of the paper are implemented as without this option.
+    - The iteration ends with the last block of stage 0 (E3 to E9, with the additional constraint that F and B of a
+      stage exclude each other).
 
-    Blocks are numbered stage by stage: F of job j on stage s is 2 J s + j, its B is J more.
+    Blocks are numbered stage by stage. With J jobs, F of job j on stage s has the number 2 J s + j, and its B has the
+    number 2 J s + J + j.
+
+    Attributes:
+        forward, backward: the durations of F and B.
+        recompute: the duration of the recomputation before a B.
+        update: the duration of the optimizer step after a B.
+        switch: the duration of a change to another job.
+        transfer, transfer_back: the durations of the messages to the next stage and to the previous stage.
+        early_recompute: whether a recomputation may start before the gradient arrives.
 
     Raises:
-        InputError: no jobs or stages, shapes that differ, a negative time, or a block that takes no time.
+        InputError: there are no jobs or no stages, shapes differ, a time is negative or not an integer, or a forward or
+            backward takes no time.
     """
 
     forward: Array
@@ -86,14 +101,15 @@ class ArrayProblem:
 
     @cached_property
     def occupied_times(self) -> tuple[Array, Array]:
-        """Nanoseconds for which each F and each B takes its stage, in shape (jobs, stages)."""
+        """Nanoseconds for which each F and each B occupies its stage, two arrays of shape (jobs, stages)."""
         return self.forward + self.switch, self.recompute + self.backward + self.update + self.switch
 
     @cached_property
     def stage_lags(self) -> tuple[Array, Array]:
         """Nanoseconds from the start of each F and each B to the earliest start of the job's next block.
 
-        The B of stage 0 has no next block; its entry is what it takes.
+        Both arrays have the shape (jobs, stages). The B of stage 0 has no next block, so its entry is the time for
+        which it occupies the stage.
         """
         there, back = self.forward + self.transfer, self.recompute + self.backward + self.transfer_back
         if self.early_recompute:
@@ -104,36 +120,36 @@ class ArrayProblem:
 
     @cached_property
     def busy_times(self) -> Array:
-        """`occupied_times` by block number."""
+        """The entries of `occupied_times` by block number."""
         return self.by_block(*self.occupied_times)
 
     @cached_property
     def saved_times(self) -> Array:
-        """Nanoseconds of `busy_times` that are saved where the job's own B follows on the stage, by block number."""
+        """Nanoseconds by which `busy_times` is shorter if the job's own B follows on the stage, by block number."""
         return self.by_block(self.switch, np.zeros_like(self.switch))
 
     @cached_property
     def block_lags(self) -> Array:
-        """`stage_lags` by block number."""
+        """The entries of `stage_lags` by block number."""
         return self.by_block(*self.stage_lags)
 
     @cached_property
     def earliest_starts(self) -> Array:
-        """Earliest start of each block by number, with its job alone."""
+        """The earliest start of each block if its job runs alone, in nanoseconds, by block number."""
         there, back = self.stage_lags
         head = np.cumsum(there, 1) - there
         return self.by_block(head, there.sum(1)[:, None] + back.sum(1)[:, None] - np.cumsum(back, 1))
 
     @cached_property
     def least_rests(self) -> Array:
-        """Least time from the start of each block to the end of its job, by number."""
+        """The shortest time from the start of each block to the end of its job, in nanoseconds, by block number."""
         there, back = self.stage_lags
         tail = back.sum(1)[:, None] + there[:, ::-1].cumsum(1)[:, ::-1]
         return self.by_block(tail, np.cumsum(back, 1))
 
     @cached_property
     def equal_jobs(self) -> Array:
-        """First job with equal times, by job: such jobs may be exchanged."""
+        """The first job with the same times, by job. Jobs with equal times are interchangeable."""
         _, first, which = np.unique(
             np.concatenate([*self.occupied_times, *self.stage_lags, self.switch], axis=1),
             axis=0,
@@ -143,27 +159,31 @@ class ArrayProblem:
         return np.asarray(first[which.reshape(-1)], np.int64)
 
     def read(self, kernel: Kernel) -> Blocks:
-        """Return the blocks as the kernel takes them; it does not write to them."""
+        """Return the blocks in the format of `kernel`, which does not write to them."""
         tables = self.busy_times, self.block_lags, self.least_rests, self.saved_times
         return Blocks(self.jobs, self.blocks, *map(kernel.copy, tables))
 
     def by_block(self, forward: Array, backward: Array) -> Array:
-        """Return two arrays of shape (jobs, stages) in one, by block number."""
+        """Return the entries of two arrays of shape (jobs, stages) in one flat array by block number."""
         return np.ascontiguousarray(np.stack([forward.T, backward.T], axis=1).reshape(-1), np.int64)
 
     def select_jobs(self, jobs: Array | list[int]) -> ArrayProblem:
-        """Return the same for some of the jobs only."""
+        """Return the problem of a subset of the jobs."""
         return replace(self, **{name: getattr(self, name)[jobs] for name in _TIMES})
 
     def block_starts(self, order: Array) -> Array:
-        """Return when each block starts, by its number, if every stage runs its blocks in `order` as early as it can.
+        """Return the start of each block, in nanoseconds, if every stage runs its blocks in `order` as early as
+        possible.
 
         Args:
-            order: block numbers of shape (stages, 2 jobs), as `order_of` gives them.
+            order: block numbers of shape (stages, 2 jobs), as returned by `order_of`.
+
+        Returns:
+            The starts by block number.
 
         Raises:
             DeadlockError: stages wait for each other.
-            InputError: not every block stands once on its own stage.
+            InputError: a stage does not have each of its blocks exactly once.
         """
         numbers = np.arange(self.blocks).reshape(self.stages, -1)
         if np.shape(order) != numbers.shape or (np.sort(order, axis=1) != numbers).any():
@@ -174,19 +194,23 @@ class ArrayProblem:
         return found
 
     def makespan(self, starts: Array) -> int:
-        """Return nanoseconds until the last block of stage 0 has ended."""
+        """Return the nanoseconds until the last block of stage 0 ends, for blocks with these starts."""
         return int((starts + self.busy_times).reshape(self.stages, 2, self.jobs)[0, 1].max())
 
     def order_of(self, starts: Array) -> Array:
-        """Return the order in which each stage runs its blocks, of shape (stages, 2 jobs)."""
+        """Return the order in which each stage runs its blocks, as block numbers of shape (stages, 2 jobs)."""
         table = np.asarray(starts).reshape(self.stages, -1)
         return np.argsort(table, axis=1, kind="stable") + np.arange(self.stages)[:, None] * 2 * self.jobs
 
     def check(self, starts: Array) -> None:
-        """Refuse starts that break a constraint of the paper.
+        """Raise an error if the starts violate a constraint of the problem.
+
+        Args:
+            starts: nanoseconds by block number.
 
         Raises:
-            InputError: names the block and what it collides with.
+            InputError: a block starts before time 0 or before the previous block of its job has arrived, or a stage
+                runs two blocks at the same time. The message names the jobs and their steps, or the stage.
         """
         forward, backward = starts.reshape(self.stages, 2, self.jobs).transpose(1, 2, 0)
         there, back = self.stage_lags
@@ -205,13 +229,16 @@ class ArrayProblem:
 
 
 def problem_from_plan(plan: Plan, costs: Costs, switch: float = 0.0) -> ArrayProblem:
-    """One mini-batch of each job of `plan`, whole, one stage a rank, as `costs` has it.
+    """Return the problem of one mini-batch of each job of `plan`, with the durations that `costs` specifies.
 
-    A stage that recomputes does so in its backward. The overhead of a computation is part of its block. Messages do not
-    wait for each other.
+    Each mini-batch is a single micro-batch, and each rank has one stage. The backward of a stage that recomputes
+    includes the recomputation, and every block includes the overhead of a computation. Messages do not wait for each
+    other.
 
     Args:
-        switch: seconds that the change to another job takes a stage.
+        plan: the plan of the jobs.
+        costs: the costs of its stages and links.
+        switch: the seconds that a stage needs to change to another job.
     """
     jobs, stages = range(len(plan.jobs)), range(plan.n_stages)
     whole = [Span(0, cut.rows) for cut in plan.jobs]
@@ -233,7 +260,7 @@ def problem_from_plan(plan: Plan, costs: Costs, switch: float = 0.0) -> ArrayPro
 
 
 def time_order(problem: ArrayProblem, order: Array, kernel: Kernel) -> Array | None:
-    """`ArrayProblem.block_starts` without its checks; None where stages wait for each other."""
+    """Return the same as `ArrayProblem.block_starts`, without its checks; None if stages wait for each other."""
     n = problem.blocks
     sequence = Sequence(kernel.copy(order.reshape(-1)), kernel.copy(np.argsort(order.reshape(-1))))
     path = Path(kernel.fill(n), kernel.fill(n))
@@ -243,14 +270,15 @@ def time_order(problem: ArrayProblem, order: Array, kernel: Kernel) -> Array | N
 
 @dataclass(frozen=True, eq=False)
 class ArraySolution:
-    """An order of an array's blocks.
+    """An order of the blocks of an array.
 
     Attributes:
-        starts: nanoseconds by block number.
-        makespan: nanoseconds of the iteration.
-        bound: nanoseconds that no order can beat.
-        method: what found it.
-        tried: how many orders were timed, or nodes expanded.
+        problem: the problem that was solved.
+        starts: the start of each block in nanoseconds, by block number.
+        makespan: the duration of the iteration in nanoseconds.
+        bound: a lower bound of the makespan of any order, in nanoseconds.
+        method: the name of the solver that found the order.
+        tried: the number of orders that were timed, or of nodes that were expanded.
     """
 
     problem: ArrayProblem
@@ -262,10 +290,10 @@ class ArraySolution:
 
     @property
     def gap(self) -> float:
-        """How much longer it may be than the best: 0.02 is 2 %, and 0 means that nothing is better."""
+        """The relative gap between the makespan and the bound: 0.02 is 2 %, and 0 means that the order is optimal."""
         return self.makespan / self.bound - 1
 
     @property
     def order(self) -> Array:
-        """Block numbers in the order in which each stage runs them, of shape (stages, 2 jobs)."""
+        """The block numbers in the order in which each stage runs them, of shape (stages, 2 jobs)."""
         return self.problem.order_of(self.starts)

@@ -1,4 +1,4 @@
-"""The order of a job array that goes in rounds, as the paper's does: a batch of every sibling, in a searched order."""
+"""The order of a job array that runs in rounds, as in the paper. A round is one batch of every sibling."""
 
 from __future__ import annotations
 
@@ -16,30 +16,35 @@ from lightning_pipes.strategies.jap.solvers.search import Effort
 from lightning_pipes.strategies.jap.solvers.solve import METHODS, THRESHOLD, solve_array
 
 EFFORT = 40_000
-"""Blocks that are placed in all orders that are tried: what Python does in 50 ms, whenever siblings change."""
+"""The default number of blocks that a search places, summed over all orders that it tries.
+
+Python needs about 50 ms for it. The search runs again whenever the set of siblings changes.
+"""
 EXACT = "exact"
 PROOF_SECONDS = 0.5
-"""Deterministic seconds of CP-SAT, which are the same work in every run."""
+"""The default limit of CP-SAT, in deterministic seconds. A deterministic second is the same work in every run."""
 
 
 @dataclass(frozen=True)
 class RoundOrder:
-    """Orders the rounds of a job array: `JobArray(4, rounds=RoundOrder("genetic"))`.
+    """Orders the rounds of a job array, as in `JobArray(4, rounds=RoundOrder("genetic"))`.
 
-    Rank 0 searches by the measured times of the stages, whenever siblings change. By `effort` the order is the same in
-    every run with the same times; by `seconds` it depends on the speed of the machine.
+    Rank 0 searches for an order with the measured times of the stages whenever the set of siblings changes. With a
+    limit by `effort`, the same times give the same order in every run. With a limit by `seconds`, the order depends on
+    the speed of the machine.
 
     Attributes:
-        method: a solver of ArrayPipe's paper (S IV-B): "algorithm 1" as printed, "genetic" its genetic algorithm,
-            "branch and bound"; "search" anneals; "exact" proves the order by CP-SAT (pip install
-            lightning-pipes[proof]); "auto" chooses; or a rule of `solvers.rules`.
-        effort: blocks that are placed in all orders that are tried.
-        threshold: jobs up to which "auto" searches for a proof as long as it may, by branch and bound; above it
-            searches for good orders. The paper has 30.
-        seconds: of a search, in place of `effort`; None counts blocks.
+        method: the solver. The solvers of ArrayPipe's paper (S IV-B) are "algorithm 1", as printed, "genetic" and
+            "branch and bound". "search" inserts jobs and anneals. "exact" proves the order with CP-SAT (pip install
+            lightning-pipes[proof]). "auto" chooses a solver by the size of the problem. A rule of `solvers.rules` is
+            also allowed.
+        effort: the number of blocks to place, summed over all orders that are tried.
+        threshold: the largest number of jobs for which "auto" spends the whole effort on a proof by branch and bound.
+            With more jobs, it searches for good orders. The paper uses 30.
+        seconds: the time limit of a search, which replaces `effort`. None limits the search by `effort`.
 
     Raises:
-        InputError: there is no such method; OR-Tools is missing; a number makes no sense.
+        InputError: the method does not exist, OR-Tools is not installed, or a number is out of range.
     """
 
     method: str = "auto"
@@ -59,16 +64,16 @@ class RoundOrder:
             require_ortools()
 
     def __call__(self, plan: Plan, costs: CostModel) -> Program:
-        """Return the order of a round.
+        """Return the program of a round.
 
         Args:
-            plan: of a batch of each sibling, whole, one stage a rank.
-            costs: of its stages.
+            plan: one batch of each sibling, in a single micro-batch, with one stage per rank.
+            costs: the costs of its stages.
         """
         return _order(self, plan, costs)
 
     def solve(self, problem: ArrayProblem) -> ArraySolution:
-        """Return the order of one iteration, with a bound on how good it is."""
+        """Return an order of one iteration, with a lower bound of the makespan of any order."""
         orders = Effort(max(1, self.effort // problem.blocks))
         effort = orders if self.seconds is None else Effort.from_seconds(self.seconds)
         if self.method != EXACT:
@@ -83,11 +88,11 @@ def _order(order: RoundOrder, plan: Plan, costs: CostModel) -> Program:
 
 
 def program_from_order(order: Array, plan: Plan) -> Program:
-    """Return the program of one batch of each job of `plan`, in one micro-batch each; a STEP follows each backward.
+    """Return the program of one batch of each job of `plan`, in one micro-batch each, with a STEP after each backward.
 
     Args:
-        order: of block numbers, as `ArraySolution.order` is.
-        plan: of the jobs.
+        order: block numbers of shape (stages, 2 jobs), like `ArraySolution.order`.
+        plan: the plan of the jobs.
     """
     jobs = len(plan.jobs)
     rows = []
@@ -105,4 +110,4 @@ def program_from_order(order: Array, plan: Plan) -> Program:
 
 
 round_order = RoundOrder()
-"""The order of a round by the method "auto", for `JobArray(size, rounds=round_order)`."""
+"""A round order with the method "auto", for `JobArray(size, rounds=round_order)`."""

@@ -1,4 +1,4 @@
-"""Batches of several jobs without rounds, in the order of `stream_jobs`, as a schedule."""
+"""The schedule "jap": batches of several jobs without rounds, in the order of `stream_jobs`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from lightning_pipes.strategies.jap.stream import Job, stream_jobs
 class JAP(Schedule):
     """Jobs that share a pipeline without rounds (ArrayPipe, without its barrier).
 
-    The order is that of `stream_jobs` where all jobs are resident: batches of a job run one after another. Times are
-    taken to be proportional to rows, backwards twice as long as forwards; call `stream_jobs` with measured times. For
-    one job with equal micro-batches this is 1F1B without a limit on what a stage holds.
+    The order is the order of `stream_jobs` if all jobs are resident. The batches of a job run one after another. The
+    schedule assumes that times are proportional to the number of samples, and that a backward takes twice as long as a
+    forward. For measured times, call `stream_jobs`. For one job with equal micro-batches, the order is 1F1B without a
+    limit on the number of micro-batches that a stage holds.
 
     Raises:
-        PlanError: a rank has several stages, spans differ between stages or directions, or backward is split.
+        PlanError: a rank has several stages, spans differ between stages or directions, or the backward is split.
     """
 
     name: ClassVar[str] = "jap"

@@ -1,8 +1,8 @@
-"""An array without rounds in virtual time: the model of what `lightning_pipes.arrays` does by the clock.
+"""An array without rounds in virtual time. It models the behavior of `lightning_pipes.arrays`, which runs by the clock.
 
-Siblings are independent, so nothing makes one job's next batch wait for another job's: only for its own update. A
-stage that is free computes for the job that came first, and of one job's micro-batches backwards first, as 1F1B; a job
-that ends makes room for the next one at once.
+Siblings are independent, so the next batch of a job does not have to wait for other jobs, only for the job's own
+update. A free stage computes for the job whose input arrived first. Among the micro-batches of one job, it prefers
+backwards, as in 1F1B. A job that ends immediately makes room for the next one.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from lightning_pipes.cost import Costs
 from lightning_pipes.ir import STEP, B, Cut, F, InputError, Instruction, Kind, Plan, Program, check_count
 
 FORWARD, BACKWARD, FREE, OVER = range(4)
-"""Events: a forward or a backward arrives, a stage becomes free, a job's batch is over."""
+"""Kinds of events: the input of a forward or of a backward arrives, a stage becomes free, the batch of a job ends."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A sibling.
+    """A sibling of an array.
 
     Attributes:
         cut: its micro-batches, the same on all stages.
-        batches: how many it runs.
+        batches: the number of batches that it runs.
 
     Raises:
-        InputError: no batches, or a cut that differs between stages or directions.
+        InputError: there are no batches, or the cut differs between stages or directions.
     """
 
     cut: Cut
@@ -43,12 +43,12 @@ class Job:
 
 
 class StreamedArray(NamedTuple):
-    """An array from begin to end.
+    """The complete run of an array.
 
     Attributes:
-        program: what each stage runs, computations only, the jobs numbered as they were given.
-        plan: of the program, for `ir.lower` and `sim.simulate`, which gives the same times.
-        time: nanoseconds until the last update has ended.
+        program: the computations of each stage, with the jobs numbered in the given order.
+        plan: the plan of the program. With this plan, `ir.lower` and `sim.simulate` give the same times.
+        time: nanoseconds until the last update ends.
     """
 
     program: Program
@@ -56,22 +56,23 @@ class StreamedArray(NamedTuple):
     time: int
 
 
-# Two places, and jobs a, b and c of 2, 1 and 1 batches: c comes when b has left.
+# Two resident jobs, and jobs a, b and c of 2, 1 and 1 batches: c begins when b has ended.
 # Drawn by `joining()`:
 # rank 0 |a0b0............a0==a1b0==c0......a1==..c0==| bubble 45.5%
 # rank 1 |..a0b0......a0==b0==..a1....c0a1==..c0==....| bubble 45.5%
 # rank 2 |....a0b0a0==b0==........a1a1==c0c0==........| bubble 45.5%
 #         - forward  = backward  . idle
 def stream_jobs(jobs: Sequence[Job], costs: Costs, resident: int | None = None) -> StreamedArray:
-    """Return all jobs from begin to end, one stage a rank.
+    """Return the complete run of all jobs, with one stage per rank.
 
     Args:
-        jobs: in the order in which they begin.
-        costs: what blocks and messages take. Of links only that counts: their bandwidth and latency.
-        resident: jobs that may run at once; others wait until one ends. All of them by default.
+        jobs: the jobs, in the order in which they begin.
+        costs: the durations of blocks and messages. Of the links, only bandwidth and latency are used.
+        resident: the number of jobs that may run at the same time. Other jobs wait until one of them ends. By default,
+            all jobs are resident.
 
     Raises:
-        InputError: no jobs, no place, or cuts for different numbers of stages.
+        InputError: there are no jobs, `resident` is less than 1, or the jobs are cut for different numbers of stages.
     """
     resident = check_count("resident jobs", len(jobs) if resident is None else resident)
     if len(found := {len(job.cut.forward) for job in jobs}) != 1:
@@ -87,7 +88,7 @@ def stream_jobs(jobs: Sequence[Job], costs: Costs, resident: int | None = None) 
 
 
 class _Running:
-    """A job, and what its blocks take; lists by stage, then by span."""
+    """The state of a job, and the durations of its blocks as lists by stage, then by span."""
 
     def __init__(self, number: int, job: Job, plan: Plan, costs: Costs) -> None:
         stages, extra = range(plan.n_stages), costs.overhead_ns
@@ -114,7 +115,7 @@ class _Running:
 
 
 class _Array:
-    """Event loop of an array."""
+    """The event loop of an array."""
 
     def __init__(self, jobs: Sequence[Job], plan: Plan, costs: Costs) -> None:
         self.now = 0
@@ -125,20 +126,20 @@ class _Array:
         self._events: list[tuple[int, int, int, int, int, int]] = []  # time, turn, what, stage, job, span
         self._turn = 0
         self._ready: list[dict[int, tuple[deque[tuple[int, int]], ...]]] = [{} for _ in range(stages)]
-        """Of each stage by job: turns and spans of forwards and of backwards that have arrived."""
+        """For each stage, by job: the turns and spans of the forwards and of the backwards that have arrived."""
         self._touched: set[int] = set()
         self._idle = [True] * stages
-        self._wires = [[0] * stages for _ in range(2)]  # until when each stage's link is used, each direction
+        self._wires = [[0] * stages for _ in range(2)]  # the time when each stage's link is free, by direction
 
     def begin_batch(self, number: int) -> None:
-        """The job's next batch arrives at stage 0."""
+        """Begin the next batch of a job: its first forward arrives at stage 0."""
         job = self._jobs[number]
         job.left -= 1
         job.batch += 1
         self._arrive(FORWARD, 0, number, 0)
 
     def run(self) -> None:
-        """Run all jobs to their ends."""
+        """Run all jobs until the last one ends."""
         while True:
             for stage in self._touched:
                 if self._idle[stage] and self._ready[stage]:
@@ -156,7 +157,7 @@ class _Array:
 
     @staticmethod
     def _first(ready: dict[int, tuple[deque[tuple[int, int]], ...]]) -> tuple[int, int, int]:
-        """Pop the direction, the job and the span of a stage's next computation."""
+        """Remove the next computation of a stage from `ready`, and return its direction, job and span."""
         number = min(ready, key=lambda job: min(each[0] for each in ready[job] if each))
         forwards, backwards = ready[number]
         way, chosen = (BACKWARD, backwards) if backwards else (FORWARD, forwards)
@@ -166,7 +167,7 @@ class _Array:
         return way, number, span
 
     def _pass_on(self) -> None:
-        """Virtual time goes on to the next events, and all of them happen."""
+        """Advance virtual time to the next events, and process all events of that time."""
         self.now = self._events[0][0]
         while self._events and self._events[0][0] == self.now:
             _, _, what, stage, number, span = heappop(self._events)
@@ -194,7 +195,7 @@ class _Array:
         elif way == FORWARD:
             self._after(end, BACKWARD, stage, number, span)
         if way == FORWARD and stage == 0 and more:
-            self._after(end, FORWARD, 0, number, span + 1)  # a job that was computed just now comes last
+            self._after(end, FORWARD, 0, number, span + 1)  # behind the jobs that are already waiting
         if way == BACKWARD and not more:
             self.rows[stage].append(STEP(stage, number, job.batch))
             end += job.update[stage]

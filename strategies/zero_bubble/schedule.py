@@ -34,11 +34,11 @@ class ZeroBubble(Schedule):
     micro-batches later, so the last of them run in the time in which 1F1B idles. Every stage holds at most p
     micro-batches between F and W, as many as the first stage of 1F1B.
 
-    On equal stages, with free links and m >= p micro-batches, the bubble is (p - 1) max(f + b_I - w, f, b_I), for a
-    forward of f, input gradients of b_I and weight gradients of w. No order with the same memory is faster, for three
+    Let a forward take f, the input gradients b_I and the weight gradients w. On equal stages, with free links and m >=
+    p micro-batches, the bubble is (p - 1) max(f + b_I - w, f, b_I). No order with the same memory is faster, for three
     reasons. The last stage idles for (p - 1) f before its first F. The first stage idles for (p - 1) b_I after its p-th
-    F. And when the last stage ends its last I, at most p of its W can be left, while the gradient still has to pass p -
-    1 stages, in b_I each, before the last W can run. The paper treats the case in which w is at most f and at most b_I.
+    F. Finally, when the last stage ends its last I, at most p of its W can be left, while the gradient needs b_I on
+    each of p - 1 stages before the last W can run. The paper treats the case in which w is at most f and at most b_I.
 
     With `extra[s]`, this number of additional micro-batches is in flight between the stages s and s + 1. Stage s then
     runs p - s forwards before its first I, as in 1F1B, plus the sum of `extra` over all later links. Every stage holds

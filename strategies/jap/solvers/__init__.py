@@ -1,1 +1,1 @@
-"""Everything that orders one iteration of an array, the bounds on how good that is, and the loops they share."""
+"""The solvers for the order of one iteration of an array, their lower bounds, and the inner loops that they share."""

@@ -1,4 +1,4 @@
-"""Bounds that no order of an array's blocks can beat."""
+"""Lower bounds of the makespan of any order of an array's blocks."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ import numpy.typing as npt
 from lightning_pipes.strategies.jap.problem import ArrayProblem
 
 PARTS = 4
-"""Into how many pieces `two_stage_bound` cuts the work of a job: more are closer, and take as much longer."""
+"""The number of pieces into which `two_stage_bound` cuts the work of a job.
+
+More pieces give a closer bound, and the duration is proportional to their number.
+"""
 
 
 def preemptive_bound(problem: ArrayProblem) -> int:
-    """Return nanoseconds that the worst stage would need if it alone were limited and could interrupt its blocks
-    (Jackson).
+    """Return the nanoseconds that the worst stage needs if it is the only limit and may interrupt its blocks (Jackson).
 
-    It knows when each block can come and what follows it, and is never below the longest job alone, nor below a stage's
-    work with the shortest ways to its first block and from its last one.
+    The bound considers when each block can arrive and the time that follows it. It is at least the duration of the
+    longest job alone. It is also at least the work of a stage, plus the shortest times before its first block and after
+    its last one.
     """
     tables = (
         a.reshape(problem.stages, -1).tolist()
@@ -35,20 +38,23 @@ def preemptive_bound(problem: ArrayProblem) -> int:
 
 
 def two_stage_bound(problem: ArrayProblem) -> int:
-    """Return nanoseconds that the worst pair of stages, u before v, would need if they alone were limited.
+    """Return the nanoseconds that the worst pair of stages, u before v, needs if these two stages are the only limit.
 
-    Stage v has to give back long jobs early, for they take longest on their way to u, while u is idle until it gets
-    short ones. A job's F and B take v for a together, its B takes u for b and begins L or more after the B on v, which
-    occupies it for c. When the share x of the work on v is done, at s, (1 - x) a is left until the end of its B; so the
-    share x on u is done at s + l(x) or later, l(x) = L - c + (1 - x) a + x b.
+    Stage v should finish long jobs early, because they take the longest time on their way back to u. However, u idles
+    until short jobs arrive. Let F and B of a job take a in total on v, and let B take b on u. The B on u begins L or
+    more after the B on v, which occupies v for c. When the share x of the job's work on v is done, at time s, (1 - x) a
+    of it is left until the end of its B. The share x of the job's work on u is therefore done at s + l(x) or later,
+    with l(x) = L - c + (1 - x) a + x b.
 
-    For any time t, take the sum over all work on u of how long after t it is done. A share of the jobs' work is enough:
-    as much as r a, r the least b / a, R in all. It is at least r times the sum over the work on v of s + l - t, where
-    positive. Of all ways to run v, with interruptions and no work before its F can come, that with most l first has the
-    least sum: cost grows faster the later s + l is, so exchanging two pieces never helps. Let this be G. If u has done
-    all at t + w, the sum on u is at most w^2 / 2 where w <= R, else w R - R^2 / 2, because u runs one block at a time:
-    so w >= sqrt(2 G), or G / R + R / 2. What follows the B on u is left. The best of the t where a piece begins or ends
-    is returned.
+    For any time t, integrate over all work on u the time after t at which this work is done. It is enough to count a
+    part of each job's work, r a, where r is the least b / a; in total, this is R. The integral is at least r times the
+    integral of max(s + l - t, 0) over the work on v. Among all ways to run v, with interruptions and with no work
+    before its F can arrive, the way that always runs the work with the largest l has the smallest integral: the later s
+    + l is, the faster the cost grows, so exchanging two pieces never helps. Let G be the resulting lower bound of the
+    integral on u. If u has done all this work at t + w, the integral on u is at most w^2 / 2 if w <= R, and w R - R^2 /
+    2 otherwise, because u runs one block at a time. It follows that w >= sqrt(2 G), or w >= G / R + R / 2. After that,
+    the time that follows the B on u is left. The function returns the best value over all t at which a piece begins or
+    ends.
     """
     heads, busy, tails = (
         a.reshape(problem.stages, 2, problem.jobs)
@@ -68,7 +74,7 @@ def two_stage_bound(problem: ArrayProblem) -> int:
         order = np.argsort(times, kind="stable")
         times, steps = times[order], np.diff(times[order])
         rate = share * np.cumsum(np.repeat([1.0, -1.0], len(begin))[order])[:-1]
-        late = _after(rate * steps)  # work that comes after each time
+        late = _after(rate * steps)  # the work that is done after each time
         sums = _after((late[1:] + rate * steps / 2) * steps)
         rest = np.sqrt(2 * sums)
         rest = np.where(rest > late[0], sums / late[0] + late[0] / 2, rest)
@@ -77,12 +83,15 @@ def two_stage_bound(problem: ArrayProblem) -> int:
 
 
 def lower_bound(problem: ArrayProblem) -> int:
-    """Return the best bound there is, in nanoseconds."""
+    """Return the larger of `preemptive_bound` and `two_stage_bound`, in nanoseconds."""
     return max(preemptive_bound(problem), two_stage_bound(problem))
 
 
 def _urgent_first(heads: list[float], busy: list[float], tails: list[float]) -> Iterator[tuple[float, float]]:
-    """Yield the pieces of a stage that always runs the longest tail: begin, begin plus tail, and length."""
+    """Yield the pieces of work of a stage that always runs the block with the longest tail.
+
+    Each piece is a tuple of its begin plus the tail, and its length.
+    """
     coming = sorted(zip(heads, busy, tails, strict=True), reverse=True)
     here: list[tuple[float, float]] = []
     t = 0.0
@@ -101,5 +110,5 @@ def _urgent_first(heads: list[float], busy: list[float], tails: list[float]) -> 
 
 
 def _after(amounts: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the amount that there is from each of the times between `amounts` on."""
+    """Return the sum of the amounts after each of the times between which `amounts` lie."""
     return np.append(amounts[::-1].cumsum()[::-1], 0.0)

@@ -1,4 +1,4 @@
-"""The genetic algorithm of ArrayPipe, a whole generation at a time."""
+"""The genetic algorithm of ArrayPipe, computed for a whole generation at a time."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lightning_pipes.strategies.jap.solvers.search import Effort
 
 @dataclass(frozen=True)
 class OrderEvolution:
-    """The settings that the paper leaves open.
+    """The settings that the paper does not specify.
 
     Attributes:
-        population: chromosomes.
-        generations: at most.
-        mutation: how often an individual is mutated.
-        rivals: individuals of a tournament.
-        seeded: whether the orders of all rules are in the first population; else it is random, as in the paper.
+        population: the number of chromosomes.
+        generations: the largest number of generations.
+        mutation: the probability with which an individual is mutated.
+        rivals: the number of individuals in a tournament.
+        seeded: whether the first population contains the orders of all rules. Otherwise, it is random, as in the paper.
     """
 
     population: int = 100
@@ -35,12 +35,19 @@ class OrderEvolution:
 def evolve_orders(
     problem: ArrayProblem, effort: Effort, seed: int = 0, settings: OrderEvolution | None = None
 ) -> ArraySolution:
-    """Return the best order of a population that evolves (S IV-B): each gene is a job, its n-th occurrence is the job's
-    n-th block, forwards and backwards.
+    """Return the best order of a population that evolves (S IV-B).
 
-    Parents are drawn with probability ~ 1 / makespan; precedence operation crossover keeps the genes of some jobs from
-    one parent and takes the others in the order of the other one; mutation swaps two genes; the best individual and
-    all children stay, tournaments among the old fill up the rest.
+    A gene is the number of a job, and its n-th occurrence in a chromosome is the n-th block of the job, forwards and
+    backwards. Parents are drawn with a probability proportional to 1 / makespan. Precedence operation crossover keeps
+    the genes of some jobs from one parent, and takes the other genes in the order of the other parent. Mutation swaps
+    two genes. The best individual, the children and the mutants form the next population, and tournaments among the old
+    individuals fill the remaining places.
+
+    Args:
+        problem: the iteration.
+        effort: the budget, which counts the individuals that are decoded.
+        seed: the seed of the random numbers.
+        settings: the settings of the evolution.
     """
     settings = settings or OrderEvolution()
     rng = np.random.default_rng(seed)
@@ -70,11 +77,16 @@ def evolve_orders(
 
 
 def decode_genes(problem: ArrayProblem, people: Array) -> tuple[Array, Array]:
-    """Return makespan and starts of every chromosome: each block, from left to right, as early as its job and stage
-    allow.
+    """Return the makespans and the starts of all chromosomes.
+
+    Each block, from left to right, starts as early as its job and its stage allow.
 
     Args:
-        people: jobs, of shape (individuals, blocks).
+        problem: the iteration.
+        people: the chromosomes, as job numbers of shape (individuals, blocks).
+
+    Returns:
+        Makespans of shape (individuals,), and starts by block number of shape (individuals, blocks), in nanoseconds.
     """
     count, n = people.shape
     width = 2 * problem.stages
@@ -105,20 +117,23 @@ def decode_genes(problem: ArrayProblem, people: Array) -> tuple[Array, Array]:
 
 
 def _parents(spans: Array, pairs: int, rng: np.random.Generator) -> Array:
-    """Return two individuals for each pair, by a roulette on 1 / makespan."""
+    """Return two individuals for each pair, drawn with a probability proportional to 1 / makespan."""
     chance = 1 / spans
     return rng.choice(len(spans), (pairs, 2), p=chance / chance.sum())
 
 
 def _winners(spans: Array, count: int, rivals: int, rng: np.random.Generator) -> Array:
-    """Return the shortest of each tournament's rivals."""
+    """Return the individual with the shortest makespan of each tournament."""
     drawn = rng.integers(len(spans), size=(count, rivals))
     return np.asarray(drawn[np.arange(count), spans[drawn].argmin(1)])
 
 
 def _crossed(one: Array, two: Array, jobs: int, rng: np.random.Generator) -> tuple[Array, Array]:
-    """Return two children of each pair. Jobs that stay are a random part, neither none nor all where there are
-    several."""
+    """Return two children of each pair.
+
+    The jobs whose genes are kept are a random subset. If there are several jobs, the subset is neither empty nor
+    complete.
+    """
     stays = rng.random((len(one), jobs)) < 0.5
     stays[np.arange(len(one)), rng.integers(jobs, size=len(one))] = True
     if jobs > 1:
@@ -130,12 +145,12 @@ def _crossed(one: Array, two: Array, jobs: int, rng: np.random.Generator) -> tup
 
 def _filled(one: Array, kept: npt.NDArray[np.bool_], two: Array, dropped: npt.NDArray[np.bool_]) -> Array:
     child = one.copy()
-    child[~kept] = two[~dropped]  # row by row: both leave as many
+    child[~kept] = two[~dropped]  # row by row: both sides have the same number of genes
     return child
 
 
 def _swapped(people: Array, rng: np.random.Generator) -> Array:
-    """Return two genes of each exchanged."""
+    """Return the individuals with two random genes of each swapped."""
     row, n = np.arange(len(people)), people.shape[1]
     a, b = rng.integers(n, size=(2, len(people)))
     people[row, a], people[row, b] = people[row, b], people[row, a]

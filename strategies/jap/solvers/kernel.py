@@ -1,9 +1,8 @@
-"""The inner loops of the solvers, on whole nanoseconds and plain sequences.
+"""The inner loops of the solvers, on integer nanoseconds and plain sequences.
 
-They are written once and run by Python on lists, or compiled by numba on int64 arrays, with the same integers: so
-random numbers and the readiness to accept something worse are whole numbers too.
-
-`tables` says what the structures hold. What has not begun is ready NEVER.
+Each loop is written once. Python runs it on lists, or numba compiles it for int64 arrays. Both give the same integers,
+because random numbers and the tolerances of annealing are integers, too. The data structures are documented in
+`tables`. A block that cannot start yet is ready at NEVER.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -16,19 +15,20 @@ from lightning_pipes.sim.loops.jit import JitKernel, Kernel
 from lightning_pipes.strategies.jap.solvers.tables import Begun
 
 NEVER = 1 << 60
-"""After any time that matters."""
+"""A time that is later than all other times, in nanoseconds."""
 SCALE = 1024
-"""Of `luck`: minus the logarithms of numbers from 0 to 1, as whole numbers."""
+"""The unit of `Chance.luck` is 1 / `SCALE`, so that minus the logarithms of numbers from 0 to 1 are stored as integers.
+"""
 
 
 def draw(rng, below):
-    """Return a random number from 0 to `below` - 1 (Park and Miller 1988)."""
+    """Return a random integer from 0 to `below` - 1 (Park and Miller 1988)."""
     rng[0] = rng[0] * 48271 % 2147483647
     return rng[0] % below
 
 
 def next_block(o, s, jobs, n):
-    """Return the next block of the job of o, which is on stage s; -1 after its last one."""
+    """Return the next block of the job of block o, which is on stage s; -1 if o is the job's last block."""
     if o - 2 * jobs * s < jobs:
         if (s + 1) * 2 * jobs < n:
             return o + 2 * jobs
@@ -39,7 +39,10 @@ def next_block(o, s, jobs, n):
 
 
 def free_time(o, s, jobs, free, last, saved):
-    """Return when stage s is free for its block o: no switch to another job precedes a job's own backward."""
+    """Return the time when stage s is free for its block o.
+
+    If o is the backward that follows its own forward, the switch to another job is saved.
+    """
     if last[s] >= 0 and o == last[s] + jobs:
         return free[s] - saved[last[s]]
     return free[s]
@@ -60,17 +63,17 @@ def fill_needs(blocks, notes, k):
         need[s] = work + after
 
 
-# Jobs of 2, 1 and 1 samples: a free stage takes the most urgent block that is ready.
+# Jobs of 2, 1 and 1 samples: a free stage runs the most urgent block that is ready.
 # Drawn by `iteration("backward first")`:
 # rank 0 |a---b-c-....................a=======b===c===| bubble 45.5%
 # rank 1 |....a---b-c-........a=======b===c===........| bubble 45.5%
 # rank 2 |........a---a=======b-b===c-c===............| bubble 45.5%
 #         - forward  = backward  . idle
 def list_schedule(blocks, urgency, notes, k, patience, limit, starts):
-    """Return when the jobs `notes.active[:k]` end, NEVER if that is after `limit`; fills `starts`.
+    """Fill `starts` for the jobs `notes.active[:k]`, and return the end of the last one; NEVER if it is after `limit`.
 
-    Whenever a stage is free, it takes the most urgent of its blocks that are ready within `patience`, and may wait for
-    a better one.
+    Whenever a stage is free, it runs the most urgent one of its blocks that are ready within `patience`, and waits for
+    it if necessary.
     """
     jobs, n, busy, lag, tail, saved = blocks
     first, second = urgency
@@ -145,8 +148,11 @@ def list_schedule(blocks, urgency, notes, k, patience, limit, starts):
 # rank 2 |....b-b===a---a=======c-c===..............| bubble 42.9%
 #         - forward  = backward  . idle
 def time_sequence(blocks, order, path, sweep):
-    """Return when stages end that run their part of the sequence `order`, -1 if they wait for each other; fills
-    `path`."""
+    """Fill `path` with the times of the sequence `order`, and return the end of the last block.
+
+    Every stage runs its blocks in this order as early as possible. The function returns -1 if stages wait for each
+    other.
+    """
     jobs, n, busy, lag, _, saved = blocks
     sequence, place = order
     starts, cause = path
@@ -197,10 +203,9 @@ def time_sequence(blocks, order, path, sweep):
 
 
 def insert_job(blocks, urgency, notes, order, k, row, ahead, limit, starts):
-    """Return when the first k + 1 jobs of `order` end, once job `order[k]` stands where it does least harm among the k
-    of `row`; puts it there.
+    """Insert the job `order[k]` among the k jobs of `row` at the best position, and return the end of these k + 1 jobs.
 
-    `ahead` is added to the numbers of forwards: 4 jobs lets backwards go first.
+    `ahead` is added to the urgency numbers of forwards. With 4 jobs, backwards go first.
     """
     first, second = urgency
     active = notes.active
@@ -226,7 +231,7 @@ def insert_job(blocks, urgency, notes, order, k, row, ahead, limit, starts):
 
 
 def move_place(places, a, to):
-    """Job a comes to place `to`; those between move up or down by one."""
+    """Move job a to the place `to`. The jobs between both places move up or down by one."""
     old = places[a]
     for j in range(len(places)):
         if old < places[j] <= to:
@@ -237,9 +242,12 @@ def move_place(places, a, to):
 
 
 def anneal_places(blocks, chance, begin, end, mean, now, before, best, urgency, notes, starts):
-    """Evaluations `begin` to `end` of `chance.total`: changes the places, the patience and what goes first of the
-    `Style` `now`, and keeps what is best; `before` has room for the places before a change, `mean` is the longest
-    patience."""
+    """Run the evaluations `begin` to `end` of `chance.total`.
+
+    An evaluation changes the places, the patience or the direction that goes first of the `Style` `now`. The best style
+    is stored in `best`. `before` has room for the places before a change, and `mean` is the exclusive upper limit of
+    the patience.
+    """
     jobs = blocks.jobs
     target, luck, heat, total, rng = chance
     there, back, style = now
@@ -296,7 +304,7 @@ def anneal_places(blocks, chance, begin, end, mean, now, before, best, urgency, 
 
 
 def shift_block(sequence, place, source, to):
-    """Move the block at `source` to `to`; those between make room."""
+    """Move the block at the index `source` to the index `to`, and shift the blocks between them by one."""
     o = sequence[source]
     step = 1 if to > source else -1
     for i in range(source, to, step):
@@ -306,15 +314,19 @@ def shift_block(sequence, place, source, to):
     place[o] = to
 
 
-# What insertion, annealing and these exchanges make of the jobs of `list_schedule`.
+# The jobs of `list_schedule` in the order that insertion, annealing and these exchanges find.
 # Drawn by `iteration("search")`:
 # rank 0 |b-a---c-......b===............a=======c===| bubble 42.9%
 # rank 1 |..b-..a---b===c-......a=======c===........| bubble 42.9%
 # rank 2 |....b-b===a---a=======c-c===..............| bubble 42.9%
 #         - forward  = backward  . idle
 def exchange_blocks(blocks, chance, begin, end, order, value, best_sequence, path, path_new, sweep):
-    """Evaluations `begin` to `end` of `chance.total`: moves blocks of `order` that follow each other on the longest
-    path and on a stage; keeps the best. `value` is [now, best], `path` that of `order`; `path_new` has room for one."""
+    """Run the evaluations `begin` to `end` of `chance.total`.
+
+    An evaluation exchanges blocks of `order` that follow each other on the longest path and on a stage, or moves one of
+    them. The best order is stored in `best_sequence`. `value` is [current makespan, best makespan], `path` has the
+    times of `order`, and `path_new` is working memory.
+    """
     jobs, n, busy, _, _, _ = blocks
     target, luck, heat, total, rng = chance
     sequence, place = order
@@ -336,7 +348,7 @@ def exchange_blocks(blocks, chance, begin, end, order, value, best_sequence, pat
                 o = x
         chosen = -1
         seen = 0
-        while o >= 0:  # one of the longest path's arcs on a stage, each equally likely
+        while o >= 0:  # draw one of the arcs of the longest path on a stage, with equal probabilities
             p = cause[o]
             if p >= 0 and place[p] + 1 == place[o] and next_block(p, p // width, jobs, n) != o:
                 seen += 1
@@ -371,7 +383,7 @@ def exchange_blocks(blocks, chance, begin, end, order, value, best_sequence, pat
 
 
 def one_machine(count, head, busy, tail):
-    """Return when the blocks of a stage end if it may interrupt them (Jackson).
+    """Return the end of the blocks of a stage if it may interrupt them (Jackson).
 
     Block i can begin at head[i], and needs tail[i] after its end.
     """
@@ -400,7 +412,7 @@ def one_machine(count, head, busy, tail):
 
 
 def block_of(j, k, jobs, n):
-    """Step k of job j, counted from 0."""
+    """Return the block of step k of job j, counted from 0."""
     stages = n // (2 * jobs)
     if k < stages:
         return 2 * jobs * k + j
@@ -408,9 +420,10 @@ def block_of(j, k, jobs, n):
 
 
 def bound_rest(blocks, limit, begun, rest):
-    """Return a lower bound of the end of a partial order; fill `rest.head` of the blocks that have not begun.
+    """Return a lower bound of the end of a partial order, and fill `rest.head` for the blocks that have not begun.
 
-    NEVER where it would be after `limit`, as when stages are held for each other's blocks.
+    The function returns NEVER if the bound is above `limit`, for example if stages are reserved for each other's
+    blocks.
     """
     jobs, n, busy, lag, tail, saved = blocks
     step, ready, free, held, last = begun
@@ -447,22 +460,24 @@ def bound_rest(blocks, limit, begun, rest):
             if k >= step[o % jobs]:
                 some_head[count] = head[o]
                 some_busy[count] = busy[o] - saved[o]
-                some_tail[count] = tail[o] - some_busy[count]  # below 0 where its stage is busy when the job has ended
+                some_tail[count] = tail[o] - some_busy[count]  # negative if the stage is still busy when the job ends
                 count += 1
         if count > 0:
             least = max(least, one_machine(count, some_head, some_busy, some_tail))
     return least
 
 
-# One pass: it begins with c, and what that costs the end is never taken back.
+# A single pass: it begins with job c, and never revises this choice, which delays the end.
 # Drawn by `iteration("algorithm 1")`:
 # rank 0 |c-a---b-......c===........b===........a=======| bubble 47.8%
 # rank 1 |..c-..a---c===b-......b===....a=======........| bubble 47.8%
 # rank 2 |....c-c===a---..b-b===a=======................| bubble 47.8%
 #         - forward  = backward  . idle
 def construct_order(blocks, begun, rest, starts):
-    """Return when Algorithm 1 as printed ends: it fills `starts` block by block with the one that promises most, the
-    last of equals."""
+    """Fill `starts` by Algorithm 1 as printed, and return the end of the last block.
+
+    Block by block, the algorithm chooses the candidate with the least bound, or the last of several equal ones.
+    """
     jobs, n, busy, lag, tail, saved = blocks
     step, ready, free, _, last = begun
     stages = n // (2 * jobs)
@@ -513,21 +528,23 @@ def construct_order(blocks, begun, rest, starts):
     return low
 
 
-# The best order there is of these jobs.
+# The optimal order of these jobs.
 # Drawn by `iteration("branch and bound")`:
 # rank 0 |b-a---c-......b===............a=======c===| bubble 42.9%
 # rank 1 |..b-..a---b===c-......a=======c===........| bubble 42.9%
 # rank 2 |....b-b===a---a=======c-c===..............| bubble 42.9%
 #         - forward  = backward  . idle
 def expand_nodes(blocks, same, depth, nodes, best, best_starts, starts, tree, rest):
-    """Return the depth at which the search stops, -1 when all is searched: depth first, the most promising first, it
-    expands up to `nodes` nodes from `depth` on. `best` is [makespan], with its `best_starts`.
+    """Expand up to `nodes` nodes of the search tree from `depth` on, and return the depth at which the search stops.
 
-    A node has decided how the row of each stage begins. Its children are all the blocks that can come next on one stage
-    in a schedule where no block can be moved ahead of others without delaying them (Giffler and Thompson 1960). Updates
-    and switches do not hold up a job, so a block may come next whose predecessor has not begun: then the stage is held
-    for it. Of equal jobs the one with the smaller number goes first everywhere: `same` (j) is the one before it, -1 for
-    none.
+    The search is depth first, with the most promising child first. It returns -1 when the tree is exhausted. `best` is
+    [makespan], and `best_starts` has the starts of the best order.
+
+    A node determines how the row of each stage begins. Its children are all the blocks that can come next on one stage,
+    in a schedule in which no block can start earlier without delaying another one (Giffler and Thompson 1960). Updates
+    and switches do not delay the job, so a block may come next although its predecessor has not begun. In this case,
+    the stage is reserved for it. Of equal jobs, the one with the smaller number goes first everywhere: `same` (j) is
+    the previous job with equal times, -1 for none.
     """
     jobs, n, busy, lag, tail, saved = blocks
     steps, readies, frees, holds, lasts, lows, counts, children, promises = tree
@@ -681,5 +698,5 @@ SOLVERS = JitKernel(
 
 
 def kernel_for(blocks: int) -> Kernel:
-    """Return what places so many blocks: Python where it takes less time than loading numba does."""
+    """Return the kernel that places this number of blocks: Python if it needs less time than loading numba does."""
     return SOLVERS.python if blocks <= SOLVERS.patience else SOLVERS.fastest

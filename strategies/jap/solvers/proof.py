@@ -1,4 +1,4 @@
-"""The best order by OR-Tools' CP-SAT, an extra: for proofs, and to test the other solvers."""
+"""The optimal order by CP-SAT of OR-Tools, an optional dependency. It proves orders, and tests the other solvers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_pipes.strategies.jap.solvers.bounds import lower_bound
 
 
 def require_ortools() -> None:
-    """Check that OR-Tools can be imported.
+    """Check that OR-Tools is installed.
 
     Raises:
         InputError: it is not installed.
@@ -31,13 +31,19 @@ def prove_order(
     seed: int = 0,
     deterministic: bool = False,
 ) -> ArraySolution:
-    """Return the best that CP-SAT finds in `seconds` from `incumbent` on, and its bound: equal if it is proven best.
+    """Return the best order that CP-SAT finds, starting from `incumbent`, and its bound. If both are equal, it is
+    optimal.
 
-    Equal jobs go in the order of their numbers, which costs nothing where no switch is saved.
+    If no switch can be saved, equal jobs run in the order of their numbers, which does not make the optimum worse.
 
     Args:
-        deterministic: count work and not time, about as much as fits into `seconds`; with one worker the result is the
-            same everywhere.
+        problem: the iteration.
+        seconds: the limit of the solver.
+        incumbent: the order from which the solver starts. It is returned if CP-SAT does not find a better one.
+        workers: the number of threads of the solver.
+        seed: the seed of the solver.
+        deterministic: whether `seconds` limits the work instead of the time, with about as much work as fits into this
+            time. With one worker, the result is then the same on every machine.
 
     Raises:
         InputError: OR-Tools is not installed.
@@ -67,7 +73,7 @@ def prove_order(
     for stage in numbers.reshape(problem.stages, -1).tolist():
         model.add_no_overlap([interval[o] for o in stage])
         for o in stage:
-            if o in stays:  # nothing runs between a forward and its backward
+            if o in stays:  # no other block may run between a forward and its backward
                 mine = start[o], model.new_int_var(0, most, ""), start[o + problem.jobs]
                 both = model.new_optional_interval_var(*mine, stays[o], f"both of {o}")
                 model.add_no_overlap([both, *(interval[x] for x in stage if x not in (o, o + problem.jobs))])
@@ -103,7 +109,7 @@ def _equals(problem: ArrayProblem) -> list[tuple[int, int]]:
 
 
 def _equals_in_order(problem: ArrayProblem, starts: np.ndarray) -> np.ndarray:
-    """Return the same schedule where of equal jobs the one with the smaller number goes first everywhere."""
+    """Return the same schedule with equal jobs exchanged, so that the smaller job number goes first everywhere."""
     table = starts.reshape(problem.stages, 2, problem.jobs).copy()
     for kind in np.unique(problem.equal_jobs):
         jobs = np.flatnonzero(problem.equal_jobs == kind)

@@ -1,4 +1,4 @@
-"""Orders by a rule: every stage that is free takes the ready block that comes first by it."""
+"""Orders by a rule: a free stage runs the ready block that comes first according to the rule."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ from lightning_pipes.strategies.jap.solvers.tables import Notes, Urgency
 
 
 def by_number(problem: ArrayProblem) -> Array:
-    """First come, first served where jobs have arrived by number: places by job."""
+    """Return the place of each job, which is its number. Jobs are then served in the order of their numbers."""
     return np.arange(problem.jobs)
 
 
 def longest_first(problem: ArrayProblem) -> Array:
-    """Return places by job, the one with most work first."""
+    """Return the place of each job, with the job that has the most work first."""
     return places_from_order(np.argsort(-_work(problem), kind="stable"))
 
 
 def longest_in_the_middle(problem: ArrayProblem) -> Array:
-    """Return places by job: short ones at both ends, which fill and empty the pipeline, long ones between them."""
+    """Return the place of each job, with short jobs at both ends and long jobs between them.
+
+    The short jobs fill and empty the pipeline.
+    """
     short = np.argsort(_work(problem), kind="stable")
     return places_from_order(np.concatenate([short[::2], short[1::2][::-1]]))
 
@@ -37,11 +40,18 @@ RULES: Mapping[str, tuple[Any, int]] = {
     "longest first": (longest_first, 0),
     "pyramid": (longest_in_the_middle, 0),
 }
-"""Places, and what goes first among ready blocks: 0 backwards, 1 forwards, 2 the smaller place."""
+"""The rules by name: a function that returns the places of the jobs, and the style.
+
+The style specifies which of the ready blocks go first: 0 backwards, 1 forwards, 2 the block with the smaller place.
+"""
 
 
 def order_by_rule(problem: ArrayProblem, rule: str) -> ArraySolution:
-    """Return the order that a rule gives.
+    """Return the order of a rule.
+
+    Args:
+        problem: the iteration.
+        rule: a name in `RULES`.
 
     Raises:
         InputError: the rule is unknown.
@@ -53,7 +63,15 @@ def order_by_rule(problem: ArrayProblem, rule: str) -> ArraySolution:
 
 
 def start_times(problem: ArrayProblem, there: Array, back: Array, style: int, patience: int, by: Kernel) -> Array:
-    """Start by block number, from places of forwards and backwards; see `kernel.list_schedule`."""
+    """Return the start of each block by number, in nanoseconds, if a list scheduler runs; see `kernel.list_schedule`.
+
+    Args:
+        problem: the iteration.
+        there, back: the place of each job among forwards, and among backwards.
+        style: which of the ready blocks go first; see `RULES`.
+        patience: the nanoseconds that a stage may wait for a better block.
+        by: the kernel to run.
+    """
     n, j = problem.blocks, problem.jobs
     urgency = Urgency(*map(by.copy, urgency_numbers(there, back, style)))
     starts = by.fill(n)
@@ -62,13 +80,13 @@ def start_times(problem: ArrayProblem, there: Array, back: Array, style: int, pa
 
 
 def urgency_numbers(there: Array, back: Array, style: int) -> tuple[Array, Array]:
-    """Return the input of `kernel.list_schedule`: numbers of forwards and of backwards, all different."""
+    """Return the urgencies of forwards and of backwards for `kernel.list_schedule`; all numbers are different."""
     ahead = 4 * len(there)
     return 2 * there + 1 + ahead * (style == 0), 2 * back + ahead * (style == 1)
 
 
 def make_notes(problem: ArrayProblem, by: Kernel) -> Notes:
-    """Return room for the kernel's notes on all jobs, and no `need` of theirs."""
+    """Return the working memory of the kernel for all jobs, with a `need` of zero."""
     n, s = problem.blocks, problem.stages
     jobs = by.copy(np.arange(problem.jobs))
     return Notes(jobs, by.fill(s), by.fill(n), by.fill(s), by.fill(s), by.fill(s), by.fill(n), by.fill(s), by.fill(s))

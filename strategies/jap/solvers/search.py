@@ -1,4 +1,4 @@
-"""Insertion, annealing, and exchanges along the longest path: the best that is found in limited time."""
+"""A search for good orders in limited time: insertion, annealing, and exchanges along the longest path."""
 
 from __future__ import annotations
 
@@ -16,21 +16,32 @@ from lightning_pipes.strategies.jap.solvers.kernel import NEVER, SCALE, kernel_f
 from lightning_pipes.strategies.jap.solvers.tables import Chance, Path, Sequence, Style, Sweep, Urgency
 
 LUCK = np.rint(-np.log((np.arange(4096) + 0.5) / 4096) * SCALE).astype(np.int64)
-"""How much worse is accepted, in units of the temperature: as often as annealing by exp(-worse / temperature) does."""
+"""Random tolerances of annealing, in units of temperature / `SCALE`.
+
+A draw from this table accepts a worse order with the probability exp(-worse / temperature).
+"""
 HEAT = 333
-"""The first temperature is this part of the makespan."""
+"""The divisor of the makespan that gives the first temperature."""
 ROUND = 4_000
-"""Orders of jobs that one annealing tries; `EXCHANGES` times as many exchanges of blocks follow."""
+"""The number of orders that one round of annealing tries.
+
+After that, `EXCHANGES` times as many exchanges of blocks follow.
+"""
 EXCHANGES = 2
 CHUNK = 200
-"""Orders that are tried between two looks at the clock."""
+"""The number of orders that are tried between two checks of the clock."""
 
 
 @dataclass
 class Effort:
-    """The budget of a search: `orders` to be timed, and an end that the caller's clock may set.
+    """The budget of a search.
 
-    Only the number of orders makes results reproducible: ranks that must agree give no `over`.
+    Only a budget that counts orders gives reproducible results. Ranks that must agree on an order may not pass `over`.
+
+    Attributes:
+        orders: the number of orders that may be timed.
+        over: returns whether the search must end, for example by a clock.
+        spent: the number of orders that were timed until now.
     """
 
     orders: int = 20_000
@@ -39,28 +50,32 @@ class Effort:
 
     @classmethod
     def from_seconds(cls, seconds: float, clock: Callable[[], float] = read_seconds) -> Effort:
-        """Return a budget of seconds from now on, by `clock`. Results then differ from run to run."""
+        """Return a budget that ends `seconds` from now, as measured by `clock`. Results then differ from run to run."""
         end = clock() + seconds
         return cls(10**9, lambda: clock() > end)
 
     @property
     def is_left(self) -> bool:
-        """Whether there is anything left."""
+        """Whether the search may try another order."""
         return self.spent < self.orders and not self.over()
 
 
 def search_orders(
     problem: ArrayProblem, effort: Effort, seed: int = 0, bound: int = 0, incumbent: ArraySolution | None = None
 ) -> ArraySolution:
-    """Return the best order found, at least as good as the best rule's, and as `incumbent`.
+    """Return the best order that was found. It is at least as good as the order of every rule, and as `incumbent`.
 
-    Jobs are inserted one by one where they do least harm (Nawaz, Enscore and Ham 1983). From the best orders of jobs in
-    turn follow rounds: annealing on the places of jobs, on what goes first, and on how long a stage waits for a better
-    block; then exchanges of blocks along the longest path.
+    The jobs are inserted one by one, each at the position where the makespan grows least (Nawaz, Enscore and Ham 1983).
+    Rounds of improvement follow, which start from the best of these orders in turn. A round first anneals the places of
+    jobs, the direction that goes first, and the time that a stage waits for a better block. It then exchanges blocks
+    along the longest path.
 
     Args:
-        bound: nanoseconds at which nothing is left to find; 0 means `lower_bound`.
-        incumbent: an order that is known already.
+        problem: the iteration.
+        effort: the budget, which the search updates.
+        seed: the seed of the random numbers.
+        bound: the nanoseconds at which the search ends. 0 means `lower_bound`.
+        incumbent: an order that is already known.
     """
     search = _Search(problem, effort, seed, bound or lower_bound(problem))
     beginnings = [search.order_by_rule(rule) for rule in rules.RULES]
@@ -78,7 +93,7 @@ def search_orders(
 
 
 class _Beginning(NamedTuple):
-    """Places of jobs, what goes first (see `rules.RULES`), and what comes of it."""
+    """An order by the places of jobs and a style (see `rules.RULES`), and its makespan."""
 
     makespan: int
     style: int
@@ -86,7 +101,7 @@ class _Beginning(NamedTuple):
 
 
 class _Search:
-    """The best so far, and how it may be improved."""
+    """The best order until now, and the methods that improve it."""
 
     def __init__(self, problem: ArrayProblem, effort: Effort, seed: int, bound: int) -> None:
         self.problem, self.bound = problem, bound
@@ -99,18 +114,18 @@ class _Search:
 
     @property
     def can_improve(self) -> bool:
-        """Whether something better may be found."""
+        """Whether a better order may exist and the effort is not spent."""
         return self.makespan > self.bound and self._effort.is_left
 
     def keep_best(self, starts: Array) -> int:
-        """Return nanoseconds of an order, which is kept if it is the best."""
+        """Return the makespan of an order in nanoseconds, and store the order if it is the best one."""
         makespan = self.problem.makespan(starts)
         if makespan < self.makespan:
             self.makespan, self.starts = makespan, starts
         return makespan
 
     def order_by_rule(self, rule: str) -> _Beginning:
-        """Return the order that a rule gives."""
+        """Return the order of a rule."""
         place, style = rules.RULES[rule]
         there = place(self.problem)
         return _Beginning(
@@ -118,7 +133,8 @@ class _Search:
         )
 
     def insert_jobs(self, longest_first: bool, style: int) -> list[_Beginning]:
-        """Jobs inserted one by one; none where there is no time for all of them."""
+        """Insert the jobs one by one, and return the resulting order; an empty list if the effort ends before the last
+        job."""
         by, jobs = self._by, self.problem.jobs
         places = rules.longest_first(self.problem)
         order = by.copy(np.argsort(places if longest_first else -places))
@@ -133,7 +149,7 @@ class _Search:
         return [_Beginning(self.keep_best(rules.start_times(self.problem, there, there, style, 0, by)), style, there)]
 
     def anneal_places(self, beginning: _Beginning) -> Array:
-        """Return the starts of the best order of a round of annealing."""
+        """Return the starts of the best order of one round of annealing."""
         by, p = self._by, self.problem
         rule = [beginning.style, 0, beginning.makespan]
         now, before, best = (Style(*map(by.copy, (beginning.places, beginning.places, rule))) for _ in range(3))
@@ -152,7 +168,7 @@ class _Search:
         return starts
 
     def exchange_blocks(self, starts: Array) -> None:
-        """A round of exchanges of blocks that follow each other on the longest path."""
+        """Run one round of exchanges of blocks that follow each other on the longest path."""
         by, p = self._by, self.problem
         given = p.order_of(starts).reshape(-1)
         order, best_sequence = Sequence(by.copy(given), by.copy(np.argsort(given))), by.copy(given)

@@ -1,4 +1,4 @@
-"""Any solver by its name, and the choice between them."""
+"""The solvers by name, and the choice between them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,20 @@ from lightning_pipes.strategies.jap.solvers.search import ROUND, Effort, search_
 from lightning_pipes.strategies.jap.solvers.tables import Begun, Rest, Tree
 
 THRESHOLD = 4
-"""Jobs up to which `solve_array` looks for a proof as long as it may. The paper has 30, for its branch and bound."""
+"""The largest number of jobs for which `solve_array` spends the whole effort on a proof. The paper uses 30 for its
+branch and bound."""
 AT_ONCE = 64
-"""Blocks of arrays that branch and bound often proves within `NODES`, whatever the number of jobs."""
+"""The largest number of blocks for which branch and bound often finds a proof within `NODES` nodes, for any number of
+jobs."""
 CHUNK = 500
-"""Nodes that are expanded between two looks at the clock."""
+"""The number of nodes that are expanded between two checks of the clock."""
 NODES = 2 * CHUNK
 LOOKS = 5_000
-"""Algorithm 1 chooses each block among as many as there are jobs, at most: as many looks cost Python a quarter of a
-second, and above that a search finds better orders in as long."""
+"""The largest product of blocks and jobs for which "auto" begins with Algorithm 1.
+
+The algorithm evaluates at most one candidate per job for every block. Python needs a quarter of a second for this
+number of evaluations. For larger problems, a search finds better orders in the same time.
+"""
 
 Solver = Callable[[ArrayProblem, Effort, int], ArraySolution]
 
@@ -38,14 +43,19 @@ def solve_array(
     seed: int = 0,
     threshold: int = THRESHOLD,
 ) -> ArraySolution:
-    """Return the best order found of one iteration of an array, with a bound and the gap between them.
+    """Return the best order that was found for one iteration of an array, with a lower bound and the gap between them.
+
+    With `method="auto"`, the solver begins with the order of Algorithm 1 if this takes a small part of the effort, and
+    then searches for better orders. Branch and bound continues from the best order: with up to `threshold` jobs until
+    the effort is spent, and for other small arrays for a few milliseconds.
 
     Args:
-        method: "auto", one of `METHODS`, or a rule of `rules.RULES`. `auto` begins with Algorithm 1's order where that
-            takes little of the effort, and searches; branch and bound goes on from what was found, up to `threshold`
-            jobs to the end, and in other small arrays for as long as takes it some milliseconds.
-        effort: seconds; or how many orders may be timed and nodes expanded, and until when, as an `Effort`, with which
-            results are the same everywhere.
+        problem: the iteration.
+        method: "auto", one of `METHODS`, or a rule of `rules.RULES`.
+        effort: the limit in seconds, or an `Effort`, which limits the number of orders that are timed and nodes that
+            are expanded. With an `Effort` that has no time limit, results are the same on every machine.
+        seed: the seed of the random numbers.
+        threshold: the largest number of jobs for which "auto" spends the whole effort on a proof.
 
     Raises:
         InputError: the method is unknown.
@@ -95,10 +105,16 @@ METHODS: Mapping[str, Solver] = {
 
 
 def branch_and_bound(problem: ArrayProblem, effort: Effort, incumbent: ArraySolution) -> ArraySolution:
-    """Return the best order there is, given the nodes of `effort`; else the best found, with the least bound of what is
-    open.
+    """Return the optimal order, or the best order that was found if `effort` does not suffice for a proof.
 
-    See `kernel.expand_nodes` for what it branches on. A node's bound is that of its stages with interrupted blocks.
+    If the search is not complete, the bound of the solution is the least bound of the nodes that are still open.
+    `kernel.expand_nodes` describes the branches. The bound of a node is the bound of its stages with interrupted
+    blocks.
+
+    Args:
+        problem: the iteration.
+        effort: the limit, as a number of nodes.
+        incumbent: the order to improve.
     """
     n, jobs, stages = problem.blocks, problem.jobs, problem.stages
     by = SOLVERS.fastest if effort.orders > CHUNK else SOLVERS.python
@@ -112,7 +128,7 @@ def branch_and_bound(problem: ArrayProblem, effort: Effort, incumbent: ArraySolu
     depth, spent = 0, 0
     rest = Rest(by.fill(n), *(by.fill(2 * jobs) for _ in range(3)))
     blocks, same = problem.read(by), by.copy(_before(problem))
-    for job in range(jobs):  # the first stage begins with some forward
+    for job in range(jobs):  # the first stage begins with one of the forwards
         if _before(problem)[job] < 0:
             tree.children[tree.counts[0]], tree.promises[tree.counts[0]] = job, bound
             tree.counts[0] += 1
@@ -128,8 +144,11 @@ def branch_and_bound(problem: ArrayProblem, effort: Effort, incumbent: ArraySolu
 
 
 def _before(problem: ArrayProblem) -> np.ndarray:
-    """Return the previous job with equal times by job; -1 for none, and where a job's own backward saves a switch:
-    exchanges of blocks of equal jobs would end that."""
+    """Return the previous job with equal times, by job; -1 if there is none.
+
+    If a job's own backward saves a switch, all entries are -1, because exchanging the blocks of equal jobs could lose
+    this saving.
+    """
     if problem.saved_times.any():
         return np.full(problem.jobs, -1, np.int64)
     last: dict[int, int] = {}
@@ -141,12 +160,13 @@ def _before(problem: ArrayProblem) -> np.ndarray:
 
 
 def solve_as_printed(problem: ArrayProblem) -> ArraySolution:
-    """Return the paper's branch and bound (S IV-B, Algorithm 1): block by block it commits to the one with the least
-    bound, the last of equals, and never returns; so nothing says that the result is best. See `branch_and_bound` for a
-    search.
+    """Return the order of the paper's branch and bound as printed (S IV-B, Algorithm 1).
 
-    Read with its sets made anew at each block, which the print forgets. The bound of a stage is that of interrupted
-    blocks (Jackson): the exact 1|r_j|L_max is NP-hard.
+    Block by block, the algorithm commits to the candidate with the least bound, or to the last of several equal ones,
+    and never backtracks. The order is therefore not proven to be optimal. `branch_and_bound` is a complete search.
+
+    The candidate sets are computed again for each block, which the printed algorithm omits. The bound of a stage allows
+    interrupted blocks (Jackson), because the exact bound 1|r_j|L_max is NP-hard.
     """
     by = kernel_for(problem.blocks * problem.jobs * problem.blocks // 2)
     n, j, s = problem.blocks, problem.jobs, problem.stages

@@ -1,8 +1,8 @@
-"""The structures that the solvers' kernel takes.
+"""The data structures of the solvers' kernel.
 
-Every field is a list of whole numbers, or for compiled code an int64 array; a letter says by what it is listed: o is a
-block, j a job, s a stage, d a depth of the search tree. `ArrayProblem.read` makes `Blocks`; what the kernel writes is
-made for each run by its `Kernel`.
+Every field is a list of integers, or an int64 array for compiled code. A letter in parentheses specifies the index of a
+field: o is a block, j a job, s a stage, and d a depth of the search tree. `ArrayProblem.read` creates the `Blocks`. The
+structures that the kernel writes to are created for each run by its `Kernel`. All times are in nanoseconds.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from lightning_pipes.sim.loops.tables import Numbers
 
 
 class Blocks(NamedTuple):
-    """The blocks that are to be ordered: o = 2 jobs s + j is the forward of job j on stage s, `jobs` more its backward.
+    """The blocks to order. The forward of job j on stage s has the number o = 2 jobs s + j, and its backward o + jobs.
 
     Attributes:
-        jobs, n: how many jobs and blocks there are.
-        busy: (o) how long it takes its stage.
-        lag: (o) how long after its start the job's next block may start.
-        tail: (o) how long it takes at least from its start to the end of its job.
-        saved: (o) what of `busy` is saved where the next block on the stage is one of the same job, its backward.
+        jobs, n: the number of jobs, and the number of blocks.
+        busy: (o) the time for which the block occupies its stage.
+        lag: (o) the time from its start to the earliest start of the job's next block.
+        tail: (o) the shortest time from its start to the end of its job.
+        saved: (o) the part of `busy` that is saved if the next block on the stage is the backward of the same job.
     """
 
     jobs: int
@@ -32,10 +32,11 @@ class Blocks(NamedTuple):
 
 
 class Urgency(NamedTuple):
-    """The block that a free stage takes first: the one with the smallest number, all of them different.
+    """The urgencies of the blocks. A free stage runs the block with the smallest number first, and all numbers are
+    different.
 
     Attributes:
-        first, second: (j) the number of a job's forwards, and of its backwards.
+        first, second: (j) the number of the job's forwards, and of its backwards.
     """
 
     first: Numbers
@@ -43,17 +44,17 @@ class Urgency(NamedTuple):
 
 
 class Notes(NamedTuple):
-    """The notes of `kernel.list_schedule`.
+    """The working memory of `kernel.list_schedule`.
 
     Attributes:
-        active: the jobs that are ordered; the first k count.
-        need: (s) the least time from the start of its first block to the end of these jobs.
-        ready: (o) when it may start as far as its job is concerned.
-        free, soon: (s) when it is free, and when it can begin its next block.
-        left: (s) what remains of `need`.
-        known: the first `count[s]` of `known[2 jobs s :]` are the blocks of stage s whose `ready` is known.
+        active: the jobs to order, of which the first k count.
+        need: (s) the shortest time from the start of the stage's first block to the end of these jobs.
+        ready: (o) the earliest start that the block's job allows.
+        free, soon: (s) the time when the stage is free, and the time when it can begin its next block.
+        left: (s) the remaining part of `need`.
+        known: the first `count[s]` entries of `known[2 jobs s :]` are the blocks of stage s whose `ready` is known.
         count: (s) see `known`.
-        last: (s) the block that it has run last, -1 for none.
+        last: (s) the last block that the stage has run, -1 for none.
     """
 
     active: Numbers
@@ -68,12 +69,12 @@ class Notes(NamedTuple):
 
 
 class Style(NamedTuple):
-    """An order by the places of jobs.
+    """An order that is given by the places of the jobs.
 
     Attributes:
-        there, back: (j) its place among forwards, and among backwards.
-        rule: [what goes first, patience, what comes of it]; first go 0 backwards, 1 forwards, 2 the smaller
-            place, and a stage waits for a better block for as long as the patience.
+        there, back: (j) the place of the job among forwards, and among backwards.
+        rule: [what goes first, patience, makespan]. The first number is 0 for backwards, 1 for forwards, and 2 for the
+            smaller place. The patience is the time that a stage may wait for a better block.
     """
 
     there: Numbers
@@ -82,14 +83,14 @@ class Style(NamedTuple):
 
 
 class Chance(NamedTuple):
-    """How a search goes.
+    """The settings of a random search.
 
     Attributes:
-        target: nanoseconds at which nothing is left to find.
+        target: the makespan at which the search ends.
         luck: minus the logarithms of numbers from 0 to 1, in units of 1 / `kernel.SCALE`.
-        heat: the first temperature is the value over this.
-        total: evaluations until the temperature is 0.
-        rng: [the state of the generator of random numbers].
+        heat: the divisor of the makespan that gives the first temperature.
+        total: the number of evaluations after which the temperature is 0.
+        rng: [the state of the random number generator].
     """
 
     target: int
@@ -100,11 +101,11 @@ class Chance(NamedTuple):
 
 
 class Sequence(NamedTuple):
-    """The blocks of each stage in order, stage by stage.
+    """The order of the blocks of each stage, stage by stage.
 
     Attributes:
-        blocks: block numbers.
-        place: (o) where it stands: `blocks[place[o]]` is o.
+        blocks: the block numbers in this order.
+        place: (o) the index of the block in `blocks`, so that `blocks[place[o]]` is o.
     """
 
     blocks: Numbers
@@ -115,8 +116,8 @@ class Path(NamedTuple):
     """The times of a sequence.
 
     Attributes:
-        starts: (o) when it starts.
-        cause: (o) the block that it had to wait for, -1 for none.
+        starts: (o) the start of the block.
+        cause: (o) the block for which it had to wait, -1 for none.
     """
 
     starts: Numbers
@@ -124,11 +125,11 @@ class Path(NamedTuple):
 
 
 class Sweep(NamedTuple):
-    """The notes of `kernel.time_sequence`.
+    """The working memory of `kernel.time_sequence`.
 
     Attributes:
-        queue: blocks that wait for nothing any more.
-        unmet: (o) how many others it waits for.
+        queue: the blocks whose predecessors have all been timed.
+        unmet: (o) the number of predecessors of the block that have not been timed.
     """
 
     queue: Numbers
@@ -139,9 +140,9 @@ class Begun(NamedTuple):
     """A partial order.
 
     Attributes:
-        step, ready: (j) how many of its blocks have begun, and when its next one can start.
-        free, held: (s) when it is free, and the block that it is held for, -1 for none.
-        last: (s) the block that it has run last, -1 for none.
+        step, ready: (j) the number of the job's blocks that have begun, and the earliest start of its next block.
+        free, held: (s) the time when the stage is free, and the block for which it is reserved, -1 for none.
+        last: (s) the last block that the stage has run, -1 for none.
     """
 
     step: Numbers
@@ -152,11 +153,11 @@ class Begun(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """The notes of `kernel.bound_rest`.
+    """The working memory of `kernel.bound_rest`.
 
     Attributes:
-        head: (o) when it can start at the earliest, of blocks that have not begun.
-        some_head, some_busy, some_tail: those of one stage, for `kernel.one_machine`.
+        head: (o) the earliest start of each block that has not begun.
+        some_head, some_busy, some_tail: the values of the blocks of one stage, for `kernel.one_machine`.
     """
 
     head: Numbers
@@ -166,13 +167,14 @@ class Rest(NamedTuple):
 
 
 class Tree(NamedTuple):
-    """The search tree from its root to where the search is, rows by depth.
+    """The search tree from its root to the current node, with one row per depth.
 
     Attributes:
         steps, readies, frees, holds, lasts: the fields of a `Begun`.
-        lows: when what has begun ends at the earliest.
-        counts: how many children are left.
-        children, promises: their blocks and the least times that these promise, the best last.
+        lows: (d) a lower bound of the makespan, from the blocks that have begun.
+        counts: (d) the number of children that are left.
+        children, promises: the blocks of the children, and the lower bounds of their makespans, with the best child
+            last.
     """
 
     steps: Numbers
