@@ -1,4 +1,5 @@
-"""Batches that use different layers of a supernet, overlapping without end, with the weights of one after another."""
+"""The policy "csp": batches that use different layers of a supernet overlap, with the weights of sequential
+training."""
 
 from __future__ import annotations
 
@@ -18,23 +19,26 @@ from lightning_pipes.planning.planner import EvenPlanner, Planner, Problem
 class CSP(Policy):
     """Causal synchronous parallelism (NASPipe, Zhao et al. 2022, ASPLOS, section 3) for batches of a supernet.
 
-    Each batch trains the layers that it has chosen, and batches that share none overlap. Steps come first, then
-    backwards, then forwards, each the earliest batch first (section 3.2, Algorithm 2). A forward is ready when its
-    input has arrived and earlier batches have stepped its layers on the stage. `Ledger` keeps a version of each layer
-    for that. The paper's list of finished batches is unsound where a layer changes its stage. Weights are bit for bit
-    those of one batch after another, and the oldest batch never waits.
+    Each batch trains the layers that were chosen for it, and batches that share no layer overlap. A rank runs steps
+    first, then backwards, then forwards, in each case of the earliest batch (section 3.2, Algorithm 2). A forward is
+    ready when its input has arrived and earlier batches have stepped its layers on the stage. To check this, `Ledger`
+    keeps a version of each layer. The paper's list of finished batches is not sufficient if a layer moves to another
+    stage. The weights are bitwise equal to the weights of training one batch after another, and the oldest batch never
+    waits.
 
-    A batch that uses all layers, as where the module does not name them, waits for the whole one before.
+    A batch that uses all layers waits for the complete previous batch. This is also the case if the module does not
+    specify the layers of a batch.
 
     Attributes:
-        depth: batches in flight from the oldest to the newest, the paper's queue of 30. A larger one finds more ready
-            work, and holds the activations of more batches.
-        balanced: each batch has its own cut, by the costs of its layers (section 3.2), and a layer moves to the rank
-            that runs it, with its optimizer states (section 4.2). Layers that all batches use stay. The weights are
+        depth: the largest number of batches in flight, from the oldest to the newest. The paper uses a queue of 30. A
+            larger depth finds more work that is ready, and holds the activations of more batches.
+        balanced: whether each batch has its own cut, which balances the costs of its layers (section 3.2). A layer then
+            moves to the rank that runs it, with its optimizer states (section 4.2). Layers that all batches use stay on
+            their ranks. The weights are the same.
+        split_backward: whether the backward has two parts. The input gradients (I) are sent back immediately. The
+            weight gradients (W) run if nothing else is ready, or before forwards if a later batch in flight waits for
+            them. Until then, a stage holds the activations that they need, for up to `depth` batches. The weights are
             the same.
-        split_backward: backward is in two parts. Input gradients (I) go back at once; weight gradients (W) run where
-            nothing else is ready. Until then a stage holds their activations, of up to `depth` batches. The weights
-            are the same.
     """
 
     depth: int = 30
@@ -70,7 +74,7 @@ class CSP(Policy):
     def make_planner(self) -> SubnetPlanner:
         return SubnetPlanner()
 
-    # Batch 2 shares a layer of stage 0 with batch 0, batch 3 waits for none and overtakes it.
+    # Batch 2 shares a layer of stage 0 with batch 0. Batch 3 does not have to wait, and overtakes it.
     # Drawn by `subnets(CSP(), "000", "111", "020", "202")`:
     # rank 0 |0-1-3-........0===2-1===..3===..2===| bubble 33.3%
     # rank 1 |..0-1-....0===3-1===2-3===..2===....| bubble 33.3%
@@ -91,8 +95,10 @@ class CSP(Policy):
 
 
 def _awaited(ready: Sequence[Instruction], view: RankView, plan: Plan) -> Instruction | None:
-    """Return the first weight gradients of the earliest batch that has nothing else to do on their stage until its
-    step, which a later batch under way waits for; None if there are none."""
+    """Return the first weight gradients that a later batch in flight waits for; None if there are none.
+
+    They belong to the earliest batch for which only weight gradients are left on their stage before its step.
+    """
     first: dict[tuple[int, int], Instruction] = {}
     for i in ready:
         if i.kind is not Kind.W:
@@ -108,18 +114,21 @@ def _awaited(ready: Sequence[Instruction], view: RankView, plan: Plan) -> Instru
 
 
 MICROBATCHES = 1
-"""The default number of micro-batches. On real layers a whole batch is fastest: smaller pieces use a device less well,
-and each piece costs messages and Python again. Subnets overlap already, so micro-batches are not needed to fill stages.
+"""The default number of micro-batches.
+
+On real layers, a whole batch is fastest. Smaller micro-batches use a device less efficiently, and each of them adds
+messages and Python overhead. Subnets already overlap, so micro-batches are not needed to fill the stages.
 """
 
 
 @dataclass(frozen=True)
 class SubnetPlanner(Planner):
-    """Cuts batches evenly, into a number of micro-batches that does not depend on the number of stages.
+    """Cuts batches evenly into a number of micro-batches that does not depend on the number of stages.
 
-    Gradients are then summed in the same order, and weights are equal to the bit. For the same reason the number does
-    not depend on measured times, which differ from run to run. More micro-batches pay where a layer that all subnets
-    step makes them wait for each other, and where one micro-batch still fills a device; pass them as `microbatches`.
+    On any number of stages, gradients are then summed in the same order, so that weights are bitwise equal. For the
+    same reason, the number of micro-batches does not depend on measured times, which differ from run to run. More
+    micro-batches are faster if a layer that all subnets step makes them wait for each other, and if one micro-batch is
+    still large enough to use a device fully. In this case, pass their number as `microbatches`.
     """
 
     def plan(self, problem: Problem) -> Plan:

@@ -11,17 +11,19 @@ from lightning_pipes.strategies.per_link import warmed_up
 
 @dataclass(frozen=True)
 class Deep(Schedule):
-    """Order 1F1B with `slack` extra micro-batches on the first stage, and fewer on every later one, down to none.
+    """1F1B with `slack` additional micro-batches on the first stage, fewer on every later stage, and none on the last.
 
-    Stage s of p holds p - s micro-batches and slack (p - 1 - s) / (p - 1) more, rounded up. More of them hide slower
-    links, as a larger k of kFkB does, which buys them p at a time and keeps as many more on the last stage, where they
-    hide nothing. Equal links whose messages take c need slack 2 (p - 1) c / (f + b) for full speed, sometimes up to
-    three more, and one for each link however fast; a step then takes (m + p - 1) (f + b) + 2 (p - 1) c, the least that
-    any order does. `slack` = p - 1 is also known as eager 1F1B.
+    Stage s of p holds p - s micro-batches, plus slack (p - 1 - s) / (p - 1), rounded up. The additional micro-batches
+    hide slower links, as a larger k of kFkB does. However, kFkB adds p micro-batches at a time, and it also adds them
+    on the last stage, where they hide nothing.
+
+    On equal links whose messages take c, full speed requires a slack of 2 (p - 1) c / (f + b), sometimes up to three
+    more, and at least one micro-batch for each link, however fast the links are. A step then takes (m + p - 1) (f + b)
+    + 2 (p - 1) c, and no order is faster. With `slack` = p - 1, the schedule is also known as eager 1F1B.
 
     Raises:
-        InputError: slack is negative, a rank has several stages, backward spans differ from forward spans, or there is
-            more than one batch of one job to order.
+        PlanError: slack is negative, a rank has several stages, the backward spans differ from the forward spans, or
+            the plan has several jobs, several batches or a split backward.
     """
 
     slack: int = 2
@@ -34,7 +36,7 @@ class Deep(Schedule):
 
     @classmethod
     def list_variants(cls, n_ranks: int, microbatches: int) -> list[Deep]:
-        """Return the variants that a planner tries: one micro-batch more for each link, and two."""
+        """Return the variants that a planner tries: one and two additional micro-batches for each link."""
         return [cls(times * (n_ranks - 1)) for times in (1, 2) if 1 < n_ranks < microbatches]
 
     # Drawn by `step(Deep(2), link=1)`:
@@ -47,7 +49,10 @@ class Deep(Schedule):
 
 
 def taper_slack(stages: int, slack: int) -> tuple[int, ...]:
-    """Return the micro-batches that each stage may hold: 1F1B's, and `slack` more on the first one, none on the last
-    one, in even steps between, rounded up."""
+    """Return the number of micro-batches that each stage may hold.
+
+    These are the micro-batches of 1F1B, plus `slack` on the first stage and none on the last. Between them, the
+    additional number decreases in even steps and is rounded up.
+    """
     later = [stages - 1 - s for s in range(stages)]
     return tuple(n + 1 + -(-slack * n // max(1, stages - 1)) for n in later)

@@ -1,4 +1,4 @@
-"""All forwards, then all backwards."""
+"""The schedule "gpipe": all forwards, then all backwards."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from lightning_pipes.ir import STEP, B, F, Instruction, Kind, Plan, Program, Sch
 class GPipe(Schedule):
     """All forwards of a batch, then all backwards in the same order (Huang et al. 2019, arXiv:1811.06965).
 
-    Holds every micro-batch of the batch; a step of m micro-batches on p equal stages takes (m + p - 1)(f + b). With
-    several stages a rank, the earlier stage's forwards come first.
+    A stage holds all micro-batches of the batch. A step of m micro-batches on p equal stages takes (m + p - 1)(f + b).
+    If a rank has several stages, the forwards of the earlier stage come first.
 
     Raises:
         PlanError: the plan has several jobs, several batches or a split backward.

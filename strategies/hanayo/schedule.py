@@ -1,4 +1,4 @@
-"""1F1B through stages that go down the ranks and up again."""
+"""The schedule "hanayo": 1F1B through stages that are placed down the ranks and up again."""
 
 from __future__ import annotations
 
@@ -28,16 +28,22 @@ from lightning_pipes.ir import (
 @dataclass(frozen=True)
 class Hanayo(Schedule):
     """1F1B with 2 `waves` stages on every rank, placed down the ranks and up again `waves` times (Liu et al. 2023,
-    arXiv:2308.15762): rank r of p holds the stages r and 2p - 1 - r of every wave of 2p stages. Where a wave turns, a
-    rank hands over to itself.
+    arXiv:2308.15762).
 
-    For w waves, m micro-batches in multiples of p, f and b the times of a whole rank, equal stages and free links the
-    bubble of this order is (p - 1) max(f, b) / w; any m works. The ramps alone take (p - 1)(f + b) / 2w with such a
-    placement, for the last rank begins p - 1 forwards late and ends p - 1 backwards early: no order has less.
+    Rank r of p has the stages r and 2p - 1 - r of every wave of 2p stages. At the turn of a wave, a rank passes the
+    values to itself.
+
+    Let there be w waves and m micro-batches, where m is a multiple of p, and let f and b be the times of a whole rank.
+    On equal stages with free links, the bubble of this order is (p - 1) max(f, b) / w. Other values of m work, too.
+    With this placement, no order has a smaller bubble than (p - 1)(f + b) / 2w, because the last rank begins p - 1
+    stage forwards late and ends p - 1 stage backwards early.
+
+    Attributes:
+        waves: the number of times that the stages go down the ranks and up again.
 
     Raises:
-        PlanError: waves is no whole number from 1 on, the plan places stages otherwise, spans differ between stages or
-            directions, or there is more than one batch of one job to order.
+        PlanError: `waves` is not an integer of at least 1, the plan places stages on other ranks, spans differ between
+            stages or directions, or the plan has several jobs, several batches or a split backward.
     """
 
     waves: int = 1
@@ -69,7 +75,7 @@ class Hanayo(Schedule):
         slots = self._slots(len(spans), p)
 
         def time_slot(way: tuple[int, int]) -> int:
-            """Return when micro-batch n is at the stage that comes as `number` on its way."""
+            """Return the slot in which micro-batch n is computed on the stage at position `number` of its way."""
             number, n = way
             wave, within = divmod(number, 2 * p)
             start, length = slots[n]
@@ -80,7 +86,7 @@ class Hanayo(Schedule):
         ways = sorted([(last - s, n) for s in stages for n in range(len(spans))], key=time_slot)
         backwards = [B(last - number, spans[n]) for number, n in ways]
 
-        # Before the first F-B pair: what fills the waves but the last, and in that one as many as keep all ranks busy.
+        # Forwards before the first F-B pair fill all waves but the last, and keep all ranks busy in the last one.
         warmup = min((self.waves - 1) * slots[0][1] + min(len(spans), 2 * p - 1) + rank, len(forwards))
         row = forwards[:warmup]
         row += chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
@@ -88,11 +94,13 @@ class Hanayo(Schedule):
         return (*row, *(STEP(s) for s in stages))
 
     def _slots(self, m: int, p: int) -> list[tuple[int, int]]:
-        """If a forward took one slot: when each micro-batch starts, and how long its round keeps a wave busy.
+        """Return the slot in which each micro-batch starts, and the number of slots for which its round keeps a wave
+        busy.
 
-        In a wave every rank has two stages, one in even and one in odd slots, so micro-batches start every second
-        slot. A round of p of them fills a wave exactly, and when it leaves the last wave the next round may enter the
-        first. Where p does not divide m rounds are a little longer, the first ones most.
+        A slot is the duration of a forward of one stage. In a wave, every rank has two stages, one in even slots and
+        one in odd slots, so a micro-batch starts in every second slot. A round of p micro-batches fills a wave exactly,
+        and when it leaves the last wave, the next round may enter the first one. If p does not divide m, rounds are
+        slightly longer, and the first rounds are the longest.
         """
         slots, at = [], 0
         for rows in sorted((r.rows for r in even_spans(m, max(1, m // p))), reverse=True):

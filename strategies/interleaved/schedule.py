@@ -1,4 +1,4 @@
-"""1F1B with several stages a rank."""
+"""The schedule "interleaved": 1F1B with several stages per rank."""
 
 from __future__ import annotations
 
@@ -27,14 +27,20 @@ from lightning_pipes.ir import (
 
 @dataclass(frozen=True)
 class Interleaved(Schedule):
-    """1F1B with `stages_per_rank` stages on every rank, handed out in turn (Narayanan et al. 2021, arXiv:2104.04473,
-    S2.2): rank r of p holds the stages r, r + p, r + 2p, ...
+    """1F1B with `stages_per_rank` stages on every rank, assigned in turn (Narayanan et al. 2021, arXiv:2104.04473,
+    S2.2).
 
-    The bubble shrinks from (p - 1)(f + b) to (p - 1)(f + b) / v for v stages a rank and m micro-batches in multiples
-    of p, f and b being the times of a rank; v times as many messages are sent. Any m works: the rounds are stretched.
+    Rank r of p has the stages r, r + p, r + 2p, ... Let there be v stages per rank and m micro-batches, where m is a
+    multiple of p, and let f and b be the times of a whole rank. Then the bubble shrinks from (p - 1)(f + b) to (p -
+    1)(f + b) / v, and v times as many messages are sent. Other values of m work, too, with rounds of more than p
+    micro-batches.
+
+    Attributes:
+        stages_per_rank: the number of stages of every rank.
 
     Raises:
-        PlanError: fewer than one stage a rank, or a plan whose stages are placed otherwise.
+        PlanError: `stages_per_rank` is not an integer of at least 1, the plan places stages on other ranks, spans
+            differ between stages or directions, or the plan has several jobs, several batches or a split backward.
     """
 
     stages_per_rank: int = 2
@@ -45,7 +51,7 @@ class Interleaved(Schedule):
 
     @classmethod
     def list_variants(cls, n_ranks: int, microbatches: int) -> list[Interleaved]:
-        """Return the variants that a planner tries."""
+        """Return the variants that a planner tries: 2, 3 and 4 stages per rank."""
         return [cls(v) for v in (2, 3, 4)]
 
     def place_stages(self, n_ranks: int) -> tuple[int, ...]:
@@ -79,14 +85,20 @@ class Interleaved(Schedule):
 
     @staticmethod
     def _rounds(spans: tuple[Span, ...], p: int) -> list[tuple[Span, ...]]:
-        """Return micro-batches that pass one stage of a rank before its next stage begins: p, or a few more where p
-        does not divide m, because a last round of fewer than p can wait for itself."""
+        """Return the rounds: groups of micro-batches that all pass one stage of a rank before its next stage begins.
+
+        A round has p micro-batches, or a few more if p does not divide m, because the micro-batches of a last round of
+        fewer than p would have to wait for themselves.
+        """
         sizes = sorted((c.rows for c in even_spans(len(spans), max(1, len(spans) // p))), reverse=True)
         ends = list(accumulate(sizes))
         return [spans[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
     def _warmup(self, rank: int, p: int, rounds: list[tuple[Span, ...]]) -> int:
-        """Forwards before the first F-B pair: the first micro-batch has to pass all stages and come back here."""
+        """Return the number of forwards before the first F-B pair.
+
+        In this time, the first micro-batch passes all stages, and its gradient returns to this rank.
+        """
         if self.stages_per_rank == 1:
             return p - 1 - rank
         return 2 * (p - 1 - rank) + (self.stages_per_rank - 1) * len(rounds[0])

@@ -1,4 +1,4 @@
-"""1F1B with a longer warm-up where links are slow."""
+"""1F1B with a longer warm-up over slow links."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ from lightning_pipes.ir import (
 
 @dataclass(frozen=True)
 class PerLink(Schedule):
-    """1F1B that has more micro-batches under way over slow links: `extra[s]` more between the stages s and s + 1.
+    """1F1B with more micro-batches in flight over slow links: `extra[s]` more between the stages s and s + 1.
 
-    Stage s of p runs p - s forwards before its first backward, as 1F1B does, and as many more as all links after it
-    have extra; so many micro-batches it holds at most. A larger k of kFkB pays for every link alike, extra only for
-    those that need it: with one slow link in the middle the same step time takes about half the activations. Without
-    extra it is 1F1B.
+    Stage s of p runs p - s forwards before its first backward, as in 1F1B, plus the sum of `extra` over all later
+    links. It holds at most this number of micro-batches. A larger k of kFkB adds memory for every link, but `extra`
+    adds memory only for the links that need it. With one slow link in the middle, the same step time requires about
+    half the activations. Without `extra`, the schedule is 1F1B.
 
     Raises:
-        PlanError: extra is negative, or not one number for each link of the plan; a rank has several stages, backward
-            spans differ from forward spans, or there is more than one batch of one job to order.
+        PlanError: `extra` is negative or does not have one number for each link, a rank has several stages, the
+            backward spans differ from the forward spans, or the plan has several jobs, several batches or a split
+            backward.
     """
 
     extra: tuple[int, ...] = ()
@@ -51,7 +52,8 @@ class PerLink(Schedule):
 
     @classmethod
     def list_variants(cls, n_ranks: int, microbatches: int) -> list[PerLink]:
-        """None: which links are slow is not known from numbers of ranks; see `extra_for`."""
+        """Return an empty list, because the number of ranks does not determine which links are slow; see
+        `extra_for`."""
         return []
 
     def program(self, plan: Plan) -> Program:
@@ -59,10 +61,17 @@ class PerLink(Schedule):
 
 
 def forwards_ahead(plan: Plan, name: str, extra: Sequence[int]) -> tuple[int, ...]:
-    """Return the forwards of each stage before its first backward: 1F1B's, and the `extra` of all links after it.
+    """Return the number of forwards that each stage runs before its first backward.
+
+    This is the number of 1F1B, plus the sum of `extra` over all later links.
+
+    Args:
+        plan: the plan of the stages.
+        name: the name of the schedule, for the error.
+        extra: additional micro-batches for each link; empty for none.
 
     Raises:
-        PlanError: extra is not one number for each link; says so of the schedule of that name.
+        PlanError: `extra` does not have one number for each link.
     """
     n = plan.n_stages
     extra = extra or (0,) * (n - 1)
@@ -72,11 +81,10 @@ def forwards_ahead(plan: Plan, name: str, extra: Sequence[int]) -> tuple[int, ..
 
 
 def warmed_up(plan: Plan, name: str, ahead: Sequence[int]) -> Program:
-    """Return a program of one backward, one forward in turn after `ahead[s]` forwards on stage s, which holds that many
-    at most.
+    """Return a program with `ahead[s]` forwards on stage s, followed by one backward and one forward in turn.
 
-    A stage that has more ahead than the one before it would wait for what is not sent before its own backward: `ahead`
-    must not rise from stage to stage.
+    Stage s holds at most `ahead[s]` micro-batches. `ahead` must not increase from stage to stage. Otherwise, a stage
+    would wait for micro-batches that the previous stage sends only after its own first backward.
 
     Raises:
         PlanError: see `PerLink`.
@@ -101,17 +109,19 @@ def _order(plan: Plan, stage: int, ahead: int) -> tuple[Instruction, ...]:
 
 
 def extra_for(plan: Plan, costs: Costs, times: float = 1.0) -> tuple[int, ...]:
-    """Return the extra of `PerLink` that hides steady links: micro-batches that a round trip over each of them costs.
+    """Return the `extra` of `PerLink` that hides steady links, as one number of micro-batches for each link.
 
-    While messages are away over a link and back, the pipeline needs one more micro-batch for each pace: the time that
-    its busiest stage or link works for one. What links need is added up from the last one on before it is rounded, so
-    rounding costs one micro-batch at most. With equal stages and links the first stage then holds
-    p + 2 (p - 1) c / (f + b), which is necessary for full speed; sometimes a few more are of use. Where backward is
-    split a stage's pace is that of F and I, for W can wait until no more messages do.
+    During the round trip of a message over a link, the pipeline needs additional micro-batches: the duration of the
+    round trip divided by the pace. The pace is the time that the busiest stage or link needs for one micro-batch. The
+    needs of the links are summed from the last link on before they are rounded up, so that rounding adds at most one
+    micro-batch in total. With equal stages and links, the first stage then holds p + 2 (p - 1) c / (f + b)
+    micro-batches. Full speed requires this number, and sometimes a few more are useful. If the backward is split, the
+    pace of a stage is the duration of F and I, because W can be delayed until no messages are left to wait for.
 
     Args:
-        plan: its first micro-batch stands for all: none is larger.
-        times: so many times what is necessary, before it is rounded.
+        plan: the plan of the stages. Its first micro-batch stands for all, because no other micro-batch is larger.
+        costs: the costs of its stages and links.
+        times: a factor for the necessary numbers, which is applied before rounding.
     """
     if plan.n_stages == 1:
         return ()
@@ -124,14 +134,14 @@ def extra_for(plan: Plan, costs: Costs, times: float = 1.0) -> tuple[int, ...]:
 
 
 def _transfer(plan: Plan, costs: Costs, kind: Kind, stage: int) -> tuple[int, int]:
-    """Return nanoseconds that a message occupies its link, and of latency."""
+    """Return the nanoseconds for which a message occupies its link, and its latency in nanoseconds."""
     edge = stage if kind is Kind.SF else stage - 1
     span = plan.spans(kind, stage)[0]
     return costs.transfer_ns(Instruction(kind, stage, span=span), plan) if plan.is_remote_edge(edge) else (0, 0)
 
 
 def _works(plan: Plan, costs: Costs, stage: int) -> int:
-    """Return nanoseconds that a stage works for a micro-batch until its gradient can be sent on."""
+    """Return the nanoseconds that a stage computes for a micro-batch until its gradient can be sent."""
     span = plan.spans(Kind.F, stage)[0]
     back = I(stage, span) if plan.split_backward else B(stage, span)
     return costs.duration_ns(F(stage, span), plan) + costs.duration_ns(back, plan) + 2 * costs.overhead_ns

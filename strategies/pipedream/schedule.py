@@ -1,4 +1,4 @@
-"""1F1B that never flushes."""
+"""The schedule "pipedream": 1F1B that never flushes."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from lightning_pipes.ir.program import Row
 @dataclass(frozen=True)
 class PipeDream(Schedule):
     """Asynchronous 1F1B with weight stashing (Narayanan et al. 2019, SOSP, S3.2 and S3.3): the next batch enters while
-    the ones before it are still on their way back, so after the start no rank idles.
+    earlier batches are still on their way back, so that no rank idles once the pipeline is full.
 
-    A batch goes forward on stage s of p with weights that lack its last updates, and backward with the same ones: the
-    update of a batch comes p - 1 - s updates late, and p - s versions of the weights are kept. These are the paper's
-    numbers, for one micro-batch a batch. With m of them, the weights of a batch are those that its first one read, and
-    only ceil((p - 1 - s) / m) updates are missed; one version more is kept.
+    With one micro-batch per batch, as in the paper, a batch reads weights on stage s of p that lack the last p - 1 - s
+    updates, and its backward uses the same weights as its forward. Each stage keeps p - s versions of the weights. With
+    m micro-batches per batch, all of them read the weights that the first one has read. The batch then misses only
+    ceil((p - 1 - s) / m) updates, and the stage keeps one version more than this number.
 
     Attributes:
-        predict: a batch reads weights W - s lr v, extrapolated by the momentum v of the optimizer over the s updates
-            that come before its own one, in place of W (SpecTrain, Chen et al. 2018, arXiv:1809.02839; with Adam as in
-            XPipe, Guan et al. 2019, arXiv:1911.04610).
+        predict: whether a batch reads the predicted weights W - s lr v instead of W. They are extrapolated with the
+            momentum v of the optimizer over the s updates that the batch would otherwise miss (SpecTrain, Chen et al.
+            2018, arXiv:1809.02839; with Adam as in XPipe, Guan et al. 2019, arXiv:1911.04610).
 
     Raises:
-        PlanError: a rank has several stages, spans differ between stages or directions, backward is split, or there
-            are several jobs.
+        PlanError: a rank has several stages, spans differ between stages or directions, the backward is split, or the
+            plan has several jobs.
     """
 
     predict: bool = False
@@ -53,7 +53,7 @@ class PipeDream(Schedule):
         return self.predict
 
     def weight_versions(self, plan: Plan) -> tuple[int, ...]:
-        """Return the weight versions that live on each stage."""
+        """Return the number of weight versions that each stage keeps."""
         m = len(plan.spans(Kind.F, 0))
         return tuple(1 - (-(plan.n_stages - 1 - s) // m) for s in range(plan.n_stages))
 
@@ -62,11 +62,17 @@ class PipeDream(Schedule):
 
 
 def endless_1f1b(plan: Plan, name: str, late_steps: bool = False) -> Program:
-    """1F1B over the micro-batches of all batches. A STEP follows the last backward of its batch; with `late_steps` it
-    waits for the first forward of the next batch, which then still reads the old weights.
+    """Return the endless program of 1F1B over the micro-batches of all batches.
+
+    Args:
+        plan: the plan of one batch.
+        name: the name of the schedule, for the errors.
+        late_steps: whether the STEP of the last stage waits for the first forward of the next batch, which then still
+            reads the old weights. By default, a STEP follows the last backward of its batch.
 
     Raises:
-        PlanError: the plan is not for one job, one stage a rank, whole backwards and the same spans everywhere.
+        PlanError: the plan has several jobs, several stages on a rank, a split backward, or different spans between
+            stages or directions.
     """
     if len(plan.jobs) > 1 or plan.split_backward:
         raise PlanError(
@@ -78,7 +84,7 @@ def endless_1f1b(plan: Plan, name: str, late_steps: bool = False) -> Program:
     if any(plan.spans(Kind.F, s) != spans for s in range(plan.n_stages)):
         raise PlanError(f"{name} needs the same spans on all stages")
     rows = [_Row(plan, stage, late_steps) for (stage,) in plan.stages]
-    begun = max(1, -(-(plan.n_stages - 1) // len(spans))) * len(spans)  # whole batches that fill the pipeline
+    begun = max(1, -(-(plan.n_stages - 1) // len(spans))) * len(spans)  # complete batches that fill the pipeline
     return Program(
         tuple(row.add_part(-row.ahead, begun - row.ahead) for row in rows),
         tuple(row.add_part(begun - row.ahead, begun - row.ahead + len(spans)) for row in rows),
@@ -87,14 +93,17 @@ def endless_1f1b(plan: Plan, name: str, late_steps: bool = False) -> Program:
 
 
 class _Row:
-    """The row of one stage, as turns: the forward of micro-batch n + ahead, then the backward of micro-batch n, counted
-    over all batches."""
+    """The row of one stage, as a sequence of turns.
+
+    A turn is the forward of micro-batch n + ahead, followed by the backward of micro-batch n. Micro-batches are counted
+    over all batches.
+    """
 
     def __init__(self, plan: Plan, stage: int, late_steps: bool) -> None:
         self.ahead = plan.n_stages - 1 - stage
         self._stage = stage
         self._spans = plan.spans(Kind.F, stage)
-        self._late_step = late_steps and not self.ahead  # elsewhere the next batch has begun before
+        self._late_step = late_steps and not self.ahead  # on other stages, the next batch has already begun
 
     # Drawn by `step(PipeDream(), microbatches=1, batches=5)`:
     # rank 0 |0-1-2-........0===3-1===4-2===..3===..4===| bubble 28.6%
@@ -102,7 +111,10 @@ class _Row:
     # rank 2 |....0-0===1-1===2-2===3-3===4-4===........| bubble 28.6%
     #         - forward  = backward  . idle
     def add_part(self, start: int, stop: int, forward: bool = True) -> Row:
-        """Return the turns `start` to `stop`; without `forward` their backwards only, to the very end."""
+        """Return the turns from `start` to `stop`.
+
+        Without `forward`, only their backwards are returned, followed by the last STEP.
+        """
         row: list[Instruction] = []
         m, s = len(self._spans), self._stage
         for n in range(start, stop):

@@ -1,4 +1,4 @@
-"""1F1B that never flushes, on two versions of the weights."""
+"""The schedule "pipedream_2bw": 1F1B that never flushes, with two versions of the weights."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from lightning_pipes.strategies.pipedream import endless_1f1b
 @dataclass(frozen=True)
 class PipeDream2BW(Schedule):
     """PipeDream with double-buffered weights (Narayanan et al. 2021, arXiv:2006.09503, S3.1): the gradients of the m
-    micro-batches of a batch are summed before one update, and every batch reads, on all stages, the weights without the
-    update of the batch before it: W(t + 1) = W(t) - lr dL(W(t - 1)).
+    micro-batches of a batch are summed before one update, and every batch reads the same version of the weights on all
+    stages.
 
-    So every stage keeps two versions and misses one update, for m of at least p - 1 (the paper asks for p). On the last
-    stage, which would be up to date, the update waits for the next batch's first forward.
+    This version lacks the update of the previous batch: W(t + 1) = W(t) - lr dL(W(t - 1)). Every stage therefore keeps
+    two versions and misses one update, if m is at least p - 1 (the paper requires p). The last stage would not miss an
+    update, so its update is delayed until the first forward of the next batch.
 
     Raises:
-        PlanError: fewer than p - 1 micro-batches, a rank has several stages, spans differ between stages or directions,
-            backward is split, or there are several jobs.
+        PlanError: the plan has fewer than p - 1 micro-batches, a rank has several stages, spans differ between stages
+            or directions, the backward is split, or the plan has several jobs.
     """
 
     name: ClassVar[str] = "pipedream_2bw"
     flushes: ClassVar[bool] = False
 
     def weight_versions(self, plan: Plan) -> tuple[int, ...]:
-        """Return the weight versions that live on each stage."""
+        """Return the number of weight versions that each stage keeps, which is two."""
         return (2,) * plan.n_stages
 
     # Drawn by `step(PipeDream2BW(), microbatches=2, batches=3, scale=3)`:

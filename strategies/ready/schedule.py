@@ -1,4 +1,4 @@
-"""Run ready instructions under a limit of samples held by each stage."""
+"""The policy "ready": run instructions that are ready, within a limit of samples held by each stage."""
 
 from __future__ import annotations
 
@@ -17,23 +17,32 @@ from lightning_pipes.strategies.deep import taper_slack
 
 @dataclass(frozen=True)
 class Ready(RulePolicy):
-    """No fixed order: a rank runs whatever is ready. Where forward and backward both are, it takes the sort that it did
-    not run last, or with `alternate` off the backward.
+    """No fixed order: a rank runs any instruction that is ready.
 
-    A stage may hold `limits[s]` samples between F and B. By default these are 1F1B's, p - s micro-batches on stage s of
-    p, and up to `slack` more: all of it on stage 0, none on the last one, in even steps between. More slack hides
-    slower and less steady links.
+    If a forward and a backward are both ready, the rank alternates between the two kinds. With `alternate=False`, it
+    always runs the backward.
 
-    With `split` backward is in two parts: input gradients (I) count as the backward, and weight gradients (W) run where
-    there is nothing else, or no room for another forward. Samples are held until W then, and by default every stage may
-    hold as many as the first one, so that later stages can put more W off.
+    A stage may hold `limits[s]` samples between F and B. The default limits are the limits of 1F1B, p - s micro-batches
+    on stage s of p, plus up to `slack` micro-batches: `slack` on stage 0, none on the last stage, and even steps
+    between them. A larger slack hides slower and less steady links.
 
-    Forwards of a stage run in the order of micro-batches, and so do backwards: messages of a link arrive in the order
-    in which they were sent, and of what has arrived the earliest goes first. So numbers do not depend on what was ready
-    when. It can't get stuck, for a backward is never held back.
+    With `split`, the backward has two parts. The input gradients (I) take the place of the backward, and the weight
+    gradients (W) run if nothing else is ready, or if there is no room for another forward. Samples are then held until
+    W. By default, every stage may hold as many samples as the first stage, so that later stages can delay W.
+
+    The forwards of a stage run in the order of micro-batches, and so do its backwards. Messages of a link arrive in the
+    order in which they were sent, and the earliest of the messages that have arrived is used first. Results therefore
+    do not depend on the timing. A deadlock is impossible, because backwards are never held back.
+
+    Attributes:
+        slack: the number of additional micro-batches on stage 0.
+        limits: the number of samples that each stage may hold. If empty, `slack` determines it.
+        alternate: whether a rank alternates between forwards and backwards.
+        split: whether the backward is split into I and W.
 
     Raises:
-        PlanError: negative slack; limits that are not one for each stage, or too small for one micro-batch.
+        PlanError: slack is negative, `limits` does not have one number for each stage, or a limit is too small for one
+            micro-batch.
     """
 
     slack: int = 2
@@ -60,7 +69,7 @@ class Ready(RulePolicy):
 
     @classmethod
     def list_variants(cls, n_ranks: int, microbatches: int) -> list[Ready]:
-        """Return the variants that a planner tries: with whole backwards and with split ones."""
+        """Return the variants that a planner tries: whole backwards, and split backwards."""
         return [cls(), cls(split=True)]
 
     # Drawn by `step(Ready(), link=1)`:
@@ -69,10 +78,11 @@ class Ready(RulePolicy):
     # rank 2 |........0-0===1-1===2-2===3-3===............| bubble 45.5%
     #         - forward  = backward  . idle
     def rule(self, plan: Plan) -> Rule:
-        """Return the limits in samples for this plan, and what goes first.
+        """Return the rule for this plan, with its limits in samples and its priorities.
 
         Raises:
-            PlanError: limits that are not for it, or a backward that is split where it should not be.
+            PlanError: the limits do not fit the plan, or the plan splits the backward and the policy does not, or vice
+                versa.
         """
         if plan.split_backward != self.split:
             raise PlanError(f"{self.name} has split={self.split}, the plan split_backward={plan.split_backward}")
@@ -90,15 +100,20 @@ def _limits(plan: Plan, slack: int, given: tuple[int, ...], split: bool) -> tupl
 
 
 def largest_rows(plan: Plan) -> tuple[int, ...]:
-    """Return the samples of each stage's largest micro-batch."""
+    """Return the number of samples of the largest micro-batch of each stage."""
     return tuple(max(x.rows for cut in plan.jobs for x in cut.spans(Kind.F, s)) for s in range(plan.n_stages))
 
 
 def check_limits(plan: Plan, name: str, limits: Sequence[int]) -> None:
-    """Refuse limits under which `plan` can't run; says so of the schedule of that name.
+    """Check that `plan` can run within `limits`.
+
+    Args:
+        plan: the plan of the stages.
+        name: the name of the schedule, for the error.
+        limits: the number of samples that each stage may hold.
 
     Raises:
-        PlanError: they are not one for each stage, or too small for one micro-batch.
+        PlanError: there is not one limit for each stage, or a limit is too small for one micro-batch.
     """
     if len(limits) != plan.n_stages:
         raise PlanError(f"{name}: limits {tuple(limits)} are for {len(limits)} stages, the plan has {plan.n_stages}")
@@ -111,14 +126,19 @@ def check_limits(plan: Plan, name: str, limits: Sequence[int]) -> None:
 
 
 def limits_for(plan: Plan, costs: Costs, memory_limit: Limit) -> tuple[int, ...]:
-    """Return the most samples that each stage may hold between F and B in `memory_limit` bytes a rank: whole
-    micro-batches, at most the batch.
+    """Return the largest number of samples that each stage may hold between F and B within `memory_limit`.
 
-    More of it never hurts where forward and backward alternate, so this is the limit to take. What a stage needs while
-    it computes is left free.
+    Each limit is a number of whole micro-batches, and at most the batch. Memory for the computations of the stage is
+    reserved. If forwards and backwards alternate, a larger limit is never slower, so this is the recommended limit.
+
+    Args:
+        plan: the plan, with one stage per rank.
+        costs: the costs of its stages.
+        memory_limit: the bytes of every rank, or one value for each rank.
 
     Raises:
-        PlanError: a rank holds several stages, or has no room for one micro-batch; says what is missing.
+        PlanError: a rank has several stages, or does not have memory for one micro-batch. In the second case, the
+            message states the missing bytes.
     """
     check_one_stage_a_rank(plan, "limits")
     found = []

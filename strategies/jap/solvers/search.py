@@ -63,8 +63,9 @@ class Effort:
 def search_orders(
     problem: ArrayProblem, effort: Effort, seed: int = 0, bound: int = 0, incumbent: ArraySolution | None = None
 ) -> ArraySolution:
-    """Return the best order that was found. It is at least as good as the order of every rule, and as `incumbent`.
+    """Return the best order that was found.
 
+    It is at least as good as the order of every rule, and as `incumbent` if the first orders do not use up the effort.
     The jobs are inserted one by one, each at the position where the makespan grows least (Nawaz, Enscore and Ham 1983).
     Rounds of improvement follow, which start from the best of these orders in turn. A round first anneals the places of
     jobs, the direction that goes first, and the time that a stage waits for a better block. It then exchanges blocks
