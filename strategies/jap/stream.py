@@ -123,7 +123,7 @@ class _Array:
         self._jobs = [_Running(number, job, plan, costs) for number, job in enumerate(jobs)]
         self._stages = stages = plan.n_stages
         self.rows: list[list[Instruction]] = [[] for _ in range(stages)]
-        self._events: list[tuple[int, int, int, int, int, int]] = []  # time, turn, what, stage, job, span
+        self._events: list[tuple[int, int, int, int, int, int]] = []  # time, turn, event, stage, job, span
         self._turn = 0
         self._ready: list[dict[int, tuple[deque[tuple[int, int]], ...]]] = [{} for _ in range(stages)]
         """For each stage, by job: the turns and spans of the forwards and of the backwards that have arrived."""

@@ -79,7 +79,7 @@ def two_stage_bound(problem: ArrayProblem) -> int:
         rest = np.sqrt(2 * sums)
         rest = np.where(rest > late[0], sums / late[0] + late[0] / 2, rest)
         worst = max(worst, float((times + rest).max() + (tails[u, 1] - back).min()))
-    return ceil(worst * (1 - 1e-12))  # floats have 1e-16
+    return ceil(worst * (1 - 1e-12))  # a margin for rounding errors
 
 
 def lower_bound(problem: ArrayProblem) -> int:

@@ -90,7 +90,7 @@ def decode_genes(problem: ArrayProblem, people: Array) -> tuple[Array, Array]:
     """
     count, n = people.shape
     width = 2 * problem.stages
-    step = np.empty_like(people)  # which block of its job each gene is
+    step = np.empty_like(people)  # the position of each gene's block in its job
     np.put_along_axis(step, np.argsort(people, axis=1, kind="stable"), np.tile(np.arange(width), problem.jobs)[None], 1)
     s = np.where(step < problem.stages, step, width - 1 - step)
     blocks = 2 * problem.jobs * s + np.where(step < problem.stages, 0, problem.jobs) + people

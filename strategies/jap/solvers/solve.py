@@ -119,7 +119,7 @@ def branch_and_bound(problem: ArrayProblem, effort: Effort, incumbent: ArraySolu
     n, jobs, stages = problem.blocks, problem.jobs, problem.stages
     by = SOLVERS.fastest if effort.orders > CHUNK else SOLVERS.python
     bound = lower_bound(problem)
-    levels = n + stages * jobs + 2  # a stage may be held before each block
+    levels = n + stages * jobs + 2  # a stage may be reserved before each block
     tree = Tree(*(by.fill(levels * size) for size in (jobs, jobs, stages, stages, stages, 1, 1, 2 * jobs, 2 * jobs)))
     for at in range(stages):
         tree.holds[at] = tree.lasts[at] = -1
