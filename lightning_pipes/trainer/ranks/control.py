@@ -1,4 +1,4 @@
-"""Control-plane collectives outside of the pipeline; a peer's failure interrupts every wait."""
+"""Control-plane collectives outside of the pipeline. A failure of another rank interrupts every wait."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ from lightning_pipes.trainer.ranks.processes import all_processes, process_rank
 
 _SLICE = timedelta(milliseconds=200)
 _PROMPT = timedelta(milliseconds=2)
-"""How soon other ranks answer that have nothing else to do."""
+"""The slice of a wait with `idle`: the time in which other ranks answer if they have nothing else to do."""
 _FIRST = 16384
-"""Bytes of the first message of an object; a longer one takes a second. Random states and small reports fit."""
+"""The size in bytes of the first message of an object. A longer object needs a second message. Random states and small
+reports fit into the first one."""
 _LENGTH = 8
 _MOST_LEAVING = 8
-"""Messages under way to others that a rank does not wait for."""
+"""The number of messages in flight to other ranks for which a rank does not wait."""
 _PREPARED = "prepared"
 _FLAGS, _AT_ONCE, _LATER = range(3)
 """Kinds of messages between ranks of one host."""
@@ -38,12 +39,12 @@ T = TypeVar("T")
 
 
 class PendingGather(Generic[T]):
-    """A gather under way; a call waits for the answers of all ranks and returns them.
+    """A gather in flight. Calling it waits for the answers of all ranks and returns them.
 
     Args:
-        has_all: whether all answers have arrived.
-        wait: returns when the given condition holds, or when a message has arrived.
-        take: returns the answers, after waiting for missing ones.
+        has_all: returns whether all answers have arrived.
+        wait: returns when the given condition is true, or when a message has arrived.
+        take: returns the answers, after it has waited for missing ones.
     """
 
     def __init__(
@@ -56,11 +57,11 @@ class PendingGather(Generic[T]):
 
     @classmethod
     def at_once(cls, result: T) -> PendingGather[T]:
-        """Return the gather of a single rank."""
+        """Return a gather whose result is already available, as for a single rank."""
         return cls(lambda: True, lambda _: None, lambda: result)
 
     def has_arrived(self) -> bool:
-        """Return whether a call returns at once."""
+        """Return whether a call returns immediately."""
         return bool(self._answers) or self._has_all()
 
     def __call__(self) -> T:
@@ -72,16 +73,20 @@ class PendingGather(Generic[T]):
 
 
 class Control:
-    """Collectives over a group of ranks, on gloo, so that they work next to any backend; small objects between ranks of
-    one host go through a mesh of sockets.
+    """Collectives over a group of ranks.
 
-    Every wait is cut into slices in which signals get through and a failure of another rank is noticed.
+    They run on gloo, so that they work next to any backend. Small objects between ranks of one host are sent through a
+    mesh of sockets. Every wait is cut into slices, between which signals are handled and a failure of another rank is
+    noticed.
 
-    Connections are made when they are needed, so that all ranks must make the same calls, and last until `close`.
+    Connections are made when they are first needed, so all ranks must make the same calls. They last until `close`.
 
     Args:
-        ranks: the global ranks; all of the job, but for a part that `split` makes.
-        idle: called with a condition to wait for, where there may be something else to do meanwhile.
+        ranks: the global ranks; all ranks of the job, except for a part that `split` creates.
+        watch: notices failures of ranks.
+        timeout: the timeout of a collective.
+        connect: returns the process group for a purpose; by default a subgroup of `ranks`.
+        idle: called with the awaited condition during waits, in order to do other work until it is true.
     """
 
     def __init__(
@@ -101,9 +106,9 @@ class Control:
         self._part: Control | None = None
         self._waiting = False
         self._sends: deque[dist.Work] = deque()
-        """Broadcasts of this rank that it has not waited for, the oldest first."""
+        """Broadcasts of this rank for which it has not waited, the oldest first."""
         self._group_of_purpose: dict[str, Any] = {}
-        """Groups of these ranks, by their purpose."""
+        """Process groups of these ranks, by their purpose."""
         self._mesh: Mesh | None = None
         self._n_messages: Counter[int] = Counter()
 
@@ -114,11 +119,12 @@ class Control:
 
     @property
     def position(self) -> int:
-        """This process's position among the ranks."""
+        """The position of this process among the ranks."""
         return self.ranks.index(process_rank())
 
     def connect(self, purpose: str = "") -> Any:
-        """Make the connections, if there are none, and return their group; all ranks of the job must call it."""
+        """Make the connections if they do not exist, and return their process group. All ranks of the job must call
+        it."""
         if purpose not in self._group_of_purpose:
             group = self._group_of_purpose[purpose] = self._connect(purpose)
             if not purpose:
@@ -126,14 +132,16 @@ class Control:
         return self._group_of_purpose[purpose]
 
     def connect_broadcasts(self) -> Any:
-        """Make the connections of `prepare_broadcast`, if there are none, and return their group; like `connect`."""
+        """Make the connections of `prepare_broadcast` if they do not exist, and return their process group; see
+        `connect`."""
         self.connect()
         return self.connect(_PREPARED)
 
     def subgroup(self, ranks: Sequence[int], purpose: str = "") -> Any:
-        """Return a process group of some ranks; all ranks of the job must ask for the same ones in the same order.
+        """Return a process group of some ranks.
 
-        Calls in groups of different purposes need not come in one order.
+        All ranks of the job must request the same groups in the same order. Collectives in groups of different purposes
+        may have different orders on different ranks.
         """
         key = purpose, tuple(sorted(ranks))
         if key not in self._groups:
@@ -145,9 +153,9 @@ class Control:
         return self._groups[key]
 
     def split(self, parts: Sequence[Sequence[int]]) -> Control:
-        """Return the control of the part that has this rank; all ranks must ask for the same parts.
+        """Return the control of the part that contains this rank. All ranks must request the same parts.
 
-        It lasts until this one is closed.
+        It lasts until this control is closed.
         """
         if len(parts) == 1:
             return self
@@ -161,18 +169,21 @@ class Control:
         return self._part
 
     def ended(self, position: int) -> bool:
-        """Return whether the process of a rank is known to have ended; that of another host never is."""
+        """Return whether the process of a rank is known to have ended. For a process on another host, this is always
+        False."""
         return self.watch.has_ended(self.ranks[position])
 
     def close(self) -> None:
-        """Close the connections; a later call makes new ones.
+        """Close the connections. A later call makes new ones.
 
-        After a failure they stay open: gloo waits for a collective that was given up, which may never end.
+        After a failure they stay open, because gloo would wait for the collective that was abandoned, which may never
+        end.
         """
         close_all([self])
 
     def _release_groups(self) -> list[Any]:
-        """Close the mesh, and release the process groups that may be destroyed."""
+        """Close the mesh, destroy the process groups unless a collective was abandoned, and return the destroyed
+        groups."""
         controls = [control for control in (self, self._part) if control is not None]
         whole = [control._is_idle() for control in controls]
         for control in controls:
@@ -184,14 +195,15 @@ class Control:
         return groups
 
     def _is_idle(self) -> bool:
-        """Return whether no collective was given up; wait for those that are sure to end."""
+        """Return whether no collective was abandoned, after waiting for the broadcasts that are still in flight."""
         if self._waiting or self.watch.error is not None:
             return False
         leaving, self._sends = self._sends, deque()
         return not any(map(_has_failed, leaving))
 
     def _make_mesh(self, group: Any) -> Mesh | None:
-        """Return the mesh of ranks that are all on this host; None if they are not, or too many."""
+        """Return the mesh of the ranks if all of them are on this host; None if they are not, or if there are too
+        many."""
         if not 1 < self.size <= MOST:
             return None
         here = host_id()
@@ -217,20 +229,25 @@ class Control:
         self.all_reduce(torch.zeros(1))
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> torch.Tensor:
-        """Reduce `tensor` in place over all ranks, or over a `subgroup`; the result is bit-equal on each rank."""
+        """Reduce `tensor` in place over all ranks, or over a `subgroup`. The result is bitwise equal on all ranks."""
         if self.size > 1:
             self._finish(dist.all_reduce(tensor, op, group=group or self._group, async_op=True))
         return tensor
 
     def start_all_reduce(self, tensor: torch.Tensor, group: Any) -> Callable[[], None]:
-        """Start to sum `tensor` in place over a group of any backend; what it returns waits for the end."""
+        """Start to sum `tensor` in place over a group of any backend, and return a function that waits for the end."""
         work = dist.all_reduce(tensor, group=group, async_op=True)
         assert work is not None
         return partial(self._finish, work) if dist.get_backend(group) == "gloo" else partial(_wait, work)
 
     def start_all_gather_into(self, found: torch.Tensor, own: torch.Tensor, group: Any) -> Callable[[], None]:
-        """Start to gather `own` of all ranks into `found`, one after the other, over a group of any backend; what it
-        returns waits for the end."""
+        """Start to gather the tensors `own` of all ranks into `found`, and return a function that waits for the end.
+
+        Args:
+            found: receives the tensors one after the other.
+            own: the tensor of this rank.
+            group: a process group of any backend.
+        """
         work = dist.all_gather_into_tensor(found, own, group=group, async_op=True)
         assert work is not None
         return partial(self._finish, work) if dist.get_backend(group) == "gloo" else partial(_wait, work)
@@ -240,7 +257,7 @@ class Control:
         return self.start_any(*flags)()
 
     def start_any(self, *flags: bool) -> PendingGather[list[bool]]:
-        """Start `any`; what it returns waits for the answer."""
+        """Start `any`, and return the gather of its answer."""
         if self.size == 1:
             return PendingGather.at_once(list(flags))
         group = self._group
@@ -266,20 +283,20 @@ class Control:
         )
 
     def broadcast_tensor(self, tensor: torch.Tensor, source: int) -> None:
-        """Overwrite `tensor` with the one of global rank `source`."""
+        """Overwrite `tensor` with the tensor of global rank `source`."""
         if self.size > 1:
             self._finish(dist.broadcast(tensor, source, group=self._group, async_op=True))
 
     def broadcast(self, obj: Any, source: int) -> Any:
-        """Return the `obj` of global rank `source`, which does not block; tensors arrive on the CPU."""
+        """Return the `obj` of global rank `source`. The source does not block. Tensors arrive on the CPU."""
         return obj if self.size == 1 else self._broadcast(source, self._group, _AT_ONCE)(obj)
 
     def prepare_broadcast(self, source: int) -> Callable[[Any], Any]:
-        """Get ready for a later `broadcast`; what it returns takes the object of `source`, else None.
+        """Prepare a later `broadcast`, and return a function that completes it.
 
-        A rank that gets ready early need not wait: the bytes arrive while it does something else. The source waits for
-        those ranks alone that lag several broadcasts behind. Other collectives may come in between, in one order among
-        them.
+        The function takes the object on `source`, and None on other ranks. A rank that prepares early does not have to
+        wait, because the bytes arrive while it does other work. The source waits only for ranks that are several
+        broadcasts behind. Other collectives may run in between, in the same order on all ranks.
         """
         return (lambda obj: obj) if self.size == 1 else self._broadcast(source, self.connect_broadcasts(), _LATER)
 
@@ -322,7 +339,7 @@ class Control:
         return work
 
     def _receive_object(self, source: int, group: Any, first: torch.Tensor, first_work: dist.Work, _: Any) -> Any:
-        """Receive an object; `first_work` receives its first message."""
+        """Receive an object. `first_work` receives its first message."""
         self._finish(first_work)
         end = _message_end(first)
         rest = torch.empty(max(0, end - _FIRST), dtype=torch.uint8)
@@ -331,7 +348,8 @@ class Control:
         return _unpack(torch.cat([first[_LENGTH:end], rest]), self._seal)
 
     def gather(self, obj: Any, to: int) -> list[Any] | None:
-        """Return the objects of all ranks in order on global rank `to`, None on others; tensors arrive on the CPU."""
+        """Return the objects of all ranks in order on global rank `to`, and None on other ranks. Tensors arrive on the
+        CPU."""
         if self.size == 1:
             return [obj]
         data, sizes = self._pad_to_longest(obj)
@@ -340,7 +358,7 @@ class Control:
         return None if into is None else [_unpack(t[:n], self._seal) for t, n in zip(into, sizes, strict=True)]
 
     def all_gather(self, obj: Any) -> list[Any]:
-        """Return the objects of all ranks in order, on every rank; tensors arrive on the CPU."""
+        """Return the objects of all ranks in order, on every rank. Tensors arrive on the CPU."""
         return self.start_all_gather(obj)()
 
     def start_all_gather(self, obj: Any) -> PendingGather[list[Any]]:
@@ -365,7 +383,7 @@ class Control:
         )
 
     def _collect_gathered(self, first: Sequence[torch.Tensor], data: torch.Tensor, group: Any) -> list[Any]:
-        """Return the gathered objects once their first messages have arrived."""
+        """Return the gathered objects after their first messages have arrived."""
         ends = [_message_end(message) for message in first]
         whole = list(first)
         if max(ends) > _FIRST:
@@ -381,7 +399,7 @@ class Control:
         return self.connect()
 
     def _next_message_id(self, kind: int) -> MessageId:
-        """Return the next message of that kind."""
+        """Return the ID of the next message of this kind."""
         self._n_messages[kind] += 1
         return MessageId(kind, self._n_messages[kind])
 
@@ -390,7 +408,8 @@ class Control:
         return self.watch.seal
 
     def _pad_to_longest(self, obj: Any) -> tuple[torch.Tensor, list[int]]:
-        """Return the object's bytes, padded to the longest of all ranks, and every rank's true length."""
+        """Return the object's bytes, padded to the longest object of all ranks, and the true length of every rank's
+        object."""
         packed = PackedObject(obj, self._seal)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in self.ranks]
         own = torch.tensor([packed.size], dtype=torch.int64)
@@ -401,8 +420,9 @@ class Control:
         return padded, lengths
 
     def _raise_reason(self, error: Exception) -> NoReturn:
-        """Raise why a collective broke: the failure that the watch has seen, or a process that has ended."""
-        for _ in range(2):  # one that was killed may take its time to end
+        """Raise the reason why a collective failed: the failure that the watch has noticed, or a process that has
+        ended."""
+        for _ in range(2):  # a process that was killed may need some time to end
             for rank in self.ranks:
                 if self.watch.has_ended(rank):
                     self.watch.report_lost_peer(rank, error)
@@ -424,15 +444,15 @@ class Control:
                 return
             except RuntimeError as error:
                 ended = error
-            self.watch.check()  # out of the clause: a slice that is over is no context of what it raises
-            if work.is_completed() and _has_failed(work):  # it may have ended just after the slice
+            self.watch.check()  # outside of `except`, so that the end of a slice is not its context
+            if work.is_completed() and _has_failed(work):  # the work may have ended just after the slice
                 self._raise_reason(ended)
             del ended
             if self._idle is not None:
                 self._idle(work.is_completed)
 
     def _wait(self, mesh: Mesh, done: Callable[[], bool]) -> None:
-        """Wait for messages of the mesh, like `_finish`."""
+        """Wait for messages of the mesh, in the same way as `_finish`."""
         fault_point("collective")
         if done():
             return
@@ -466,10 +486,11 @@ class Control:
 
 
 def close_all(controls: Iterable[Control]) -> None:
-    """Close the connections of all controls at a time: each takes 15 ms, until gloo's threads end."""
+    """Close the connections of all controls at the same time, because each takes 15 ms, until the threads of gloo
+    end."""
     fault_point("control.close")
     groups = [group for control in controls for group in control._release_groups()]
-    threads = [threading.Thread(target=groups.pop) for _ in groups]  # closed when the last reference goes
+    threads = [threading.Thread(target=groups.pop) for _ in groups]  # a group is closed with its last reference
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -486,7 +507,7 @@ def _pack_message(obj: Any, seal: Seal | None) -> torch.Tensor:
 
 
 def _message_end(message: torch.Tensor) -> int:
-    """Return the offset at which a message ends that begins with its length."""
+    """Return the offset of the end of a message that begins with its length."""
     return _LENGTH + int(message[:_LENGTH].view(torch.int64))
 
 
@@ -495,14 +516,14 @@ def _unpack(data: torch.Tensor, seal: Seal | None) -> Any:
 
 
 def _split_message(obj: Any, seal: Seal | None) -> list[torch.Tensor]:
-    """Return the tensors that `Control._receive_object` takes: a message of a known length, and the rest if it is
-    longer."""
+    """Return the tensors that `Control._receive_object` expects: a first message of fixed length, and the rest of the
+    object if it is longer."""
     data = _pack_message(obj, seal)
     return [part for part in (data[:_FIRST], data[_FIRST:]) if part.numel()]
 
 
 def _has_failed(work: dist.Work) -> bool:
-    """Return whether a collective that has ended failed."""
+    """Return whether a collective that has ended has failed."""
     try:
         work.wait(_SLICE)
     except RuntimeError:

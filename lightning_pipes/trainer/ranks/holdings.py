@@ -1,4 +1,4 @@
-"""The placement of layers and parameters on ranks, the one record that all others read."""
+"""The placement of layers and parameters on ranks. All other modules read it from this record."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.ranks import Grid
 
 OUTSIDE = -1
-"""In place of a layer's number: what is not inside the pipelined module, which all ranks hold."""
+"""A layer number that stands for everything outside of the pipelined module, which all ranks hold."""
 Holders = dict[int, tuple[int, ...]]
-"""By id of a parameter the positions in a pipeline where it is held, ascending; in the order of the whole module."""
+"""The positions in a pipeline that hold each parameter, ascending, by `id` of the parameter, in the order of the whole
+module."""
 
 
 class Move(NamedTuple):
-    """A layer that goes from one global rank to another."""
+    """A layer that moves from one global rank to another."""
 
     layer: int
     source: int
@@ -29,11 +30,13 @@ class Move(NamedTuple):
 
 
 class Holdings:
-    """The stages of a pipeline on its processes, and the layers of each; its last stage is on the first process.
+    """The stages of a pipeline on its processes, and the layers of each stage. The last stage is on the first process.
 
-    A *rank* is one of the pipeline in the order of the plan, a *position* one in the order of the global ranks.
+    A *rank* numbers the ranks of the pipeline in the order of the plan. A *position* numbers them in the order of the
+    global ranks.
 
     Args:
+        grid: the coordinates of this rank.
         ranks: the rank of each stage, where all ranks of a stage count as one.
         layers: the layers of each stage.
 
@@ -41,9 +44,9 @@ class Holdings:
         ranks: the first rank of each stage.
         ranks_of_stages: all ranks of each stage.
         positions: the position of each rank.
-        stage_of_layer: by number of the layer.
-        position_of_layer: the position of its first rank.
-        positions_of_layer: the positions of all its ranks.
+        stage_of_layer: the stage of each layer.
+        position_of_layer: the position of the first rank of each layer.
+        positions_of_layer: the positions of all ranks of each layer.
     """
 
     def __init__(self, grid: Grid, ranks: Sequence[int], layers: Sequence[Span]) -> None:
@@ -56,12 +59,12 @@ class Holdings:
         self.positions = positions_of_ranks(self.ranks, grid.length)
         self.place_layers(layers)
         self._parts_of: dict[int, frozenset[int]] = {}
-        """By id of a parameter the layers that it occurs in, and `OUTSIDE`; in the order of the whole module."""
+        """The layers that contain each parameter, or `OUTSIDE`, by `id` of the parameter in the order of the module."""
         self._names: dict[int, str] = {}
         self._numbers: dict[int, int] = {}
 
     def index_parameters(self, module: pl.LightningModule, path: str) -> None:
-        """Learn which parameters are in which layers from a whole module with its layers at `path`."""
+        """Record the layers of all parameters of a whole module, whose pipelined layers are at `path`."""
         layer_of = {name: number for number, name in enumerate(module.get_submodule(path)._modules)}
 
         def layers(name: str, parameter: torch.Tensor) -> Iterable[int]:
@@ -71,10 +74,11 @@ class Holdings:
         self.index_weights(module, layers)
 
     def index_weights(self, module: pl.LightningModule, layers: Callable[[str, torch.Tensor], Iterable[int]]) -> None:
-        """Learn which parameters are in which layers.
+        """Record the layers of all parameters of a whole module.
 
         Args:
-            layers: returns the layers that have a parameter under a name; none where it is outside of them.
+            module: the whole module.
+            layers: returns the layers that contain a parameter under a name; nothing if it is outside of them.
         """
         found: dict[int, set[int]] = defaultdict(set)
         for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -84,7 +88,7 @@ class Holdings:
         self._numbers = {key: number for number, key in enumerate(found)}
 
     def place_layers(self, layers: Sequence[Span]) -> None:
-        """Record that the stages have these layers now; the caller has moved them."""
+        """Record that the stages have these layers now. The caller must have moved them."""
         self.layers = tuple(layers)
         self.stage_of_layer = [s for s, span in enumerate(self.layers) for _ in range(span.rows)]
         self.position_of_layer = [self.positions[self.ranks[s]] for s in self.stage_of_layer]
@@ -95,8 +99,9 @@ class Holdings:
         """Return the layers that move to other processes if the stages get `layers`.
 
         Raises:
-            PlanError: these are not the layers that there are, or a parameter that several of them have would be on
-                other processes than before, and not with all of them on one.
+            PlanError: the stages do not contain all layers of the pipeline in order; stages have several ranks; or a
+                parameter that several layers share would move without all of these layers, or not from one process to
+                one other.
         """
         ends = [0, *(span.stop for span in self.layers)]
         if [span.start for span in layers] != [0, *(span.stop for span in layers)][:-1] or layers[-1].stop != ends[-1]:
@@ -133,7 +138,7 @@ class Holdings:
 
     @property
     def tied(self) -> tuple[tuple[int, ...], ...]:
-        """Numbers of the layers that share a parameter with each other only, and not with code around them."""
+        """The numbers of the layers that share a parameter only with each other, and not with code outside of them."""
         groups = {parts for parts in self._parts_of.values() if len(parts) > 1 and OUTSIDE not in parts}
         return tuple(sorted(tuple(sorted(parts)) for parts in groups))
 
@@ -144,7 +149,7 @@ class Holdings:
 
     @property
     def stages(self) -> list[int]:
-        """The stages of this process."""
+        """The stages on this process."""
         return [s for s, ranks in enumerate(self.ranks_of_stages) if self.rank in ranks]
 
     @property
@@ -154,12 +159,12 @@ class Holdings:
 
     @property
     def global_rank_of_layer(self) -> list[int]:
-        """The global rank, by number of the layer."""
+        """The global rank of each layer, by number."""
         return [self.grid.pipeline[position] for position in self.position_of_layer]
 
     @property
     def local(self) -> list[int]:
-        """Numbers of the layers that live on this process."""
+        """The numbers of the layers on this process."""
         return [n for n, where in enumerate(self.positions_of_layer) if self.grid.position in where]
 
     def stages_of_processes(self) -> Iterator[tuple[int, tuple[int, ...]]]:
@@ -172,7 +177,8 @@ class Holdings:
     def holders(self) -> Holders:
         """The positions that hold each parameter.
 
-        All positions hold a parameter outside of the pipelined module, and every layer's positions one inside.
+        A parameter outside of the pipelined module is held by all positions. A parameter inside is held by the
+        positions of every layer that contains it.
         """
         where = {OUTSIDE: range(self.grid.length), **dict(enumerate(self.positions_of_layer))}
         return {
@@ -181,7 +187,7 @@ class Holdings:
         }
 
     def make_stage_group(self, control: Control) -> Any:
-        """Return the process group of the ranks of this rank's stage; None where it has one rank. Collective."""
+        """Return the process group of the ranks of this rank's stage; None if the stage has one rank. Collective."""
         groups = [
             None if len(ranks) == 1 else control.subgroup([self.global_ranks[r] for r in ranks])
             for ranks in self.ranks_of_stages
@@ -189,7 +195,7 @@ class Holdings:
         return groups[self.stages[0]] if self.grid.degrees else None
 
     def is_owner(self, parameter: torch.Tensor) -> bool:
-        """Return whether this rank counts the parameter in a sum over the pipeline; one holder does."""
+        """Return whether this rank counts the parameter in a sum over the pipeline. One of its holders does."""
         parts, where = self._parts_of.get(id(parameter), ()), self.position_of_layer
         return (
             min((0 if part == OUTSIDE else where[part] for part in parts), default=self.grid.position)
@@ -202,11 +208,11 @@ class Holdings:
         return len(self._numbers) + 1
 
     def index_of(self, parameter: torch.Tensor) -> int:
-        """Return the index of a parameter in the whole module; unknown tensors get the last index."""
+        """Return the index of a parameter in the whole module. Unknown tensors get the last index."""
         return self._numbers.get(id(parameter), len(self._numbers))
 
     def in_one_stage(self, parameter: torch.Tensor) -> bool:
-        """Return whether a parameter occurs in one stage only, so that one backward completes its gradient."""
+        """Return whether a parameter occurs in a single stage, so that one backward completes its gradient."""
         parts, stages = self._parts_of.get(id(parameter), frozenset()), self.stage_of_layer
         return OUTSIDE not in parts and len({stages[part] for part in parts}) == 1
 

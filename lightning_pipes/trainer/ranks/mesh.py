@@ -1,7 +1,7 @@
-"""Sockets between each two ranks of one host, for small messages with low latency.
+"""Sockets between all pairs of ranks of one host, for small messages with low latency.
 
-A message is one write here and one read there, without a thread in between; gloo takes four changes of thread for it. A
-message is an object as bytes; tensors are copied once at each end.
+A message takes one write at the sender and one read at the receiver, without a thread in between. With gloo, it takes
+four thread switches. A message is an object in serialized form. Tensors are copied once at each end.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from lightning_pipes.engine.watch.failure import FailureWatch
 from lightning_pipes.engine.watch.trust import Seal, dumps, loads
 
 MOST = 16
-"""Ranks that are connected each with each; with more of them a tree takes less."""
+"""The largest number of ranks for which all pairs are connected. For more ranks, a tree is faster."""
 _HEAD = struct.Struct("<i q q")  # kind, number, bytes
 _READ = 65536
 
 
 class MessageId(NamedTuple):
-    """Identifies a message; the sender and all receivers use the same one.
+    """The ID of a message. The sender and all receivers use the same one.
 
     Attributes:
-        kind: messages of one kind are counted together.
-        number: of the message within its kind.
+        kind: the kind of the message. Messages of each kind are counted separately.
+        number: the number of the message within its kind.
     """
 
     kind: int
@@ -38,20 +38,22 @@ class MessageId(NamedTuple):
 
 
 class Mesh:
-    """One rank's connections to all others.
+    """The connections of one rank to all other ranks.
 
-    Made by all of them at a time, each with a `listener` whose name all know.
+    All ranks create it at the same time, each with a `listener` whose name is known to all of them.
 
     Args:
         rank: the global rank of this process.
-        names: the listeners' names, by global rank.
+        names: the names of the listeners, by global rank.
+        listener: accepts the connections of higher ranks.
+        watch: notices failures of ranks.
 
     Attributes:
-        others: the global ranks of the others.
+        others: the global ranks of the other processes.
 
     Raises:
-        PeerFailure: another rank has failed meanwhile.
-        ForgedError: the listener is another program.
+        PeerFailure: another rank has failed in the meantime.
+        ForgedError: another program listens under the name of a listener.
     """
 
     def __init__(self, rank: int, names: dict[int, str], listener: PeerListener, watch: FailureWatch) -> None:
@@ -68,9 +70,10 @@ class Mesh:
         self._by_descriptor = {peer.socket.fileno(): peer for peer in self._peers.values()}
 
     def send(self, message_id: MessageId, data: bytes) -> None:
-        """Send to all other ranks; calls of `exchange_until` send the rest, until `is_sent`.
+        """Send a message to all other ranks.
 
-        A peer that has closed its connection gets nothing.
+        Bytes that can't be sent immediately are sent by calls of `exchange_until`, until `is_sent` is True. A peer that
+        has closed its connection receives nothing.
         """
         message = _HEAD.pack(message_id.kind, message_id.number, len(data)) + data
         for peer in self._peers.values():
@@ -78,18 +81,18 @@ class Mesh:
 
     @property
     def is_sent(self) -> bool:
-        """Whether all sent bytes have left."""
+        """Whether all messages have been sent completely."""
         return not any(peer.unsent for peer in self._peers.values())
 
     def has_messages(self, sources: Sequence[int], message_id: MessageId) -> bool:
-        """Return whether all sent bytes have left and no message of these ranks is missing.
+        """Return whether all messages have been sent completely, and the messages of these ranks have arrived.
 
-        Messages arrive in `exchange_until`. A closed connection misses none.
+        Messages are received in `exchange_until`. For a closed connection, no message counts as missing.
         """
         return self.is_sent and all((rank, message_id) in self._received or self._peers[rank].ended for rank in sources)
 
     def pop(self, source: int, message_id: MessageId) -> bytearray:
-        """Remove and return the message that has arrived.
+        """Remove and return a message that has arrived.
 
         Raises:
             ConnectionError: the peer closed its connection before.
@@ -99,7 +102,7 @@ class Mesh:
         return self._received.pop((source, message_id))
 
     def exchange_until(self, done: Callable[[], bool], seconds: float = 0.0) -> bool:
-        """Send and receive ready messages, waiting at most `seconds` for more, and return `done()`."""
+        """Send and receive all messages that are ready, wait at most `seconds` for more, and return `done()`."""
         if done():
             return True
         for peer in self._peers.values():
@@ -128,11 +131,11 @@ class Mesh:
 
 
 class _Peer:
-    """One connection.
+    """The connection to one rank.
 
     Attributes:
-        unsent: what is still to be sent.
-        ended: the other end is closed.
+        unsent: the bytes that still have to be sent.
+        ended: whether the other end is closed.
     """
 
     def __init__(self, rank: int, made: socket.socket) -> None:
@@ -143,7 +146,7 @@ class _Peer:
         self._read = bytearray()
 
     def send(self, data: bytes) -> None:
-        """Send as much as the socket takes without blocking."""
+        """Send as many bytes as possible without blocking."""
         if self.ended:
             self.unsent = b""
             return
@@ -152,11 +155,11 @@ class _Peer:
             self.unsent = data[self.socket.send(data) :]
         except BlockingIOError:
             self.unsent = data
-        except OSError:  # closed; what has arrived from there can still be read
+        except OSError:  # closed; data that has arrived can still be read
             self.unsent = b""
 
     def read_messages(self) -> Sequence[tuple[MessageId, bytearray]]:
-        """Return the messages that are complete by now."""
+        """Return the messages that are complete."""
         try:
             data = self.socket.recv(_READ)
         except BlockingIOError:
@@ -182,9 +185,10 @@ _NUMBER = struct.Struct("<q")
 
 
 class PackedObject:
-    """An object, ready to be written; its tensors arrive as plain tensors on the CPU.
+    """An object in serialized form. Its tensors arrive as plain tensors on the CPU.
 
     Args:
+        obj: the object.
         seal: authenticates the object to its receivers, but not the contents of tensors.
     """
 
@@ -193,9 +197,9 @@ class PackedObject:
         parts = [memoryview(dumps(obj, seal, buffers.append)), *(buffer.raw() for buffer in buffers)]
         lengths = [len(parts), *(part.nbytes for part in parts)]
         self.parts = [memoryview(struct.pack(f"<{len(lengths)}q", *lengths)), *parts]
-        """Its bytes, one part after another."""
+        """The bytes of the object, as consecutive parts."""
         self.size = sum(part.nbytes for part in self.parts)
-        """In bytes."""
+        """The number of bytes."""
 
     def write(self, into: torch.Tensor) -> None:
         """Fill the first `size` bytes of a tensor of bytes."""
@@ -206,7 +210,7 @@ class PackedObject:
 
 
 def unpack_object(data: memoryview, seal: Seal | None) -> Any:
-    """Return the object at the beginning of these writable bytes; it shares no memory with them.
+    """Return the object at the beginning of these writable bytes. It shares no memory with them.
 
     Raises:
         PipelineError: the sender is not trusted.

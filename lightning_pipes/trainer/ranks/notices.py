@@ -1,4 +1,4 @@
-"""Messages between ranks through a store; the sender never blocks."""
+"""Messages between ranks through a store. The sender never blocks."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ _POLL_SECONDS = 0.0005
 
 
 class Notices:
-    """Messages by name, in the store that all ranks of the job have.
+    """Named messages in the store that all ranks of the job share.
 
-    Collective: all ranks make one together.
+    Collective: all ranks create one together.
     """
 
     def __init__(self, control: Control) -> None:
         self._watch = control.watch
         self._store = control.watch.sub_store() if control.size > 1 else None
-        self._seal = TRUSTED if seal_of(self._store) else None  # the store vouches for what is in it
+        self._seal = TRUSTED if seal_of(self._store) else None  # the store authenticates its values
 
     def put(self, name: str, message: Any) -> None:
-        """Store a message, in place of an earlier one of the name; a single rank stores nothing."""
+        """Store a message, which replaces an earlier message of the same name. A single rank stores nothing."""
         if self._store is None:
             return
         self._store.set(name, b"".join(PackedObject(message, self._seal).parts))
 
     def remove(self, name: str) -> None:
-        """Delete the message if there is one."""
+        """Delete the message if it exists."""
         if self._store is not None:
             self._store.delete_key(name)
 
     def find(self, name: str) -> Any:
-        """Return the message if it has arrived, else None."""
+        """Return the message if it has arrived; None otherwise."""
         return self._read(name) if self._store is not None and self._store.check([name]) else None
 
     def get(self, name: str) -> Any:
-        """Wait for the message of another rank and return it.
+        """Wait for a message of another rank, and return it.
 
         Raises:
-            PeerFailure: another rank failed.
+            PeerFailure: another rank has failed.
         """
         assert self._store is not None, "there is no other rank"
         while not self._store.check([name]):

@@ -1,4 +1,4 @@
-"""All processes of a run, also while torch's default process group is that of the replicas; see `replica_world`."""
+"""All processes of a run, even if torch's default process group consists of the replicas; see `replica_world`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_pipes.trainer import private_lightning as private
 
 
 def whole_group() -> Any:
-    """Return the process group of all processes; None before it is made."""
+    """Return the process group of all processes; None before it is created."""
     group = private.default_group()
     return getattr(group, "whole", group)
 
@@ -23,12 +23,13 @@ def process_rank() -> int:
 
 
 _made: WeakSet[Any] = WeakSet()
-"""Process groups that were made in `all_processes`."""
+"""The process groups that were created in `all_processes`."""
 
 
 @contextmanager
 def all_processes() -> Iterator[None]:
-    """Let torch's default process group be that of all processes in the block, as for making other groups."""
+    """Make the group of all processes torch's default process group in the block, for example to create other
+    groups."""
     before, known = private.default_group(), private.process_groups()
     private.set_default_group(whole_group())
     try:
@@ -39,10 +40,10 @@ def all_processes() -> Iterator[None]:
 
 
 def user_groups() -> set[Any]:
-    """Return the process groups that the user's code has made."""
+    """Return the process groups that were created by the user's code."""
     return {group for group in private.process_groups() if is_user_group(group)}
 
 
 def is_user_group(group: Any) -> bool:
-    """Return whether the user's code has made a process group."""
+    """Return whether a process group was created by the user's code."""
     return group not in _made and group is not private.default_group() and group is not whole_group()

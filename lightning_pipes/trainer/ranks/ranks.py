@@ -1,4 +1,4 @@
-"""This rank and the others of its run."""
+"""This rank and the other ranks of its run."""
 
 from __future__ import annotations
 
@@ -14,17 +14,21 @@ from lightning_pipes.trainer.ranks.control import Control
 
 @dataclass(frozen=True)
 class Grid:
-    """All ranks by replica, by position in a pipeline with its last stage first, and by tensor-parallel shard.
+    """The coordinates of all ranks: the replica, the position in a pipeline, and the tensor-parallel shard.
 
-    Consecutive global ranks hold the shards of one stage. Ranks of one replica and one shard form a pipeline.
+    Position 0 has the last stage of the pipeline. Consecutive global ranks hold the shards of one stage. The ranks of
+    one replica and one shard form a pipeline.
 
     Attributes:
-        rank: the global rank that asks.
-        shards: tensor-parallel ranks of each stage.
-        degrees: ranks of each stage, where one pipeline has stages with several; empty where each has one.
+        replicas: the number of replicas of the pipeline.
+        size: the number of all ranks.
+        rank: the global rank of this process.
+        shards: the number of tensor-parallel ranks of each stage.
+        degrees: the number of ranks of each stage, if a single pipeline has stages with several ranks. Empty if each
+            stage has one rank.
 
     Raises:
-        PlanError: the ranks can't be shared out evenly.
+        PlanError: the ranks can't be divided evenly.
     """
 
     replicas: int
@@ -49,17 +53,17 @@ class Grid:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Replicas, ranks of one pipeline, and shards."""
+        """The number of replicas, the number of ranks of one pipeline, and the number of shards."""
         return self.replicas, self.length, self.shards
 
     @property
     def length(self) -> int:
-        """Ranks of one pipeline."""
+        """The number of ranks of one pipeline."""
         return self.size // (self.replicas * self.shards)
 
     @property
     def n_planned(self) -> int:
-        """Ranks of one pipeline as planners see them: the ranks of a stage count as one."""
+        """The number of ranks of one pipeline as planners see it, where all ranks of a stage count as one."""
         return len(self.degrees) or self.length
 
     @property
@@ -68,12 +72,12 @@ class Grid:
         return self.replica_of(self.rank)
 
     def replica_of(self, rank: int) -> int:
-        """Return the number of the replica that has a global rank."""
+        """Return the number of the replica of a global rank."""
         return rank // (self.length * self.shards)
 
     @property
     def position(self) -> int:
-        """This rank's position among the global ranks of its pipeline."""
+        """The position of this rank among the ranks of its pipeline."""
         return self.rank // self.shards % self.length
 
     @property
@@ -83,7 +87,7 @@ class Grid:
 
     @property
     def is_in_first_pipeline(self) -> bool:
-        """Whether this rank's pipeline is the first, which writes what all pipelines have."""
+        """Whether this rank is in the first pipeline, which writes everything that all pipelines have in common."""
         return self.rank in self.pipelines[0]
 
     @property
@@ -93,7 +97,7 @@ class Grid:
 
     @property
     def pipelines(self) -> tuple[tuple[int, ...], ...]:
-        """The global ranks of every pipeline, by replica and by shard."""
+        """The global ranks of every pipeline, ordered by replica, then by shard."""
         whole = self.length * self.shards
         return tuple(
             tuple(range(replica * whole + shard, (replica + 1) * whole, self.shards))
@@ -102,21 +106,25 @@ class Grid:
         )
 
     def on_all_replicas(self, positions: tuple[int, ...], shard: int | None = None) -> tuple[int, ...]:
-        """Return the global ranks at these positions of all pipelines of a shard, ascending; of this rank's shard by
-        default."""
+        """Return the global ranks at these positions in the pipelines of all replicas, ascending.
+
+        Args:
+            positions: positions in a pipeline.
+            shard: the shard of the pipelines; by default the shard of this rank.
+        """
         pipelines = self.pipelines[self.shard if shard is None else shard :: self.shards]
         return tuple(sorted(pipeline[position] for pipeline in pipelines for position in positions))
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a session: from `setup_environment` of a strategy until the next one.
+    """The ranks of a session, which lasts from one `setup_environment` of a strategy to the next.
 
     Attributes:
-        grid: where this rank is among the replicas and stages.
-        device: of this rank.
-        control: collectives of all ranks.
-        pipeline: collectives of the ranks of this rank's pipeline.
+        grid: the coordinates of this rank.
+        device: the device of this rank.
+        control: the collectives of all ranks.
+        pipeline: the collectives of the ranks of this rank's pipeline.
     """
 
     grid: Grid
@@ -129,10 +137,10 @@ class RankStatus:
     """The status of this rank in its run.
 
     Args:
-        report: tells the other ranks of an error.
+        report: reports an error to the other ranks.
 
     Attributes:
-        error: what this rank ends by; None while it goes on.
+        error: the error that ends this rank; None while it runs.
     """
 
     def __init__(self, report: Callable[[BaseException], None]) -> None:
@@ -140,13 +148,13 @@ class RankStatus:
         self._report = report
 
     def report_failure(self, error: BaseException) -> None:
-        """Tell the other ranks that this rank ends by `error`."""
+        """Report to the other ranks that `error` ends this rank."""
         self.error = self.error or error
         self._report(error)
 
     @contextmanager
     def report_errors(self) -> Iterator[None]:
-        """Tell the other ranks at once of an exception in the block."""
+        """Report an exception in the block to the other ranks immediately."""
         try:
             yield
         except BaseException as error:
@@ -154,7 +162,11 @@ class RankStatus:
             raise
 
     def check(self) -> None:
-        """Raise PipelineError if a step of this run has failed and its caller goes on."""
+        """Check that no step of this run has failed.
+
+        Raises:
+            PipelineError: a step has failed, and its caller tries to continue.
+        """
         if self.error is not None:
             raise PipelineError(
                 f"a step of this run has ended in {type(self.error).__name__}, and ranks can't continue together after "

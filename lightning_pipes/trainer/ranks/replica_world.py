@@ -1,16 +1,20 @@
-"""torch's default process group as code of the user's sees it: the replicas of this rank's stages.
+"""torch's default process group as the user's code sees it during a run: the replicas of this rank's stages.
 
-The stages of a pipeline run different parts of a step, and the layers of a stage run on its ranks alone. A collective
-call over all ranks would wait there for ranks that never make it. So the default group of `torch.distributed` is a
-`ReplicaGroup` while a run lasts: the ranks that run the same code on other parts of the data, as all ranks do under
-DDP. With one pipeline it has one member, and its collectives change nothing, as in one process.
+The stages of a pipeline run different parts of a step, and the layers of a stage run only on its own ranks. A
+collective over all ranks would wait there for ranks that never call it. Therefore, the default group of
+`torch.distributed` is a `ReplicaGroup` during a run. Its members are the ranks that run the same code on other parts of
+the data, as all ranks do under DDP. With a single pipeline it has one member, and its collectives change nothing, as in
+a single process.
 
-Hooks run on the ranks of all stages. There a barrier waits for all of them, and a broadcast reaches all of them.
+Hooks run on the ranks of all stages. In a hook, a barrier waits for all of these ranks, and a broadcast reaches all of
+them.
 
-Groups that the user's code makes by `new_group` during the run have replicas as their ranks. In steps, a group that was
-made before the run may be used if all of its ranks are replicas of this stage, and is refused otherwise.
+Groups that the user's code creates with `new_group` during the run have replicas as their ranks. In a step, a group
+that was created before the run can be used if all of its ranks are replicas of this stage. Otherwise, an error is
+raised.
 
-Code of ours that makes process groups or asks for the number of a process uses `all_processes` and `process_rank`.
+Code of lightning_pipes that creates process groups, or that needs the number of a process, uses `all_processes` and
+`process_rank`.
 """
 
 from __future__ import annotations
@@ -36,23 +40,23 @@ from lightning_pipes.trainer.ranks.ranks import Grid
 from lightning_pipes.trainer.ranks.user_lines import user_line, warn_once_per_line
 
 _TO_ALL = ("barrier", "monitored_barrier", "broadcast")
-"""Collectives that reach the ranks of all stages where all of them run the same code."""
+"""Collectives that reach the ranks of all stages if all of these ranks run the same code."""
 _TO_ONE = ("send", "recv")
 _COLLECTIVES = (
     *("all", "barrier", "broadcast", "gather", "monitored_barrier", "recv", "reduce", "scatter", "send"),
     *("_allgather", "_reduce_scatter"),
 )
-"""What the names of methods begin with that send or receive."""
+"""Prefixes of the names of methods that send or receive."""
 
 
 class _Place(threading.local):
-    """The state of the code that this thread runs; each sibling of a job array has a thread.
+    """The state of the code that this thread runs. Each sibling of a job array has its own thread.
 
     Attributes:
-        control: of all ranks, in a thread that runs a training; None in other threads.
+        control: the collectives of all ranks in a thread that runs a training; None in other threads.
         is_in_step: whether the stages run different code, as in `training_step` and in layers.
-        is_cut: whether that code runs for each micro-batch of a training batch.
-        is_alone: whether one rank runs a step that other replicas may not run, as to measure it.
+        is_cut: whether this code runs once for each micro-batch of a training batch.
+        is_alone: whether this rank runs a step that other replicas may not run, for example to measure it.
     """
 
     control: Control | None = None
@@ -75,21 +79,25 @@ def _set_place(**changes: Any) -> Iterator[None]:
 
 
 def in_step(is_cut: bool = False) -> Any:
-    """Return a context for code of the user's that each stage runs a part of.
+    """Return a context for user code of which each stage runs a part.
 
     Args:
-        is_cut: whether it runs for each micro-batch of a training batch.
+        is_cut: whether it runs once for each micro-batch of a training batch.
     """
     return _set_place(is_in_step=True, is_cut=is_cut)
 
 
 def in_hook(on_all_ranks: bool) -> Any:
-    """Return a context for a hook; `on_all_ranks` if the ranks of all stages run it."""
+    """Return a context for a hook.
+
+    Args:
+        on_all_ranks: whether the ranks of all stages run the hook.
+    """
     return _set_place(is_in_step=not on_all_ranks, is_cut=False)
 
 
 def alone() -> Any:
-    """Return a context for steps of the user's that run on this rank, whatever other ranks do."""
+    """Return a context for the user's steps that run on this rank independently of other ranks."""
     return _set_place(is_in_step=True, is_cut=False, is_alone=True)
 
 
@@ -104,13 +112,18 @@ def is_in_step() -> bool:
 
 
 class ReplicaGroup(dist.ProcessGroup):
-    """The ranks that hold the same stages as this one, as torch's default process group.
+    """The ranks that hold the same stages as this rank, as torch's default process group.
 
-    Its ranks are the numbers of the replicas. A collective call of all processes, if there are several replicas.
+    Its rank numbers are the numbers of the replicas. If there are several replicas, creating it is a collective call of
+    all processes.
+
+    Args:
+        grid: the coordinates of this rank.
+        whole: the default group of all processes.
 
     Attributes:
         whole: the default group of all processes.
-        purpose: tells groups of other stages apart.
+        purpose: a name that differs between the groups of different stages.
     """
 
     def __init__(self, grid: Grid, whole: dist.ProcessGroup) -> None:
@@ -130,8 +143,8 @@ class ReplicaGroup(dist.ProcessGroup):
     def rank(self) -> int:
         """Return the number of this rank's replica."""
         group = sys._getframe(1).f_locals.get("group") if sys._getframe(1).f_code is dist.get_rank.__code__ else None
-        if group is not None and group is not self:  # get_rank looks this rank up in it, as the group numbers ranks
-            return dist.get_global_rank(group, group.rank())  # which is 0 in `alone`
+        if group is not None and group is not self:  # get_rank looks up this rank by its number in the group
+            return dist.get_global_rank(group, group.rank())  # group.rank() is 0 in `alone`
         if self._grid.length > 1 and not _place.is_in_step and get_worker_info() is None:
             caller = sys._getframe(1)
             if caller.f_code.co_name == "broadcast_object_list" and self._grid.position:
@@ -144,7 +157,7 @@ class ReplicaGroup(dist.ProcessGroup):
         return 1 if _place.is_alone else self._grid.replicas
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the group behind this one, or of all ranks."""
+        """Call a method of the group of the replicas, or of all ranks."""
         if name in _TO_ALL and not _place.is_in_step and _place.control is not None:
             _place.control.watch.meet(f"torch.distributed.{name}", user_line())
             return self._reach_all(name, _place.control, *args, **kwargs)
@@ -160,7 +173,7 @@ class ReplicaGroup(dist.ProcessGroup):
 
     @property
     def inner(self) -> Any:
-        """The process group of the replicas, or of this rank alone, which is made when it is needed first."""
+        """The process group of the replicas, or of this rank alone. It is created when it is first needed."""
         ranks = (self.whole.rank(),) if _place.is_alone else self._ranks
         if ranks not in self._made:
             with all_processes():
@@ -176,11 +189,17 @@ class ReplicaGroup(dist.ProcessGroup):
                 on_host = tensor.detach().cpu().contiguous()
                 control.broadcast_tensor(on_host, first[0])
                 tensor.detach().copy_(on_host)
-        with alone():  # what it returns has ended
+        with alone():  # the returned work has ended
             return None if name == "monitored_barrier" else self.inner.barrier()
 
     def check(self, name: str) -> None:
-        """Refuse a collective call of replicas, or warn of it, if its result would differ from one process."""
+        """Check a collective call of the replicas.
+
+        If its result can differ from the result in a single process, a warning is shown.
+
+        Raises:
+            PipelineError: the ranks of a stage share the samples of a micro-batch, so they are not replicas.
+        """
         if self._grid.degrees and _place.is_in_step:
             raise PipelineError(
                 f"a collective call of the replicas' process group ({name}) at {user_line()}: "
@@ -196,7 +215,11 @@ class ReplicaGroup(dist.ProcessGroup):
             )
 
     def check_ranks(self, name: str, ranks: Sequence[int]) -> None:
-        """Refuse a collective call of these processes in a step, if some of them run another stage."""
+        """Check that all ranks of a collective call in a step run this stage.
+
+        Raises:
+            PipelineError: some of the ranks run another stage.
+        """
         others = sorted(set(ranks) - set(self._ranks))
         if others:
             raise PipelineError(
@@ -217,12 +240,12 @@ class ReplicaGroup(dist.ProcessGroup):
 
 
 def _is_collective(name: str) -> bool:
-    """Return whether a method of process groups, by its name, sends or receives."""
+    """Return whether a method of process groups sends or receives, according to its name."""
     return name.startswith(_COLLECTIVES)
 
 
 def _delegate() -> None:
-    """Give `ReplicaGroup` the other methods and properties of a process group."""
+    """Add the other methods and properties of a process group to `ReplicaGroup`."""
 
     def make_method(name: str) -> Callable[..., Any]:
         return lambda self, *args, **kwargs: self.call(name, *args, **kwargs)
@@ -240,16 +263,16 @@ _delegate()
 
 
 class _UserGroups:
-    """The process groups that the user's code makes, from `__init__` to `remove`.
+    """The process groups that the user's code creates, from `__init__` to `remove`.
 
-    In steps their collectives are checked, and in `alone` they are answered as if the group had one rank.
+    In steps, their collectives are checked. In `alone`, they behave as if the group had one rank.
 
     Args:
         replicas: the default group.
     """
 
     _of_replicas: WeakSet[Any] = WeakSet()
-    """Groups that were made in an earlier run, whose ranks are numbers of replicas."""
+    """Groups that were created in an earlier run, whose ranks are numbers of replicas."""
 
     def __init__(self, replicas: ReplicaGroup) -> None:
         self._replicas = replicas
@@ -280,7 +303,7 @@ class _UserGroups:
         return call
 
     def _redirect(self, group: Any, name: str = "functional collective") -> Any:
-        """Return the group that serves a collective call of a group of the user's.
+        """Return the group that runs a collective call of a user's group.
 
         Raises:
             PipelineError: not all ranks of the group make this call.
@@ -295,9 +318,9 @@ class _UserGroups:
 
 
 class ReplicaWorld:
-    """Shows a training the replicas in the place of all processes, from `install` to `remove`.
+    """Makes the replicas the default process group of a training, from `install` to `remove`.
 
-    Trainings that share the ranks of one process share the group, too: the last `remove` restores the default group.
+    Trainings that share the ranks of one process also share the group. The last `remove` restores the default group.
     """
 
     _n_installed = 0
@@ -308,7 +331,7 @@ class ReplicaWorld:
         self._is_installed = False
 
     def install(self, grid: Grid, control: Control) -> None:
-        """Make the default process group that of the replicas, for a training in this thread."""
+        """Make the group of the replicas the default process group, for a training in this thread."""
         _place.control = control
         with self._lock:
             if self._is_installed:
@@ -321,7 +344,7 @@ class ReplicaWorld:
                 ReplicaWorld._user_groups = _UserGroups(replicas)
 
     def remove(self) -> None:
-        """Make the default process group that of all processes again; does nothing a second time."""
+        """Make the group of all processes the default process group again. A second call does nothing."""
         _place.control = None
         with self._lock:
             if not self._is_installed:
@@ -349,7 +372,7 @@ class ReplicaWorld:
 
     @staticmethod
     def reduce_decision(decision: bool, all: bool, device: torch.device) -> bool:
-        """Return whether all replicas, or any of them, decide so, in a step."""
+        """Return whether all replicas, or any of them, have a True `decision`, in a step."""
         number = torch.tensor(int(decision), device=device)
         size = 1
         if dist.is_initialized():
@@ -359,7 +382,7 @@ class ReplicaWorld:
 
 
 _groups: dict[tuple[int, ...], ReplicaGroup] = {}
-"""The group of each division of the processes: what is made behind it lasts until the process ends."""
+"""The group of each division of the processes. The process groups behind it last until the process ends."""
 
 
 def _find_group(grid: Grid, whole: Any) -> ReplicaGroup:

@@ -1,5 +1,8 @@
-"""Things that the replicas of a pipeline have in common: averages of what they log, gathered tensors, buffers; and
-tensors that several ranks hold in parts: DTensors, as `fully_shard` and `parallelize_module` make them."""
+"""Operations over the replicas of a pipeline, and tensors that are sharded over several ranks.
+
+Replicas average logged values, gather tensors and synchronize buffers. Sharded tensors are DTensors, as created by
+`fully_shard` and `parallelize_module`.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from lightning_pipes.trainer.ranks.processes import all_processes
 from lightning_pipes.trainer.ranks.ranks import Grid
 from lightning_pipes.trainer.ranks.replica_world import is_alone
 
-if TYPE_CHECKING:  # it takes half a second, and most runs have no shards
+if TYPE_CHECKING:  # the import takes half a second, and most runs have no shards
     from torch.distributed.tensor import DTensor
 
 
@@ -34,7 +37,7 @@ def has_shards(module: nn.Module) -> bool:
 
 
 def is_sharded_over(tensor: torch.Tensor, dimension: str) -> bool:
-    """Return whether ranks along a dimension of the mesh have different parts of a tensor."""
+    """Return whether ranks along a dimension of the mesh hold different parts of a tensor."""
     if not is_distributed(tensor):
         return False
     sharded = cast("DTensor", tensor)
@@ -43,22 +46,23 @@ def is_sharded_over(tensor: torch.Tensor, dimension: str) -> bool:
 
 
 def gather_whole(tree: Any) -> Any:
-    """Return a tree with whole tensors in place of sharded ones. Collective over the ranks that hold the parts."""
+    """Return a tree in which sharded tensors are replaced by whole tensors. Collective over the ranks that hold the
+    parts."""
     return pytree.tree_map(lambda t: t.detach().full_tensor() if is_distributed(t) else t, tree)
 
 
 def gather_uneven(tree: Any) -> Any:
-    """Return a tree with whole tensors in place of unevenly sharded ones. Collective as `gather_whole`.
+    """Return a tree in which unevenly sharded tensors are replaced by whole tensors. Collective like `gather_whole`.
 
-    These are sharded unevenly over two dimensions of the mesh along one axis.
+    A tensor is sharded unevenly if two dimensions of the mesh shard the same axis, and their sizes do not divide it.
     """
     return pytree.tree_map(lambda t: gather_whole(t) if is_distributed(t) and own_box(t) is None else t, tree)
 
 
 def own_box(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return where this rank's shard of a tensor begins in the whole one, and its shape.
+    """Return the offsets of this rank's shard in the whole tensor, and the shape of the shard.
 
-    None if the tensor is not sharded, or its shards are no boxes.
+    The result is None if the tensor is not sharded, or if its shards are not boxes.
     """
     if not is_distributed(tensor):
         return None
@@ -74,7 +78,7 @@ def own_box(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | N
 
 
 def shard_from_local(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard as a part of a tensor that is sharded as another one."""
+    """Return a tensor that is sharded like another one, from this rank's shard."""
     from torch.distributed.tensor import DTensor
 
     assert isinstance(like, DTensor)
@@ -89,7 +93,7 @@ def shard_from_local(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def shard_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a whole tensor, which all ranks have, sharded as another one; no message is sent."""
+    """Return a whole tensor, which all ranks have, as a tensor that is sharded like another one. No message is sent."""
     if not is_distributed(like) or is_distributed(whole):
         return whole
     from torch.distributed.tensor import DTensor, Replicate
@@ -101,12 +105,15 @@ def shard_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def copy_whole(whole: torch.Tensor, into: torch.Tensor) -> None:
-    """Copy the values of a whole tensor into one that may be sharded."""
+    """Copy the values of a whole tensor into a tensor that may be sharded."""
     local_part(into).copy_(local_part(shard_like(whole, into)))
 
 
 def unshard_over(parameter: torch.Tensor, dimension: str) -> nn.Parameter:
-    """Return a parameter that is whole over a dimension of the mesh. Collective over it, unless it is on `meta`."""
+    """Return a parameter that is not sharded over a dimension of the mesh.
+
+    Collective over this dimension, unless the parameter is on `meta`.
+    """
 
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -129,9 +136,9 @@ def unshard_over(parameter: torch.Tensor, dimension: str) -> nn.Parameter:
 
 @contextmanager
 def whole_parameters(part: nn.Module) -> Iterator[None]:
-    """Let a part have whole parameters in place of its shards in the block; each rank then keeps its own shard.
+    """Replace the shards of a module by whole parameters in the block. After it, each rank keeps its own shard.
 
-    So random numbers that the parameters start from are those of one process.
+    The initial random values of the parameters are then equal to the values in a single process.
     """
     shards = {name: p for name, p in part._parameters.items() if p is not None and is_distributed(p)}
     for name, shard in shards.items():
@@ -147,10 +154,10 @@ def whole_parameters(part: nn.Module) -> Iterator[None]:
 
 
 class GatheredStages:
-    """Layers under FSDP2: their weights are gathered once for a batch, and their gradients reduced once.
+    """Layers under FSDP2, whose weights are gathered once per batch, and whose gradients are reduced once per batch.
 
-    Whole weights and gradients of a stage last from its first forward to its last backward. So the collectives of a
-    replica don't depend on its number of micro-batches.
+    The whole weights and gradients of a stage exist from its first forward to its last backward. Therefore, the
+    collectives of a replica do not depend on its number of micro-batches.
 
     Args:
         layers_of_stages: the layers of this rank, by stage.
@@ -180,9 +187,9 @@ class GatheredStages:
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Wrap a batch that no backward follows: whole weights are dropped after it.
+        """Wrap a batch without a backward, and free the whole weights after it.
 
-        Weights that are gathered in inference mode can't be trained later.
+        The weights are gathered outside of inference mode, because otherwise they could not be trained later.
         """
         if not self:
             yield
@@ -205,18 +212,20 @@ DATA_PARALLEL, PIPELINE, TENSOR_PARALLEL = "data_parallel", "pipeline", "tensor_
 
 
 class Replicas:
-    """The ranks that hold the same stages as this one, one in each pipeline.
+    """The ranks that hold the same stages as this rank, one in each pipeline.
 
-    A collective call of all ranks.
+    Collective: all ranks create one together.
 
     Args:
-        control: of all ranks.
-        device: of this rank.
-        has_mesh: whether a mesh is made also where there is one replica without shards.
+        grid: the coordinates of this rank.
+        control: the collectives of all ranks.
+        device: the device of this rank.
+        has_mesh: whether to create a mesh even if there is one replica without shards.
 
     Attributes:
-        mesh: all ranks, by replica, by position in the pipeline, where the last stage comes first, and by shard.
-        has_own_order: returns whether each replica runs batches in an order of its own now.
+        mesh: all ranks by replica, by position in the pipeline with the last stage first, and by shard; None without
+            replicas and shards, unless `has_mesh` is set.
+        has_own_order: returns whether each replica currently runs batches in its own order.
     """
 
     def __init__(self, grid: Grid, control: Control, device: torch.device, has_mesh: bool = False) -> None:
@@ -236,15 +245,18 @@ class Replicas:
         return None if self.mesh is None or self.grid.replicas == 1 else self.mesh.get_group(DATA_PARALLEL)
 
     def reduce(self, value: Any, group: Any = None, op: Any = "mean") -> Any:
-        """Return a tensor, reduced in place over the replicas; every stage of a pipeline holds the same logged values,
-        so there it is left as it is."""
+        """Return a tensor that is reduced in place over the replicas.
+
+        Other values, and tensors of a single replica, are returned unchanged, because all stages of a pipeline have the
+        same logged values.
+        """
         if self.grid.replicas == 1 or not isinstance(value, torch.Tensor):
             return value
         self._check_order()
         return reduce_over(value, group or self._group_of_step, op)
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """Return the tensors of all replicas, stacked; the tensor itself without replicas."""
+        """Return the stacked tensors of all replicas, or the tensor itself if there is one replica."""
         if self.grid.replicas == 1:
             return tensor
         self._check_order()
@@ -256,10 +268,10 @@ class Replicas:
         return dist.group.WORLD if is_alone() else self.group
 
     def _check_order(self) -> None:
-        """Refuse collective calls that replicas would make in different orders.
+        """Check that all replicas make collective calls in the same order.
 
         Raises:
-            PipelineError: batches are under way.
+            PipelineError: batches are in flight in a different order on each replica.
         """
         if self.has_own_order():
             raise PipelineError(
@@ -271,16 +283,22 @@ class Replicas:
             )
 
     def gather_flat(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the 1-D tensors of all replicas, which are equally long: the first axis is replicas. Collective over
-        them."""
+        """Return the 1-D tensors of all replicas, which must have equal lengths, stacked along a first axis of
+        replicas.
+
+        Collective over the replicas.
+        """
         own = flat.to(self._device)
         found = own.new_empty(self.grid.replicas * len(own))
         self._control.start_all_gather_into(found, own, self.group)()
         return found.view(self.grid.replicas, -1).to(flat.device)
 
     def share_shard(self, tensor: torch.Tensor) -> None:
-        """Broadcast a sharded tensor from the first rank of a pipeline, and from the first replica where it has the
-        same shard. Collective."""
+        """Broadcast a sharded tensor from the first rank of a pipeline, and from the first replica if it has the same
+        shard.
+
+        Collective.
+        """
         assert self.mesh is not None, "sharded tensors have a mesh"
         with torch.no_grad():
             dist.broadcast(local_part(tensor), group=self.mesh.get_group(PIPELINE), group_src=0)
@@ -288,7 +306,8 @@ class Replicas:
                 dist.broadcast(local_part(tensor), group=self.mesh.get_group(DATA_PARALLEL), group_src=0)
 
     def reducer(self, layers_of_stages: Mapping[int, Iterable[nn.Module]], holdings: Holdings) -> Reducer | None:
-        """Return a reducer of the gradients of parameters in one stage only; None without replicas."""
+        """Return a reducer of the gradients of parameters that occur in a single stage; None if there is one
+        replica."""
         if self.grid.replicas == 1:
             return None
         parameters = {
@@ -296,7 +315,7 @@ class Replicas:
                 p
                 for layer in layers
                 for p in layer.parameters()
-                if holdings.in_one_stage(p) and not is_sharded_over(p, DATA_PARALLEL)  # FSDP2 reduces these
+                if holdings.in_one_stage(p) and not is_sharded_over(p, DATA_PARALLEL)  # FSDP2 reduces the others
             ]
             for stage, layers in layers_of_stages.items()
         }
@@ -307,12 +326,15 @@ class Replicas:
 
 
 class BufferSync:
-    """Copies buffers that training changes, such as running averages, from the first replica to the others.
+    """Copies buffers that change during training, such as running averages, from the first replica to the other
+    replicas.
 
-    Which ones change is seen in the first batch of every epoch; masks and tables are never sent.
+    The changing buffers are detected in the first batch of every epoch. Constant buffers, such as masks and tables, are
+    not sent.
 
     Args:
-        group: of the ranks that hold the same stages; None where there is one.
+        module: the module with the buffers.
+        group: the process group of the ranks that hold the same stages; None if there is one rank.
     """
 
     def __init__(self, module: nn.Module, group: Any) -> None:
@@ -328,11 +350,11 @@ class BufferSync:
         return self._group is not None
 
     def start_epoch(self) -> None:
-        """Watch in the next batch which buffers change."""
+        """Detect in the next batch which buffers change."""
         self._watching, self._before = True, {}
 
     def before_batch(self) -> None:
-        """Broadcast the changing buffers of the first replica; a collective call."""
+        """Broadcast the changing buffers of the first replica. Collective."""
         if self._group is None or not (self._watching or self._changing):
             return
         buffers = dict(self._module.named_buffers())
@@ -342,15 +364,15 @@ class BufferSync:
             dist.broadcast(buffers[name], group=self._group, group_src=0)
 
     def changing_names(self, prefix: str) -> list[str]:
-        """Return the names of buffers known to change that begin so, without that beginning."""
+        """Return the names of the changing buffers that begin with `prefix`, without this prefix."""
         return [name.removeprefix(prefix) for name in sorted(self._changing) if name.startswith(prefix)]
 
     def follow_names(self, prefix: str, names: Iterable[str]) -> None:
-        """Note that these change, too, by what the former rank of their layer has seen."""
+        """Add buffers of a layer that arrived from another rank, where they were detected to change."""
         self._changing.update(f"{prefix}{name}" for name in names)
 
     def _watch(self, buffers: dict[str, torch.Tensor]) -> None:
-        if not self._before:  # copies: batch_norm does not count its work in place as new versions
+        if not self._before:  # copies, because batch_norm does not increment the version of its buffers
             self._before = {name: b.clone() for name, b in buffers.items()}
             return
         flags = [int(name not in self._before or not torch.equal(self._before[name], b)) for name, b in buffers.items()]

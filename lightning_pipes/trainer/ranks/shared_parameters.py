@@ -1,7 +1,7 @@
-"""Parameters that several ranks hold: those outside the pipelined module, and those tied between stages.
+"""Parameters that several ranks hold: parameters outside of the pipelined module, and parameters shared by stages.
 
-Each holder keeps a copy and sees only its own part of the gradient. The parts are summed before the optimizer steps;
-equal sums and equal optimizer states keep the copies equal.
+Each holder has a copy, and computes only a part of the gradient. The parts are summed before the optimizer steps.
+Because the sums and the optimizer states are equal, the copies stay equal.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from lightning_pipes.trainer.ranks.holdings import Holders, Holdings
 
 
 class SharedParameters:
-    """Parameters that several ranks hold; their gradients are summed over the holders.
+    """Sums the gradients of parameters that several ranks hold over these ranks.
 
-    A collective call of all ranks of `control`; good for as long as no layer moves.
+    Collective over the ranks of `control`. An instance is valid as long as no layer moves.
 
     Args:
-        parameters: those of this rank, without those of a Reducer; what no other rank holds is left alone.
-        control: of all ranks.
+        parameters: the parameters of this rank, without the parameters of a Reducer. Parameters that no other rank
+            holds are ignored.
+        holdings: the placement of the parameters.
+        control: the collectives of all ranks.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], holdings: Holdings, control: Control) -> None:
@@ -42,8 +44,9 @@ class SharedParameters:
         self._sets = self._in_buckets()
 
     def sum_gradients(self) -> None:
-        """Replace the gradient of every shared parameter by the sum over its holders, averaged over the replicas of
-        the pipeline; it stays None where no rank has one.
+        """Replace the gradient of every shared parameter by the sum over its holders, averaged over the replicas.
+
+        The gradient stays None if it is None on all holders.
 
         Raises:
             PipelineError: a gradient is sparse.
@@ -59,7 +62,10 @@ class SharedParameters:
         return [(group, make_buckets(filter(self._trained.is_known, found))) for group, found in self._shared]
 
     def sum_gradients_of(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Replace the gradients of some parameters by sums over their holders, which all call this."""
+        """Replace the gradients of some parameters by the sums over their holders, averaged over the replicas.
+
+        All holders must call this.
+        """
         wanted = {id(p) for p in parameters}
         for group, found in self._shared:
             for bucket in make_buckets(p for p in found if id(p) in wanted):
@@ -74,7 +80,7 @@ class SharedParameters:
 def _by_holders(parameters: Iterable[nn.Parameter], holders: Holders) -> dict[tuple[int, ...], list[nn.Parameter]]:
     here = {id(p): p for p in parameters}
     found: dict[tuple[int, ...], list[nn.Parameter]] = defaultdict(list)
-    for key, positions in holders.items():  # in the order of the whole module, as on the other holders
+    for key, positions in holders.items():  # in the order of the whole module, which is the same on all holders
         if key in here:
             found[positions].append(here[key])
     return dict(sorted(found.items()))

@@ -1,4 +1,4 @@
-"""The number of threads of a rank: its share of the cores of its host."""
+"""The number of threads of a rank, which is its share of the cores of its host."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import torch
 from lightning_pipes.trainer.ranks.control import Control
 
 VARIABLE = "OMP_NUM_THREADS"
-"""The variable by which users set the threads of every process."""
+"""The environment variable with which users set the number of threads of every process."""
 _GROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
 class Cores:
-    """The cores that one process may compute on.
+    """The cores that one process may use.
 
     Attributes:
-        host: of the cores.
-        cores: their numbers.
-        group: of processes that share what is allowed in all, such as a container.
-        allowed: how many cores' worth of time that group gets; None where there is no limit.
+        host: the host of the cores.
+        cores: the numbers of the cores.
+        group: the group of processes that share a CPU limit, such as a container.
+        allowed: the CPU limit of this group, in cores; None without a limit.
     """
 
     host: str
@@ -36,7 +36,7 @@ class Cores:
 
     @classmethod
     def here(cls) -> Cores:
-        """Return the share of this process."""
+        """Return the cores of this process."""
         if hasattr(os, "sched_getaffinity"):
             cores = frozenset(os.sched_getaffinity(0))
         else:
@@ -45,8 +45,11 @@ class Cores:
 
 
 def threads_of_process(mine: Cores, everybody: Sequence[Cores]) -> int:
-    """Return how many threads the process of `mine` has: of each core that it may use, the part that is left to it by
-    the others of `everybody` that may use it too; at least one."""
+    """Return the number of threads of the process that has the cores `mine`, which is at least one.
+
+    Each core is divided evenly among the processes of `everybody` that may use it. The sum of the shares of this
+    process is its number of threads, unless its part of the CPU limit is lower.
+    """
     same_host = [each for each in everybody if each.host == mine.host]
     users = Counter(core for each in same_host for core in each.cores)
     threads = sum(1 / users[core] for core in mine.cores)
@@ -56,14 +59,17 @@ def threads_of_process(mine: Cores, everybody: Sequence[Cores]) -> int:
 
 
 class Threads:
-    """Made before the Trainer launches anything: its launcher sets OMP_NUM_THREADS in the process that launches, where
-    it would look as if the user had."""
+    """Sets the number of threads of this process.
+
+    It must be created before the Trainer launches processes, because the launcher sets OMP_NUM_THREADS in the launching
+    process. After that, the variable would look as if the user had set it.
+    """
 
     def __init__(self) -> None:
         self._given = VARIABLE in os.environ
 
     def share_cores(self, control: Control) -> None:
-        """Let this process compute with its share of threads, unless the user has set their number. Collective."""
+        """Set the number of threads of this process to its share, unless the user has set this number. Collective."""
         mine = Cores.here()
         of_ranks = control.all_gather((mine.host, sorted(mine.cores), mine.group, mine.allowed))
         if not self._given:
@@ -74,7 +80,8 @@ class Threads:
 
 
 def _host() -> str:
-    """Return which machine this is: containers on one have names of their own and share its cores."""
+    """Return an ID of this machine. Containers on one machine share its cores, although they have different host
+    names."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -82,7 +89,7 @@ def _host() -> str:
 
 
 def _limit() -> tuple[str, float | None]:
-    """Return the control group of this process that allows it least, and how many cores' worth of time that is."""
+    """Return the control group with the lowest CPU limit of this process, and this limit in cores."""
     found: list[tuple[float, str]] = []
     for folder in _folders():
         allowed = _allowed(folder)
@@ -93,7 +100,8 @@ def _limit() -> tuple[str, float | None]:
 
 
 def _folders() -> list[Path]:
-    """Return the control groups of this process that may limit its time, of either version, and all around them."""
+    """Return the control groups that may limit the CPU time of this process, of cgroup versions 1 and 2, with their
+    parents."""
     found = []
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
@@ -112,7 +120,7 @@ def _folders() -> list[Path]:
 
 
 def _allowed(folder: Path) -> float | None:
-    """Return how many cores' worth of time the processes of a control group get."""
+    """Return the CPU limit of the processes of a control group, in cores; None without a limit."""
     try:
         if (folder / "cpu.max").exists():
             quota, period = (folder / "cpu.max").read_text().split()
