@@ -54,7 +54,8 @@ def gather_whole(tree: Any) -> Any:
 def gather_uneven(tree: Any) -> Any:
     """Return a tree in which unevenly sharded tensors are replaced by whole tensors. Collective like `gather_whole`.
 
-    A tensor is sharded unevenly if two dimensions of the mesh shard the same axis, and their sizes do not divide it.
+    A tensor is sharded unevenly if two dimensions of the mesh shard the same axis, and the product of their sizes does
+    not divide it.
     """
     return pytree.tree_map(lambda t: gather_whole(t) if is_distributed(t) and own_box(t) is None else t, tree)
 
@@ -315,7 +316,7 @@ class Replicas:
                 p
                 for layer in layers
                 for p in layer.parameters()
-                if holdings.in_one_stage(p) and not is_sharded_over(p, DATA_PARALLEL)  # FSDP2 reduces the others
+                if holdings.in_one_stage(p) and not is_sharded_over(p, DATA_PARALLEL)  # FSDP2 reduces sharded gradients
             ]
             for stage, layers in layers_of_stages.items()
         }

@@ -1,1 +1,1 @@
-"""Layers that change ranks: between two batches, or while batches go on."""
+"""Layers that move to other ranks, between two batches or while batches continue."""

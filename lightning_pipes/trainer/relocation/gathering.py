@@ -1,4 +1,4 @@
-"""The layers of all ranks brought together when a run ends, one message at a time, into the restored parameters."""
+"""Gathers the layers of all ranks when a run ends, one message at a time, into the restored parameters."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from lightning_pipes.trainer.relocation.local_layers import LocalLayers
 from lightning_pipes.trainer.relocation.transfer import move_layers_back
 
 Description = tuple[str, tuple[int, ...], str]
-"""The key, shape and type of a tensor."""
+"""The key, shape and dtype of a tensor."""
 
 _MESSAGE = 1 << 20
-"""Bytes up to which small tensors travel in one message."""
+"""The number of bytes up to which small tensors are sent in one message."""
 
 
 class RankInventory(NamedTuple):
-    """The layers that a rank has and lacks when a run ends.
+    """The layers that a rank has, and the layers that it lacks, when a run ends.
 
     Attributes:
-        host: its machine.
-        available: bytes of free memory there.
-        missing: bytes of the layers that are on other ranks.
-        spread: whether these layers were made on `meta`, or left there by an earlier run.
-        tensors: key, shape and type of each tensor of its layers, in the order in which they are sent.
-        extra: what its layers' `get_extra_state` returns, by name.
+        host: the host of the rank.
+        available: the bytes of free memory on this host.
+        missing: the bytes of the layers that are on other ranks.
+        spread: whether these layers were created on `meta`, or left there by an earlier run.
+        tensors: the key, shape and dtype of each tensor of the rank's layers, in the order in which they are sent.
+        extra: the results of `get_extra_state` of the rank's layers, by name.
     """
 
     host: str
@@ -50,13 +50,16 @@ class RankInventory(NamedTuple):
 
 
 def gather_layers(part: LocalLayers, pipeline: Control, gather: str) -> None:
-    """Bring the layers of other ranks to the ranks that shall have the whole module.
+    """Send the layers of all ranks to the ranks that will have the whole module.
 
-    Collective over the ranks of a pipeline. Only one message more than the restored tensors is in memory at a time:
-    one tensor, or several small ones. The ranks that are left out keep the layers that they had first, and have the
-    others on `meta`.
+    Collective over the ranks of a pipeline. In addition to the restored tensors, only one message at a time is in
+    memory: one tensor, or several small ones. If some ranks do not receive the whole module, layers first move back to
+    the ranks where they were at the beginning of the run. The ranks that do not receive it have the other layers on
+    `meta`.
 
     Args:
+        part: the layers of this rank.
+        pipeline: the collectives of the pipeline.
         gather: "all", "rank0", "none" or "auto"; see `choose_receivers`.
 
     Raises:
@@ -93,12 +96,12 @@ def gather_layers(part: LocalLayers, pipeline: Control, gather: str) -> None:
 
 
 def gather_inventories(cut: CutModule, pipeline: Control) -> list[RankInventory]:
-    """Return what each rank of a pipeline has and lacks."""
+    """Return the inventories of all ranks of a pipeline. Collective."""
     return [RankInventory(*inventory) for inventory in pipeline.all_gather(tuple(describe_inventory(cut)))]
 
 
 def describe_inventory(cut: CutModule) -> RankInventory:
-    """Return what this rank has and lacks."""
+    """Return the inventory of this rank."""
     tensors = [(key, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for key, t in cut.tensors(cut.local)]
     extra = {
         name: part.get_extra_state()
@@ -107,7 +110,7 @@ def describe_inventory(cut: CutModule) -> RankInventory:
         if type(part).get_extra_state is not nn.Module.get_extra_state
     }
     foreign = {*range(len(cut.full))} - {*cut.local}
-    with NoSubclassFunctions():  # stand-ins are in their place, whose functions take long
+    with NoSubclassFunctions():  # stand-ins replace them, and their functions are slow
         missing = sum(t.nbytes for _, t in cut.tensors(foreign) if t.is_meta)
     available = int(psutil.virtual_memory().available)
     return RankInventory(socket.gethostname(), available, missing, cut.stays_spread, tensors, extra)
@@ -116,8 +119,13 @@ def describe_inventory(cut: CutModule) -> RankInventory:
 def choose_receivers(gather: str, inventories: Sequence[RankInventory]) -> Sequence[int]:
     """Return the positions of the ranks that get the whole module.
 
-    By default these are all ranks where half of the free memory of each host has room for what its ranks lack, else
-    the first rank where its host has room, else none. Layers that were made on `meta` stay where they are by default.
+    With "auto", these are all ranks if half of the free memory of each host has room for the layers that its ranks
+    lack. Otherwise, only the first rank is chosen if its host has room, and otherwise no rank. If layers were created
+    on `meta`, "auto" chooses no rank, and the layers stay where they are.
+
+    Args:
+        gather: "all", "rank0", "none" or "auto".
+        inventories: the inventories of all ranks of the pipeline.
     """
     everywhere = range(len(inventories))
     if gather != "auto":
@@ -142,9 +150,9 @@ def choose_receivers(gather: str, inventories: Sequence[RankInventory]) -> Seque
 
 
 def group_tensors(tensors: Iterable[Description]) -> Iterator[list[Description]]:
-    """Yield the tensors in their order, in groups that travel as one message each.
+    """Yield the tensors in order, in groups that are sent as one message each.
 
-    A group holds at most `_MESSAGE` bytes, or one tensor.
+    A group holds at most `_MESSAGE` bytes, or a single tensor.
     """
     group: list[Description] = []
     held = 0
@@ -160,7 +168,7 @@ def group_tensors(tensors: Iterable[Description]) -> Iterator[list[Description]]
 
 
 def pack_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the bytes of these tensors; each but the last is padded."""
+    """Return the bytes of these tensors. Each tensor except the last is padded."""
     parts = [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in tensors]
     for number, part in enumerate(parts[:-1]):
         parts[number] = nn.functional.pad(part, (0, _padded(len(part)) - len(part)))
@@ -168,7 +176,7 @@ def pack_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def unpack_tensors(flat: torch.Tensor, group: Sequence[Description]) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a message; where it has several, each gets memory of its own."""
+    """Yield the tensors of a message. If there are several, each of them gets its own memory."""
     start = 0
     for tensor in group:
         size, (_, shape, dtype) = _count_bytes(tensor), tensor
@@ -178,7 +186,7 @@ def unpack_tensors(flat: torch.Tensor, group: Sequence[Description]) -> Iterator
 
 
 def _empty_bytes(group: Sequence[Description]) -> torch.Tensor:
-    """Return memory for a message with these tensors."""
+    """Return empty memory for a message with these tensors."""
     sizes = [_count_bytes(tensor) for tensor in group]
     return torch.empty(sum(map(_padded, sizes[:-1])) + sizes[-1], dtype=torch.uint8)
 
@@ -189,5 +197,5 @@ def _count_bytes(tensor: Description) -> int:
 
 
 def _padded(size: int) -> int:
-    """Return where the next tensor begins in a message; no number needs more than 16 bytes."""
+    """Return the offset after a tensor of `size` bytes: a multiple of 16 bytes, the size of the largest dtype."""
     return -(-size // 16) * 16

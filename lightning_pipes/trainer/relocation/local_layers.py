@@ -1,6 +1,6 @@
-"""The layers of this rank, with optimizers, reducers and buffers.
+"""The layers of this rank, with their optimizers, reducers and buffers.
 
-When layers change ranks between two windows, the source replaces their weights by stand-ins, and the target takes their
+When layers move between two windows, the source replaces their weights by stand-ins, and the target takes over their
 state. Gradients, clipping, checkpoints and logs read the new placement from `Holdings`.
 """
 
@@ -29,27 +29,30 @@ from lightning_pipes.trainer.ranks.shared_parameters import SharedParameters
 
 
 class LocalLayers:
-    """Layers of this rank, with their optimizers and parameters.
+    """The layers of this rank, with their optimizers and parameters.
 
-    Collective: all ranks make one, and the same calls of it.
+    Collective: all ranks create one, and call its methods in the same order.
 
     Args:
         cut: the module with the layers of this rank.
-        hidden: watches what layers leave where others might look for it.
-        layouts: of the optimizers.
-        shares_rank: whether siblings share the rank.
-        steps_by_batch: whether batches overlap in an order that each replica decides for itself.
+        holdings: the placement of the layers.
+        hidden: watches the objects that layers of several stages share.
+        layouts: the optimizers and the names of their parameters.
+        replicas: the ranks that hold the same stages.
+        ranks: the ranks of the session.
+        shares_rank: whether siblings of a job array share the rank.
+        steps_by_batch: whether batches overlap in an order that each replica chooses for itself.
 
     Attributes:
-        parameters: of this rank.
-        unoptimized: those of them that no optimizer has.
-        device: where they are.
-        layouts: of the optimizers.
-        initial_layers: the layers of the stages when the run began.
+        parameters: the parameters of this rank.
+        unoptimized: the parameters of this rank that no optimizer has.
+        device: the device of the parameters.
+        layouts: the optimizers and the names of their parameters.
+        initial_layers: the layers of each stage at the beginning of the run.
         shared: sums the gradients of parameters that several ranks hold.
-        reducer: averages the gradients of the stages over replicas of the pipeline, if there are any.
-        replica_averages: does so in its place, batch by batch, where replicas have orders of their own.
-        gathered: has FSDP2 gather and reduce its shards of the stages.
+        reducer: averages the gradients of the stages over the replicas of the pipeline, if there are any.
+        replica_averages: replaces `reducer` if replicas have their own orders, and averages gradients batch by batch.
+        gathered: lets FSDP2 gather and reduce its shards of the stages.
         buffers: keeps the buffers of all replicas equal.
     """
 
@@ -79,10 +82,11 @@ class LocalLayers:
         return {number: self.cut.full[number] for number in range(*self.holdings.layers[stage])}
 
     def check_placement(self, layers: Sequence[Span]) -> None:
-        """Check that the stages can have these layers.
+        """Check that the layers of the stages can become `layers`.
 
         Raises:
-            PlanError: see `Holdings.list_moves`; or siblings share this rank, whose memory holds the layers of each.
+            PlanError: see `Holdings.list_moves`; or layers would move while siblings share this rank, whose memory
+                holds the layers of each sibling.
         """
         if self.holdings.list_moves(layers) and self._shares_rank:
             raise PlanError(
@@ -91,9 +95,12 @@ class LocalLayers:
             )
 
     def take_layers(self, layers: Sequence[Span], arrived: Mapping[int, tuple[LayerState, Sequence[str]]]) -> None:
-        """Take the layers of the stages; this rank takes those that have `arrived`.
+        """Change the layers of the stages to `layers`. This rank takes over the layers that have arrived.
 
-        Each has the names of its buffers that change, as `changing` gives them.
+        Args:
+            layers: the new layers of each stage.
+            arrived: for each layer that has arrived, its state and the names of its changing buffers, as returned by
+                `changing_buffers`.
         """
         states = {layer: state for layer, (state, _) in arrived.items()}
         self._disconnect_gradients()
@@ -108,11 +115,11 @@ class LocalLayers:
         self._connect_gradients()
 
     def state_of(self, layer: int, gradients: bool = True) -> LayerState:
-        """Return the state of a layer of this rank; it refers to the tensors."""
+        """Return the state of a layer of this rank. It refers to the tensors, and does not copy them."""
         return LayerState.from_layer(self.cut.full[layer], self.optimizers, gradients)
 
     def parameters_of(self, layer: int) -> dict[str, nn.Parameter]:
-        """Return the parameters of a layer of this rank, by name in it."""
+        """Return the parameters of a layer of this rank, by their names in the layer."""
         return dict(self.cut.full[layer].named_parameters())
 
     def changing_buffers(self, layer: int) -> list[str]:
@@ -121,17 +128,17 @@ class LocalLayers:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Optimizers of this rank."""
+        """The optimizers of this rank."""
         return [layout.optimizer for layout in self.layouts]
 
     def average_by_batch(self, engine: Engine) -> None:
-        """Have the engine average gradients over replicas batch by batch, where they have orders of their own."""
+        """Let the engine average gradients over replicas batch by batch, if replicas have their own orders."""
         if self.replica_averages is not None:
             engine.average_over_replicas(self.replica_averages)
             self._replicas.has_own_order = lambda: engine.is_open
 
     def close(self) -> None:
-        """End the connections by which layers moved, if any did, and those of replicas."""
+        """Close the connections of layer moves and of replicas, if there are any, and remove the reducer."""
         self._replicas.has_own_order = lambda: False
         self._disconnect_gradients()
         for transfer in (self._bulk_transfer, self._replica_transfer):
@@ -140,7 +147,7 @@ class LocalLayers:
 
     @property
     def bulk_transfer(self) -> BulkTransfer:
-        """Return the transfer of whole layers; all ranks make the first call at the same batch."""
+        """The transfer of whole layers. All ranks must access it for the first time at the same batch."""
         if self._bulk_transfer is None:
             grid, watch = self.holdings.grid, self._control.watch
             self._bulk_transfer = BulkTransfer(process_rank(), grid.pipeline, watch)
@@ -159,17 +166,19 @@ class LocalLayers:
 
     @contextmanager
     def around_last_backward(self, stage: int, is_complete: bool) -> Iterator[None]:
-        """Wrap the backward of a stage that ends a batch there.
+        """Wrap the backward of a stage that ends a batch on this stage.
 
         Args:
-            is_complete: whether an optimizer step follows. FSDP2 adds up sharded gradients until then.
+            stage: the stage.
+            is_complete: whether an optimizer step follows. Until then, FSDP2 accumulates sharded gradients.
         """
         reducer = self.reducer if is_complete else None
         with self.gathered.last_backward(stage), nullcontext() if reducer is None else reducer.last_backward(stage):
             yield
 
     def complete_gradients(self) -> None:
-        """Sum gradients over the ranks that share a parameter, and average them over replicas, before a step."""
+        """Sum gradients over the ranks that share a parameter, and average them over replicas, before an optimizer
+        step."""
         self.shared.sum_gradients()
         if self.reducer is not None:
             self.reducer.finish()
@@ -177,10 +186,12 @@ class LocalLayers:
             complete_gradient(parameter)
 
     def group_of(self, optimizer: int, layer: int, name: str) -> int | None:
-        """Return the group in which an optimizer has a parameter, wherever that is; None if it does not have it.
+        """Return the group in which an optimizer has a parameter of any rank; None if it does not have the parameter.
 
         Args:
-            name: of the parameter in the layer.
+            optimizer: the number of the optimizer.
+            layer: the number of the layer.
+            name: the name of the parameter in the layer.
         """
         groups = enumerate(self.layouts[optimizer].whole)
         return next((group for group, names in groups if self._prefix(layer) + name in names), None)
@@ -195,12 +206,12 @@ class LocalLayers:
         self.gathered = GatheredStages({s: self.layers_of(s).values() for s in own})
         self.parameters = list(self.cut.module.parameters())
         self._find_unstepped()
-        several = bool(self.holdings.grid.degrees)  # ranks of a stage
+        several = bool(self.holdings.grid.degrees)  # a stage has several ranks
         rest = [p for p in self.parameters if several or not self.holdings.in_one_stage(p)]
         self.shared = SharedParameters(rest, self.holdings, self._control)
 
     def adopt_groups(self) -> None:
-        """Take the groups of parameters that a hook has given optimizers."""
+        """Take over the parameter groups that a hook has added to the optimizers."""
         for layout in self.layouts:
             layout.keep_local(self.cut.is_foreign)
         self._find_unstepped()

@@ -1,20 +1,22 @@
-"""When layers change ranks in a run, and what its batches do meanwhile.
+"""The moves of layers between ranks during a run, and the way in which batches continue meanwhile.
 
-    blocking    before the next batch; nothing goes on until the layers are there
-    overlapped  their states leave, then their gradients of every step; the target takes those steps, too
-    buffered    their states leave and no layer steps any more: gradients wait for the switch (DynPipe, S V-C1)
+    blocking    The layers move before the next batch. All ranks wait until they have arrived.
+    overlapped  Their states are sent, then their gradients of every step. The target takes these steps, too.
+    buffered    Their states are sent, and no layer steps: gradients wait for the switch (DynPipe, S V-C1).
 
-    batch       4     5     6     7     8     9      The plan says before batch 5 that layers move.
+    batch       4     5     6     7     8     9      The plan decides before batch 5 that layers move.
     overlapped  step  step  step  step  step  step   The target takes the steps of 5 to 7 before batch 8 begins.
-    buffered    step  step  -     -     step  step   All take those of 6 and 7 before batch 8, which ran without them.
+    buffered    step  step  -     -     step  step   All ranks take the steps of 6 and 7 before batch 8.
 
-In the first two ways every weight is at every batch what it would be if nothing moved. In the third the gradients of
-some batches are those of older weights, as many as there were batches in between; they are applied in their order, each
-with the learning rate and all other settings of its batch, clipped as it would have been, one optimizer step for each.
+With the first two modes, every weight has the same values at every batch as if no layer moved. With "buffered", the
+gradients of some batches are computed with older weights, which lack the steps of the batches since the steps began to
+wait. The gradients are applied in the order of the batches, in one optimizer step for each batch, with the learning
+rate and all other settings of this batch, and clipped as they would have been.
 
-All ranks switch before the same batch, with the pipeline drained: once all have received their layers, or after
-MOST_BATCHES batches, where they wait for them. Where weights have to be up to date, no step stays late: validation,
-checkpoints, the end of an epoch and of training wait for the transfer to end if steps wait for it.
+All ranks switch before the same batch, with a drained pipeline. They switch as soon as all ranks have received their
+layers. After MOST_BATCHES batches, they wait for the layers. When weights have to be up to date, no step may be late:
+if steps wait for the transfer, then validation, checkpoints, the end of an epoch and the end of training wait for it,
+too.
 """
 
 from __future__ import annotations
@@ -40,24 +42,26 @@ from lightning_pipes.trainer.relocation.local_layers import LocalLayers
 from lightning_pipes.trainer.relocation.transfer import DeferredSteps, LayerTransfer, move_layers
 
 MOST_BATCHES = 32
-"""Batches during which layers travel: so many gradients of theirs are kept at most, or of all layers where steps
-wait."""
+"""The largest number of batches during which layers travel.
+
+It limits the number of gradients that are kept: of the layers that travel, or of all layers if steps wait.
+"""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class MoveRecord:
-    """A move that is over.
+    """A move that has ended.
 
     Attributes:
-        layers: that changed ranks.
-        began: the first batch that ran while they travelled; without any, that before which they moved.
-        ended: the first one that ran with the layers where they are now.
-        late: the number of batches whose steps waited, or which the target of the layers has stepped, too.
-        again: layers that this rank received a second time.
-        seconds: from its beginning to its end.
-        waited: the part of them in which no batch could run.
-        stages: the number of layers that each stage has since.
+        layers: the layers that have changed ranks.
+        began: the first batch that ran while they travelled. If no batch did, the batch before which they moved.
+        ended: the first batch that ran with the layers in their new places.
+        late: the number of batches whose steps waited, or were also taken by the target of the layers.
+        again: the number of layers that this rank received a second time.
+        seconds: the duration of the move.
+        waited: the part of this duration in which no batch could run.
+        stages: the new number of layers of each stage.
     """
 
     layers: tuple[int, ...]
@@ -78,26 +82,29 @@ class MoveRecord:
 
 
 class LayerRelocation:
-    """The moves of one run on this rank. Collective: all ranks make one, and the same calls of it.
+    """The moves of one run on this rank.
 
-    Before each batch: `is_over`, or a new answer of the planner; then `plans_for`, which may have layers leave. A run
-    ends a move by `finish_move`, between two windows, and switches to the plans that this returns.
+    Collective: all ranks create one, and call its methods in the same order. Before each batch, a run calls `is_over`,
+    or gets a new answer of the planner. It then calls `plans_for`, which may begin a move. A run ends a move between
+    two windows by `finish_move`, and switches to the plans that this method returns.
 
     Args:
-        control: of all ranks.
-        mode: how they move: BLOCKING, OVERLAPPED or BUFFERED.
-        plans: those of the run.
+        trainer: the trainer of the run.
+        part: the layers of this rank.
+        control: the collectives of all ranks.
+        mode: the way in which layers move: BLOCKING, OVERLAPPED or BUFFERED.
+        plans: the plans of the run.
 
     Attributes:
-        moved: the moves so far.
-        max_lag: how many batches ranks may be apart.
-        keeps_gradients: whether those that parameters have between two batches still count.
-        is_asynchronous: stages step apart.
-        is_moving: layers travel.
-        is_ending: a move is about to end: no further batch runs before it does.
+        moved: the moves until now.
+        max_lag: the largest number of batches by which ranks may be apart.
+        keeps_gradients: whether the gradients that parameters have between two batches still count.
+        is_asynchronous: whether each stage steps independently of the other stages.
+        is_moving: whether layers travel.
+        is_ending: whether a move is about to end. No further batch runs before its end.
 
     Raises:
-        PipelineError: steps can't wait with this precision.
+        PipelineError: the mode is BUFFERED, and the precision does not allow steps to wait.
     """
 
     def __init__(self, trainer: pl.Trainer, part: LocalLayers, control: Control, mode: str, plans: Plans) -> None:
@@ -107,7 +114,7 @@ class LayerRelocation:
         self.is_asynchronous = False
         self.is_ending = self.is_moving = False
         self._trainer, self._part, self._control, self._mode = trainer, part, control, mode
-        self._plans = self._target_plans = plans  # of the last batch; where layers travel to
+        self._plans = self._target_plans = plans  # of the last batch, and of the target of a move
         self._transfer: LayerTransfer | None = None
         self._late = DeferredSteps()
         self._sent_batches: set[int] = set()
@@ -122,10 +129,13 @@ class LayerRelocation:
             )
 
     def check_layers_stay(self, why: str) -> None:
-        """Refuse ways in which layers travel while batches go on.
+        """Check that layers do not travel while batches continue.
+
+        Args:
+            why: the reason why this is not possible, for the error.
 
         Raises:
-            PipelineError: the way is one of them.
+            PipelineError: the mode is not BLOCKING.
         """
         if self._mode != BLOCKING:
             raise PipelineError(
@@ -134,11 +144,14 @@ class LayerRelocation:
 
     @property
     def may_defer_steps(self) -> bool:
-        """Whether steps wait while layers travel, so that weights are not up to date."""
+        """Whether steps wait while layers travel, so that weights are not always up to date."""
         return self._mode == BUFFERED
 
     def plans_for(self, wanted: Plans, number: int) -> Plans:
-        """Return the plans that order batch `number`: those `wanted`, unless layers travel to where these have them."""
+        """Return the plans that order batch `number`.
+
+        These are the `wanted` plans, unless layers have to travel before these plans can be used.
+        """
         if self._transfer is None:
             if self._mode == BLOCKING or wanted.layers in ((), self._part.holdings.layers):
                 self._plans = wanted
@@ -147,14 +160,14 @@ class LayerRelocation:
         return self._plans
 
     def is_over(self, wanted: Plans, number: int) -> bool:
-        """Return whether the move ends before batch `number`; all ranks get the same answer.
+        """Return whether the move ends before batch `number`. All ranks get the same answer.
 
-        It does if other plans are wanted, all layers have arrived, or it takes too long.
+        It ends if other plans are wanted, if all layers have arrived, or if it takes too long.
         """
         return wanted is not self._target_plans or self._can_end(number)
 
     def move_now(self, layers: Sequence[Span]) -> None:
-        """Bring the layers to where these stages have them, while all ranks wait."""
+        """Move the layers to the stages that should have them, while all ranks wait."""
         begun = read_seconds()
         moves = self._part.holdings.list_moves(layers)
         move_layers(self._part, layers, self.keeps_gradients)
@@ -162,20 +175,23 @@ class LayerRelocation:
         self._record_move(MoveRecord(tuple(m.layer for m in moves), number, number, 0, 0, took, took, _sizes(layers)))
 
     def defers_steps(self) -> bool:
-        """Return whether steps wait, where all stages step at the same time."""
+        """Return whether steps wait now, for a schedule in which all stages step at the same time."""
         return self._mode == BUFFERED and self._transfer is not None and self._transfer.has_left
 
     def before_step(self, number: int) -> None:
-        """Send the states of layers that travel, for a stage of a stream is about to step for that batch."""
+        """Send the states of the layers that travel, before a stage of a stream steps for batch `number`."""
         if self._transfer is not None and number >= self._began and not self._transfer.has_left:
             self._transfer.send_states()
 
     def defer_step(self, number: int, which: int, optimizer: Optimizer, layers: Collection[int]) -> bool:
-        """Send the step of optimizer `which` for a batch to the ranks to which its layers travel; return whether it
-        waits.
+        """Send the step of optimizer `which` for a batch to the targets of the layers that travel, and return whether
+        it waits.
 
         Args:
-            layers: those of this rank that it would step, by the gradients that their parameters have.
+            number: the number of the batch.
+            which: the number of the optimizer.
+            optimizer: the optimizer.
+            layers: the layers of this rank that it would step with their current gradients.
         """
         if self._transfer is None or not self._transfer.has_left:
             return False
@@ -184,7 +200,7 @@ class LayerRelocation:
         return self._mode == BUFFERED
 
     def stop_sending(self) -> None:
-        """Prepare for `finish_move`: no further batch runs before it, and the window is drained."""
+        """Prepare for `finish_move`: the window is drained, and no further batch runs before it."""
         self.is_ending = True
         for answer in self._pending:
             answer()
@@ -193,7 +209,8 @@ class LayerRelocation:
         self._paused_at = read_seconds()
 
     def finish_move(self) -> Plans:
-        """Wait until all layers are where they are to be and no step is late, and return the plans of the run now."""
+        """Wait until all layers are in their new places and no step is late, and return the plans that the run uses
+        now."""
         transfer = self._transfer
         assert transfer is not None
         transfer.end(self._late, self.keeps_gradients)
@@ -201,7 +218,7 @@ class LayerRelocation:
         return self._plans
 
     def record_end(self, number: int) -> None:
-        """Keep the record of the move that has ended before batch `number`."""
+        """Record the move that has ended before batch `number`."""
         transfer, self._transfer, self.is_ending, self.is_moving = self._transfer, None, False, False
         assert transfer is not None
         now, layers = read_seconds(), tuple(m.layer for m in transfer.moves)
@@ -219,7 +236,7 @@ class LayerRelocation:
         _log.debug("move: layers %s leave at batch %d", [m.layer for m in self._transfer.moves], number)
         self._pending.clear()
         self._sent_batches.clear()
-        if self.is_asynchronous:  # which tells of every step
+        if self.is_asynchronous:  # the stream reports every step
             return
         optimizers = self._part.optimizers
         self._hooks = [o.register_step_post_hook(partial(self._follow_step, n)) for n, o in enumerate(optimizers)]
@@ -227,7 +244,7 @@ class LayerRelocation:
             self._transfer.send_states()
 
     def _follow_step(self, which: int, optimizer: Optimizer, *_: Any) -> None:
-        """Follow the step of an optimizer of a schedule that flushes."""
+        """Handle the step of an optimizer, with a schedule that flushes."""
         transfer, part = self._transfer, self._part
         assert transfer is not None
         if transfer.has_left:
@@ -237,7 +254,7 @@ class LayerRelocation:
             transfer.send_states()  # steps wait from the next batch on
 
     def _can_end(self, number: int) -> bool:
-        """Return whether all ranks know that everything has arrived, or it takes too long."""
+        """Return whether all ranks have received everything, or the move takes too long."""
         assert self._transfer is not None
         self._pending.append(self._control.start_any(not self._transfer.has_arrived))
         if number - self._began >= MOST_BATCHES:

@@ -1,14 +1,15 @@
-"""Layers on their way from rank to rank: all at once while all ranks wait, or ahead of the switch while batches go on.
+"""Layers that travel between ranks: while all ranks wait, or before the switch while batches continue.
 
-    source   trains the layer:  its state as it is now --->   gradients of every step since --->   the rest ---> |
-    target   trains without it                                                 takes those steps, when all is there |
+    source   trains the layer:  its current state --->   the gradients of every step since --->   the rest ---> |
+    target   trains without it                           takes these steps as soon as everything has arrived    |
 
-Weights, buffers, gradients and optimizer states travel as parcels. They arrive before anything changes on any rank, so
-a rank that fails meanwhile ends the run as it always does. Nothing random moves: random numbers depend on the layer.
+Weights, buffers, gradients and optimizer states are sent as parcels. They arrive before anything changes on any rank,
+so a rank that fails in the meantime ends the run in the same way as at any other time. Random states are not sent,
+because random numbers depend on the layer.
 
-The source keeps the state of a layer until the target has confirmed by a checksum that it has the same: weights may
-have been changed by something else than steps. What differs is sent once more. Optimizer steps of a layer
-that is under way may be taken later than their batches, in the order of these.
+The source keeps the state of a layer until the target has confirmed with a checksum that its state is the same. The
+states can differ if weights were changed by anything other than steps. A state that differs is sent again. The
+optimizer steps of a layer that travels may be taken later than their batches, but in the order of the batches.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from lightning_pipes.trainer.ranks.processes import process_rank
 from lightning_pipes.trainer.relocation.local_layers import LocalLayers
 
 GroupSettings = list[dict[str, Any]]
-"""The learning rate and all other settings of an optimizer's groups, by group."""
+"""The settings of each group of an optimizer, such as the learning rate."""
 Gradients = dict[torch.Tensor, torch.Tensor]
-"""By parameter."""
+"""Gradients by parameter."""
 _OF_THIS_RANK = ("params", "param_names")
 
 
@@ -47,7 +48,7 @@ def settings_of(optimizer: Optimizer) -> GroupSettings:
 
 @contextmanager
 def with_settings(optimizer: Optimizer, settings: GroupSettings) -> Iterator[None]:
-    """Give the groups of an optimizer these settings in the block."""
+    """Replace the settings of an optimizer's groups in the block."""
     now = settings_of(optimizer)
     _put_settings(optimizer, settings)
     yield
@@ -60,12 +61,13 @@ def _put_settings(optimizer: Optimizer, settings: GroupSettings) -> None:
 
 
 def _keep_gradients() -> float:
-    """Act as the closure of a late step with known gradients; its loss is unknown."""
+    """Serve as the closure of a late step, whose gradients are already known. The loss is unknown."""
     return math.nan
 
 
 class DeferredSteps:
-    """Optimizer steps that are taken later: by batch and optimizer, the gradients and the settings of that time."""
+    """Optimizer steps that are taken later, with the gradients and the settings of their time, by batch and
+    optimizer."""
 
     def __init__(self) -> None:
         self._steps: dict[tuple[int, int], tuple[GroupSettings, Gradients]] = {}
@@ -73,15 +75,22 @@ class DeferredSteps:
     def add(
         self, batch: int, number: int, settings: GroupSettings, gradients: Mapping[torch.Tensor, torch.Tensor]
     ) -> None:
-        """Have optimizer `number` step these parameters for a batch, too."""
+        """Add a step of these parameters by an optimizer for a batch.
+
+        Args:
+            batch: the number of the batch.
+            number: the number of the optimizer.
+            settings: the settings of the optimizer's groups.
+            gradients: the gradients by parameter.
+        """
         self._steps.setdefault((batch, number), (settings, {}))[1].update(gradients)
 
     def add_gradients(self, batch: int, number: int, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Add more gradients to a step that was added."""
+        """Add more gradients to a step that has been added."""
         self._steps[batch, number][1].update(gradients)
 
     def apply(self, optimizers: Sequence[Optimizer]) -> None:
-        """Take all steps, batch by batch; gradients that the parameters have stay."""
+        """Take all steps, batch by batch. The current gradients of the parameters are kept."""
         parameters = [p for o in optimizers for group in o.param_groups for p in group["params"]]
         held = [p.grad for p in parameters]
         for p in parameters:
@@ -103,21 +112,23 @@ _log = logging.getLogger(__name__)
 
 
 class LayerTransfer:
-    """The layers that change ranks for the stages to have `layers`, as one rank sees them.
+    """The transfer of the layers that have to move so that the stages get `layers`, as one rank sees it.
 
-    Collective: all ranks make one, and the same calls of it, each of `send_step` for the same batches.
+    Collective: all ranks create one, and call its methods in the same order, with `send_step` for the same batches.
 
     Args:
-        defers_steps: the steps of all layers wait until the transfer ends; otherwise those that travel step at the
-            source.
-        number: of this transfer among those of the training.
+        part: the layers of this rank.
+        layers: the new layers of each stage.
+        defers_steps: whether the steps of all layers wait until the transfer ends. Otherwise, the layers that travel
+            still step at the source.
+        number: the number of this transfer in the training.
 
     Attributes:
-        moves: the layers that travel, with their target.
-        n_resent: how many layers this rank was sent a second time.
+        moves: the layers that travel, with their source and target.
+        n_resent: the number of layers that this rank has received a second time.
 
     Raises:
-        PlanError: see `LocalLayers.check_placement`, or this rank can't take a layer.
+        PlanError: see `LocalLayers.check_placement`; or this rank can't take over a layer.
     """
 
     def __init__(self, part: LocalLayers, layers: Sequence[Span], defers_steps: bool = False, number: int = 0) -> None:
@@ -140,26 +151,26 @@ class LayerTransfer:
             self._states = {layer: self._expect(source, layer, "state") for layer, source in self._arriving.items()}
 
     def send_states(self) -> None:
-        """Send the states as they are now; `send_step` sends every step after this."""
+        """Send the current states. After this, `send_step` sends every step."""
         self._has_left = True
         for layer, target in self._leaving.items():
             state: Any = vars(self._part.state_of(layer, gradients=False))
-            if not self._defers_steps:  # it changes while it travels
+            if not self._defers_steps:  # the state changes while it travels
                 state = pytree.tree_map_only(torch.Tensor, torch.clone, state)
             self._send(target, layer, "state", state)
         fault_point("move.launched")
 
     @property
     def has_left(self) -> bool:
-        """Whether the states are on their way."""
+        """Whether the states have been sent."""
         return self._has_left
 
     @property
     def has_arrived(self) -> bool:
-        """Whether this rank has received all states and steps but the latest.
+        """Whether this rank has received all states, and all steps except the steps of the latest batch.
 
         Raises:
-            PeerFailure: a rank has failed.
+            PeerFailure: another rank has failed.
         """
         latest = max((batch for batch, _, _ in self._steps), default=-1)
         steps = (handle for (batch, _, _), handle in self._steps.items() if batch < latest)
@@ -168,9 +179,16 @@ class LayerTransfer:
     def send_step(
         self, batch: int, number: int, optimizer: Optimizer, layers: Collection[int], deferred: DeferredSteps
     ) -> None:
-        """Send the gradients by which optimizer `number` steps these `layers` of the rank for a batch.
+        """Send the gradients with which an optimizer steps `layers` of this rank for a batch.
 
-        Where steps are deferred, the gradients are kept for later, and the parameters lose theirs.
+        If steps are deferred, the gradients are kept for later, and the gradients of the parameters become None.
+
+        Args:
+            batch: the number of the batch.
+            number: the number of the optimizer.
+            optimizer: the optimizer.
+            layers: the layers that it steps.
+            deferred: receives the steps that have to be taken later.
         """
         fault_point("move.step")
         gradients = {p: p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
@@ -190,14 +208,15 @@ class LayerTransfer:
                     p.grad = None
 
     def end(self, deferred: DeferredSteps, gradients: bool = True) -> None:
-        """Finish the transfer: the layers are in their new places, and deferred steps are taken. No window is open.
+        """Finish the transfer: move the layers to their new places, and take the deferred steps. No window may be open.
 
         Args:
-            gradients: whether those that parameters have now are to travel, too.
+            deferred: the steps to take.
+            gradients: whether the current gradients of the parameters travel, too.
 
         Raises:
-            PlanError: a layer has something that can't be sent.
-            PeerFailure: a rank has failed.
+            PlanError: a layer has content that can't be sent.
+            PeerFailure: another rank has failed.
         """
         part, kept = self._part, {layer: self._part.state_of(layer, gradients) for layer in self._leaving}
         for layer, target in self._leaving.items():
@@ -231,7 +250,7 @@ class LayerTransfer:
         fault_point("move.ended")
 
     def _compare(self, sums: dict[int, int], kept: dict[int, LayerState]) -> None:
-        """Wait until the states of the layers equal those at the source."""
+        """Compare the states of the layers with their states at the source, and wait until they are equal."""
         if not self._has_left:
             return
         part = self._part
@@ -263,18 +282,21 @@ class LayerTransfer:
 
 
 def move_layers(part: LocalLayers, layers: Sequence[Span], gradients: bool = True) -> None:
-    """Move layers to the ranks of these stages, with no window open.
+    """Move layers to the ranks of these stages, while no window is open and all ranks wait. Collective.
 
-    All ranks wait for arrival. Collective.
+    Args:
+        part: the layers of this rank.
+        layers: the new layers of each stage.
+        gradients: whether the current gradients of the parameters travel, too.
 
     Raises:
-        PlanError: see `LocalLayers.check_placement`, or a layer has something that can't be sent.
-        PeerFailure: a rank has failed.
+        PlanError: see `LocalLayers.check_placement`; or a layer has content that can't be sent.
+        PeerFailure: another rank has failed.
     """
     if layers != part.holdings.layers:
         LayerTransfer(part, layers).end(DeferredSteps(), gradients)
 
 
 def move_layers_back(part: LocalLayers) -> None:
-    """Move the layers back to where they were when the run began, where the next run expects them."""
+    """Move the layers back to their places at the beginning of the run, where the next run expects them."""
     move_layers(part, part.initial_layers)
