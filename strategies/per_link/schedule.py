@@ -67,7 +67,7 @@ def forwards_ahead(plan: Plan, name: str, extra: Sequence[int]) -> tuple[int, ..
 
     Args:
         plan: the plan of the stages.
-        name: the name of the schedule, for the error.
+        name: the name of the schedule, used in the error message.
         extra: additional micro-batches for each link; empty for none.
 
     Raises:

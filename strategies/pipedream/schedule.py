@@ -23,18 +23,18 @@ from lightning_pipes.ir.program import Row
 
 @dataclass(frozen=True)
 class PipeDream(Schedule):
-    """Asynchronous 1F1B with weight stashing (Narayanan et al. 2019, SOSP, S3.2 and S3.3): the next batch enters while
-    earlier batches are still on their way back, so that no rank idles once the pipeline is full.
+    """Asynchronous 1F1B with weight stashing (Narayanan et al. 2019, SOSP, S3.2 and S3.3).
 
-    With one micro-batch per batch, as in the paper, a batch reads weights on stage s of p that lack the last p - 1 - s
-    updates, and its backward uses the same weights as its forward. Each stage keeps p - s versions of the weights. With
-    m micro-batches per batch, all of them read the weights that the first one has read. The batch then misses only
-    ceil((p - 1 - s) / m) updates, and the stage keeps one version more than this number.
+    The next batch enters while earlier batches are still on their way back, so that no rank idles once the pipeline is
+    full. With one micro-batch per batch, as in the paper, a batch reads weights on stage s of p that lack the last p -
+    1 - s updates, and its backward uses the same weights as its forward. Each stage keeps p - s versions of the
+    weights. With m micro-batches per batch, all of them read the weights that the first one has read. The batch then
+    misses only ceil((p - 1 - s) / m) updates, and the stage keeps one version more than this number.
 
     Attributes:
-        predict: whether a batch reads the predicted weights W - s lr v instead of W. They are extrapolated with the
-            momentum v of the optimizer over the s updates that the batch would otherwise miss (SpecTrain, Chen et al.
-            2018, arXiv:1809.02839; with Adam as in XPipe, Guan et al. 2019, arXiv:1911.04610).
+        predict: whether a batch reads predicted weights W - s lr v instead of W. The momentum v of the optimizer
+            extrapolates the weights over the s updates that the batch would miss without the prediction (SpecTrain,
+            Chen et al. 2018, arXiv:1809.02839; with Adam as in XPipe, Guan et al. 2019, arXiv:1911.04610).
 
     Raises:
         PlanError: a rank has several stages, spans differ between stages or directions, the backward is split, or the
@@ -66,7 +66,7 @@ def endless_1f1b(plan: Plan, name: str, late_steps: bool = False) -> Program:
 
     Args:
         plan: the plan of one batch.
-        name: the name of the schedule, for the errors.
+        name: the name of the schedule, used in error messages.
         late_steps: whether the STEP of the last stage waits for the first forward of the next batch, which then still
             reads the old weights. By default, a STEP follows the last backward of its batch.
 

@@ -11,11 +11,10 @@ from lightning_pipes.strategies.pipedream import endless_1f1b
 
 @dataclass(frozen=True)
 class PipeDream2BW(Schedule):
-    """PipeDream with double-buffered weights (Narayanan et al. 2021, arXiv:2006.09503, S3.1): the gradients of the m
-    micro-batches of a batch are summed before one update, and every batch reads the same version of the weights on all
-    stages.
+    """PipeDream with double-buffered weights (Narayanan et al. 2021, arXiv:2006.09503, S3.1).
 
-    This version lacks the update of the previous batch: W(t + 1) = W(t) - lr dL(W(t - 1)). Every stage therefore keeps
+    The gradients of the m micro-batches of a batch are summed before one update. On all stages, every batch reads the
+    weights that lack the update of the previous batch: W(t + 1) = W(t) - lr dL(W(t - 1)). Every stage therefore keeps
     two versions and misses one update, if m is at least p - 1 (the paper requires p). The last stage would not miss an
     update, so its update is delayed until the first forward of the next batch.
 

@@ -109,7 +109,7 @@ def check_limits(plan: Plan, name: str, limits: Sequence[int]) -> None:
 
     Args:
         plan: the plan of the stages.
-        name: the name of the schedule, for the error.
+        name: the name of the schedule, used in the error message.
         limits: the number of samples that each stage may hold.
 
     Raises:

@@ -362,9 +362,10 @@ class Control:
         return self.start_all_gather(obj)()
 
     def start_all_gather(self, obj: Any) -> PendingGather[list[Any]]:
-        """Start `all_gather`; what it returns waits for the objects.
+        """Start `all_gather`, and return the gather of the objects.
 
-        Where one of them is long, that is a collective call, too, and they never count as arrived.
+        If an object does not fit into a first message, completing the gather is another collective call, and
+        `has_arrived` stays False until then.
         """
         if self.size == 1:
             return PendingGather.at_once([obj])

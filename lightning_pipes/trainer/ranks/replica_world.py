@@ -331,7 +331,7 @@ class ReplicaWorld:
         self._is_installed = False
 
     def install(self, grid: Grid, control: Control) -> None:
-        """Make the group of the replicas the default process group, for a training in this thread."""
+        """Make the group of the replicas the default process group. The training runs in the calling thread."""
         _place.control = control
         with self._lock:
             if self._is_installed:

@@ -155,7 +155,7 @@ def whole_parameters(part: nn.Module) -> Iterator[None]:
 
 
 class GatheredStages:
-    """Layers under FSDP2, whose weights are gathered once per batch, and whose gradients are reduced once per batch.
+    """Layers under FSDP2. Their weights are gathered once per batch, and their gradients are reduced once per batch.
 
     The whole weights and gradients of a stage exist from its first forward to its last backward. Therefore, the
     collectives of a replica do not depend on its number of micro-batches.
@@ -369,7 +369,7 @@ class BufferSync:
         return [name.removeprefix(prefix) for name in sorted(self._changing) if name.startswith(prefix)]
 
     def follow_names(self, prefix: str, names: Iterable[str]) -> None:
-        """Add buffers of a layer that arrived from another rank, where they were detected to change."""
+        """Add the changing buffers of a layer that arrived from another rank, as detected by that rank."""
         self._changing.update(f"{prefix}{name}" for name in names)
 
     def _watch(self, buffers: dict[str, torch.Tensor]) -> None:

@@ -132,7 +132,7 @@ class LayerRelocation:
         """Check that layers do not travel while batches continue.
 
         Args:
-            why: the reason why this is not possible, for the error.
+            why: the reason why this is not possible, used in the error message.
 
         Raises:
             PipelineError: the mode is not BLOCKING.
@@ -175,7 +175,7 @@ class LayerRelocation:
         self._record_move(MoveRecord(tuple(m.layer for m in moves), number, number, 0, 0, took, took, _sizes(layers)))
 
     def defers_steps(self) -> bool:
-        """Return whether steps wait now, for a schedule in which all stages step at the same time."""
+        """Return whether steps wait now. This is for schedules in which all stages step at the same time."""
         return self._mode == BUFFERED and self._transfer is not None and self._transfer.has_left
 
     def before_step(self, number: int) -> None:
