@@ -87,8 +87,8 @@ class Interleaved(Schedule):
     def _rounds(spans: tuple[Span, ...], p: int) -> list[tuple[Span, ...]]:
         """Return the rounds: groups of micro-batches that all pass one stage of a rank before its next stage begins.
 
-        A round has p micro-batches, or a few more if p does not divide m. In a round of fewer than p, the first
-        micro-batch would not be back in time for the next stage, and ranks would wait.
+        A round has p micro-batches, or a few more if p does not divide m. A shorter last round could wait for its own
+        micro-batches, which have not yet passed the other ranks when the next stage needs them.
         """
         sizes = sorted((c.rows for c in even_spans(len(spans), max(1, len(spans) // p))), reverse=True)
         ends = list(accumulate(sizes))

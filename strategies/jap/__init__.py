@@ -2,7 +2,7 @@
 
 `stream_jobs` simulates an array that runs without rounds. It predicts the duration of an array, and implements the
 schedule "jap". `ArrayProblem` is the iteration that the paper orders, and `solve_array` searches for an order of its
-blocks. The module that trains the siblings of an array is `lightning_pipes.arrays`.
+blocks. The siblings of an array are trained by `lightning_pipes.arrays`.
 """
 
 from lightning_pipes.strategies.jap.problem import ArrayProblem, ArraySolution, problem_from_plan

@@ -52,8 +52,10 @@ class PerLink(Schedule):
 
     @classmethod
     def list_variants(cls, n_ranks: int, microbatches: int) -> list[PerLink]:
-        """Return an empty list, because the number of ranks does not determine which links are slow; see
-        `extra_for`."""
+        """Return an empty list, because a planner does not know which links are slow before it has costs.
+
+        `extra_for` computes `extra` from costs.
+        """
         return []
 
     def program(self, plan: Plan) -> Program:

@@ -27,8 +27,10 @@ _SLICE = timedelta(milliseconds=200)
 _PROMPT = timedelta(milliseconds=2)
 """The slice of a wait with `idle`: the time in which other ranks answer if they have nothing else to do."""
 _FIRST = 16384
-"""The size in bytes of the first message of an object. A longer object needs a second message. Random states and small
-reports fit into the first one."""
+"""The size in bytes of the first message of an object.
+
+A longer object needs a second message. Random states and small reports fit into the first one.
+"""
 _LENGTH = 8
 _MOST_LEAVING = 8
 """The number of messages in flight to other ranks for which a rank does not wait."""
@@ -123,8 +125,10 @@ class Control:
         return self.ranks.index(process_rank())
 
     def connect(self, purpose: str = "") -> Any:
-        """Make the connections if they do not exist, and return their process group. All ranks of the job must call
-        it."""
+        """Make the connections if they do not exist, and return their process group.
+
+        All ranks of the job must call it.
+        """
         if purpose not in self._group_of_purpose:
             group = self._group_of_purpose[purpose] = self._connect(purpose)
             if not purpose:
@@ -132,8 +136,10 @@ class Control:
         return self._group_of_purpose[purpose]
 
     def connect_broadcasts(self) -> Any:
-        """Make the connections of `prepare_broadcast` if they do not exist, and return their process group; see
-        `connect`."""
+        """Make the connections of `prepare_broadcast` if they do not exist, and return their process group.
+
+        All ranks of the job must call it.
+        """
         self.connect()
         return self.connect(_PREPARED)
 
@@ -169,8 +175,10 @@ class Control:
         return self._part
 
     def ended(self, position: int) -> bool:
-        """Return whether the process of a rank is known to have ended. For a process on another host, this is always
-        False."""
+        """Return whether the process of a rank is known to have ended.
+
+        For a process on another host, this is always False.
+        """
         return self.watch.has_ended(self.ranks[position])
 
     def close(self) -> None:
@@ -182,8 +190,7 @@ class Control:
         close_all([self])
 
     def _release_groups(self) -> list[Any]:
-        """Close the mesh, destroy the process groups unless a collective was abandoned, and return the destroyed
-        groups."""
+        """Close the mesh, and destroy and return the process groups, unless a collective was abandoned."""
         controls = [control for control in (self, self._part) if control is not None]
         whole = [control._is_idle() for control in controls]
         for control in controls:
@@ -202,8 +209,7 @@ class Control:
         return not any(map(_has_failed, leaving))
 
     def _make_mesh(self, group: Any) -> Mesh | None:
-        """Return the mesh of the ranks if all of them are on this host; None if they are not, or if there are too
-        many."""
+        """Return the mesh of the ranks; None if they are not all on this host, or if there are too many."""
         if not 1 < self.size <= MOST:
             return None
         here = host_id()
@@ -348,8 +354,10 @@ class Control:
         return _unpack(torch.cat([first[_LENGTH:end], rest]), self._seal)
 
     def gather(self, obj: Any, to: int) -> list[Any] | None:
-        """Return the objects of all ranks in order on global rank `to`, and None on other ranks. Tensors arrive on the
-        CPU."""
+        """Return the objects of all ranks in order on global rank `to`, and None on other ranks.
+
+        Tensors arrive on the CPU.
+        """
         if self.size == 1:
             return [obj]
         data, sizes = self._pad_to_longest(obj)
@@ -409,8 +417,7 @@ class Control:
         return self.watch.seal
 
     def _pad_to_longest(self, obj: Any) -> tuple[torch.Tensor, list[int]]:
-        """Return the object's bytes, padded to the longest object of all ranks, and the true length of every rank's
-        object."""
+        """Return the object's bytes, padded to the longest object of all ranks, and the true lengths of all objects."""
         packed = PackedObject(obj, self._seal)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in self.ranks]
         own = torch.tensor([packed.size], dtype=torch.int64)
@@ -421,8 +428,7 @@ class Control:
         return padded, lengths
 
     def _raise_reason(self, error: Exception) -> NoReturn:
-        """Raise the reason why a collective failed: the failure that the watch has noticed, or a process that has
-        ended."""
+        """Raise the reason why a collective failed: a failure that the watch has noticed, or the end of a process."""
         for _ in range(2):  # a process that was killed may need some time to end
             for rank in self.ranks:
                 if self.watch.has_ended(rank):
@@ -487,8 +493,10 @@ class Control:
 
 
 def close_all(controls: Iterable[Control]) -> None:
-    """Close the connections of all controls at the same time, because each takes 15 ms, until the threads of gloo
-    end."""
+    """Close the connections of all controls at the same time.
+
+    Each connection takes 15 ms to close, until the threads of gloo end.
+    """
     fault_point("control.close")
     groups = [group for control in controls for group in control._release_groups()]
     threads = [threading.Thread(target=groups.pop) for _ in groups]  # a group is closed with its last reference

@@ -382,7 +382,7 @@ class ReplicaWorld:
 
 
 _groups: dict[tuple[int, ...], ReplicaGroup] = {}
-"""The group of each division of the processes. The process groups behind it last until the process ends."""
+"""The `ReplicaGroup` of each grid that was used. The process groups behind it last until the process ends."""
 
 
 def _find_group(grid: Grid, whole: Any) -> ReplicaGroup:

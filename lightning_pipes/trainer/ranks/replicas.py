@@ -46,8 +46,10 @@ def is_sharded_over(tensor: torch.Tensor, dimension: str) -> bool:
 
 
 def gather_whole(tree: Any) -> Any:
-    """Return a tree in which sharded tensors are replaced by whole tensors. Collective over the ranks that hold the
-    parts."""
+    """Return a tree in which sharded tensors are replaced by whole tensors.
+
+    Collective over the ranks that hold the parts.
+    """
     return pytree.tree_map(lambda t: t.detach().full_tensor() if is_distributed(t) else t, tree)
 
 
@@ -284,10 +286,9 @@ class Replicas:
             )
 
     def gather_flat(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the 1-D tensors of all replicas, which must have equal lengths, stacked along a first axis of
-        replicas.
+        """Return the 1-D tensors of all replicas, stacked along a first axis of replicas.
 
-        Collective over the replicas.
+        The tensors must have equal lengths. Collective over the replicas.
         """
         own = flat.to(self._device)
         found = own.new_empty(self.grid.replicas * len(own))
@@ -295,10 +296,9 @@ class Replicas:
         return found.view(self.grid.replicas, -1).to(flat.device)
 
     def share_shard(self, tensor: torch.Tensor) -> None:
-        """Broadcast a sharded tensor from the first rank of a pipeline, and from the first replica if it has the same
-        shard.
+        """Broadcast a sharded tensor from the first rank of a pipeline, and from the first replica. Collective.
 
-        Collective.
+        The replicas receive it only if they have the same shard.
         """
         assert self.mesh is not None, "sharded tensors have a mesh"
         with torch.no_grad():
@@ -307,8 +307,7 @@ class Replicas:
                 dist.broadcast(local_part(tensor), group=self.mesh.get_group(DATA_PARALLEL), group_src=0)
 
     def reducer(self, layers_of_stages: Mapping[int, Iterable[nn.Module]], holdings: Holdings) -> Reducer | None:
-        """Return a reducer of the gradients of parameters that occur in a single stage; None if there is one
-        replica."""
+        """Return a reducer of the gradients of parameters that occur in a single stage; None for one replica."""
         if self.grid.replicas == 1:
             return None
         parameters = {
@@ -327,8 +326,7 @@ class Replicas:
 
 
 class BufferSync:
-    """Copies buffers that change during training, such as running averages, from the first replica to the other
-    replicas.
+    """Copies buffers that change during training, such as running averages, from the first replica to the others.
 
     The changing buffers are detected in the first batch of every epoch. Constant buffers, such as masks and tables, are
     not sent.

@@ -80,8 +80,10 @@ class Threads:
 
 
 def _host() -> str:
-    """Return an ID of this machine. Containers on one machine share its cores, although they have different host
-    names."""
+    """Return an ID of this machine.
+
+    Containers on one machine share its cores, although they have different host names.
+    """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

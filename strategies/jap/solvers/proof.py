@@ -31,10 +31,10 @@ def prove_order(
     seed: int = 0,
     deterministic: bool = False,
 ) -> ArraySolution:
-    """Return the best order that CP-SAT finds, starting from `incumbent`, and its bound. If both are equal, it is
-    optimal.
+    """Return the best order that CP-SAT finds, starting from `incumbent`, and its bound.
 
-    If no switch can be saved, equal jobs run in the order of their numbers, which does not make the optimum worse.
+    The order is optimal if its makespan is equal to the bound. If no switch can be saved, equal jobs run in the order
+    of their numbers, which does not make the optimum worse.
 
     Args:
         problem: the iteration.

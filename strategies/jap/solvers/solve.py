@@ -18,8 +18,10 @@ from lightning_pipes.strategies.jap.solvers.search import ROUND, Effort, search_
 from lightning_pipes.strategies.jap.solvers.tables import Begun, Rest, Tree
 
 THRESHOLD = 4
-"""The largest number of jobs for which `solve_array` spends the whole effort on a proof. The paper uses 30 for its
-branch and bound."""
+"""The largest number of jobs for which `solve_array` spends the whole effort on a proof.
+
+The paper uses 30 for its branch and bound.
+"""
 AT_ONCE = 64
 """The largest number of blocks for which branch and bound often finds a proof within `NODES` nodes, for any number of
 jobs."""

@@ -32,8 +32,9 @@ class Blocks(NamedTuple):
 
 
 class Urgency(NamedTuple):
-    """The urgencies of the blocks. A free stage runs the block with the smallest number first, and all numbers are
-    different.
+    """The urgencies of the blocks.
+
+    A free stage runs the block with the smallest number first, and all numbers are different.
 
     Attributes:
         first, second: (j) the number of the job's forwards, and of its backwards.
