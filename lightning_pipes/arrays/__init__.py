@@ -1,1 +1,1 @@
-"""Job arrays: sibling jobs share one pipeline."""
+"""Job arrays run sibling jobs through one shared pipeline."""

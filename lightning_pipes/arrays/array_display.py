@@ -1,4 +1,4 @@
-"""One progress display for all siblings of an array: a line each, and what comes of it all."""
+"""A common progress display and event record for all siblings of an array."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ _REDRAW_SECONDS = 0.2
 
 
 class ArrayDisplay:
-    """A line a slot of the array: epoch, batches, time left, and what the sibling shows in its progress bar. In front
-    of them how many siblings have ended, and which part of the time this rank computed.
+    """Show one progress line per running sibling, and a summary line above them.
+
+    The line of a sibling shows its epoch, its batches, the remaining time, and the metrics of its progress bar. The
+    summary line shows the number of siblings that have ended, and the share of the time in which this rank computed.
 
     Args:
-        shown: whether there is anybody to look.
+        shown: whether anything is shown.
     """
 
     def __init__(self, shown: bool) -> None:
@@ -38,11 +40,11 @@ class ArrayDisplay:
         self._shown = shown
 
     def add_busy_seconds(self, seconds: float) -> None:
-        """Add seconds in which this rank has computed."""
+        """Add seconds during which this rank computed."""
         self._computed += seconds
 
     def update_sibling(self, index: int, trainer: pl.Trainer | None) -> None:
-        """Show the progress of a sibling after its turn."""
+        """Update the line of a sibling after its turn."""
         if not self._shown or trainer is None:
             return
         if index not in self._bars:
@@ -58,7 +60,12 @@ class ArrayDisplay:
             self._draw()
 
     def end_sibling(self, index: int, counts: bool) -> None:
-        """Remove the line of a sibling that has ended."""
+        """Remove the line of a sibling that has ended.
+
+        Args:
+            index: the index of the sibling.
+            counts: whether the sibling is added to the number of siblings that have ended.
+        """
         self._ended += counts
         bar = self._bars.pop(index, None)
         if bar is not None:
@@ -80,7 +87,7 @@ class ArrayDisplay:
 
 
 def _batches(trainer: pl.Trainer) -> int | None:
-    """Return the number of training batches; None where it is unknown, as during the sanity check."""
+    """Return the total number of training batches, or None if it is unknown, as during the sanity check."""
     steps, epochs = trainer.max_steps, trainer.max_epochs
     by_epochs = float("inf") if epochs in (None, -1) else trainer.num_training_batches * epochs
     by_steps = float("inf") if steps == -1 else steps * trainer.accumulate_grad_batches
@@ -89,11 +96,14 @@ def _batches(trainer: pl.Trainer) -> int | None:
 
 
 KEPT = 200_000
-"""Events; an array that goes on loses its later ones."""
+"""The largest number of recorded events. Later events of a long run are not recorded."""
 
 
 class ArrayRecord:
-    """Siblings' events on this rank, with the sibling's number as job and the number of its batch."""
+    """The events of all siblings on this rank.
+
+    In each event, the job is the index of the sibling, and the batch is the number of this sibling's batch.
+    """
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -102,7 +112,7 @@ class ArrayRecord:
         self._ranks: tuple[int, ...] = ()
 
     def add(self, index: int, engine: Engine) -> None:
-        """Add the computations of the engine's open window to sibling number `index`, if it trains."""
+        """Add the computations of the engine's open window to sibling number `index`, if the engine is training."""
         if not engine.is_training:
             return
         batch, plan = self._batches[index], engine.plan
@@ -117,7 +127,11 @@ class ArrayRecord:
         self._ranks = plan.ranks
 
     def timeline(self, rows: Sequence[Sequence[Event]]) -> Timeline | None:
-        """Return all of it, from what each rank has recorded; None if nothing was trained."""
+        """Return a timeline of the events that all ranks recorded, or None if no sibling was trained.
+
+        Args:
+            rows: the events of each rank, in the order of the pipeline.
+        """
         if not self._cuts:
             return None
         some = next(iter(self._cuts.values()))

@@ -1,4 +1,4 @@
-"""Ctrl-C, and SIGTERM, while something runs that can't be stopped anywhere."""
+"""Deferred handling of Ctrl-C and SIGTERM during work that cannot be stopped at an arbitrary point."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from lightning_pipes.trainer.loop.stopping import sigterm_error
 
 
 class Interrupts:
-    """Counts Ctrl-C between `open` and `close`, to raise it where nothing runs; the second one raises
-    KeyboardInterrupt at once. SIGTERM is taken note of, too, where that is heeded, and else raised at once. Other
-    threads than the main one get none.
+    """Defer Ctrl-C and SIGTERM between `open` and `close`.
+
+    The first Ctrl-C is only counted, and the caller raises KeyboardInterrupt at a point where nothing is running. The
+    second Ctrl-C raises KeyboardInterrupt immediately. SIGTERM is recorded if the running work stops at SIGTERM on its
+    own; otherwise, it is raised immediately. Signal handlers are installed only if `open` is called from the main
+    thread.
 
     Args:
-        is_heeded: whether what runs ends by itself after SIGTERM, as siblings do at the end of a batch.
+        is_heeded: returns whether the running work ends on its own after SIGTERM, as siblings do at the end of a batch.
 
     Attributes:
-        count: how often Ctrl-C was pressed.
+        count: number of times that Ctrl-C was pressed.
         terminated: whether SIGTERM has arrived.
-        raised_at_once: whether an exception was raised while anything may have been running.
+        raised_at_once: whether a signal handler raised an exception while work may have been running.
     """
 
     def __init__(self, is_heeded: Callable[[], bool]) -> None:
@@ -34,7 +37,7 @@ class Interrupts:
         self._opened = False
 
     def open(self) -> None:
-        """Count from 0."""
+        """Reset all counts and install the signal handlers."""
         self.count, self.terminated, self.raised_at_once = 0, False, False
         if threading.current_thread() is threading.main_thread():
             self._opened = True
@@ -51,7 +54,7 @@ class Interrupts:
             signal.signal(signal.SIGTERM, terminate)
 
     def raise_later(self) -> None:
-        """Raise SIGTERM after `close`, if it arrived before."""
+        """Raise SIGTERM again if it arrived before `close`. Call this after `close`."""
         if self.terminated:
             signal.raise_signal(signal.SIGTERM)
 

@@ -1,8 +1,10 @@
-"""Rounds of a job array: a batch of every sibling in a given order of blocks, and no next one before all are over.
+"""Rounds of a job array: one batch of every sibling per round, in a given order of computations.
 
-Each rank computes its row of the order, which rank 0 finds by the measured times of the stages. A sibling has its turn,
-in which its optimizers step and its next batch is handed in, as soon as its last backward here is over; turns follow
-the backwards of stage 0, the same on all ranks. So few siblings have gradients at a time (S III-D of ArrayPipe).
+The next round starts only after all batches of the round have finished. Rank 0 finds the order of the round from the
+measured times of the stages, and each rank computes its own row of that order. A sibling has its turn as soon as its
+last backward on this rank has finished. In this turn, its optimizers step and it hands in its next batch. The turns
+follow the order of the backwards of stage 0, which is the same on all ranks. As a result, few siblings have gradients
+at the same time (S III-D of ArrayPipe).
 """
 
 from __future__ import annotations
@@ -24,17 +26,20 @@ from lightning_pipes.planning.fit import price_stages
 from lightning_pipes.trainer.loop.host import PipelineHost
 
 RoundOrder = Callable[[Plan, CostModel], Program]
-"""The order of one batch of each job of a plan, by the seconds of its stages."""
+"""Returns the order of one batch of each job of a plan, given the seconds of the plan's stages."""
 
 
 S = TypeVar("S", bound=Sibling[Any])
 
 
 class Rounds(Generic[S]):
-    """The order of computations on this rank.
+    """The order of computations of the current round on this rank.
+
+    Args:
+        order: finds the order of a round from a plan with one job per sibling and the costs of its stages.
 
     Attributes:
-        turns_left: siblings that have a turn yet in this round.
+        turns_left: number of siblings whose turn in this round is still to come.
     """
 
     def __init__(self, order: RoundOrder) -> None:
@@ -42,25 +47,28 @@ class Rounds(Generic[S]):
         self._order = order
         self._row: deque[tuple[S, Kind]] = deque()
         self._plans: dict[int, Plan] = {}
-        """Those of the last round, by sibling."""
+        """The plans of the last round, by the index of the sibling."""
         self._rows: list[list[tuple[int, bool]]] = []
-        """The order of the last round, as rank 0 has sent it."""
+        """The order of the last round, as sent by rank 0."""
         self._usual: list[int] = []
-        """Siblings in the order of this rank's blocks in the last round, which is probably that of the next."""
+        """Indices of the siblings in the order of this rank's blocks in the last round, which is probably the order of
+        the next round."""
         self._warned = False
 
     def begin_round(
         self, queue: Sequence[S | None], share: Callable[[Callable[[], str]], str], memory: SiblingMemory
     ) -> list[int]:
-        """Begin a round and return the order of its turns, as places in `queue`. Collective.
+        """Begin a round and return the order of its turns, as indices into `queue`. Collective.
 
         Args:
-            queue: the siblings, which have handed in their batches; ended and failing ones have none.
-            share: returns on all ranks what its argument returns on rank 0.
-            memory: holds their states.
+            queue: the siblings, which have handed in their batches. Siblings that have ended or are failing have no
+                batch.
+            share: returns on all ranks the value that its argument returns on rank 0.
+            memory: holds the states of the siblings.
 
         Raises:
-            PlanError: a batch is cut into micro-batches, or states that stay at a time have no room.
+            PlanError: a batch is cut into several micro-batches, or the device has no room for the states that must be
+                resident at the same time.
         """
         working = {s.index: (s, s.engine) for s in queue if s is not None and s.engine is not None}
         plans = {index: engine.plan for index, (_, engine) in working.items()}
@@ -96,8 +104,10 @@ class Rounds(Generic[S]):
         return found
 
     def _find_rows(self, siblings: Sequence[S], plans: Mapping[int, Plan]) -> list[list[tuple[int, bool]]]:
-        """Return the blocks of each rank in order: the number of a sibling, and whether it goes backward. Where a rank
-        has several stages, a sibling runs its own blocks there in the order of its batch."""
+        """Return the order of the blocks of each rank. A block is the index of a sibling, and whether it is a backward.
+
+        If a rank has several stages, a sibling computes its blocks on this rank in the order of its own schedule.
+        """
         if not siblings:
             return []
         first = plans[siblings[0].index]
@@ -114,7 +124,8 @@ class Rounds(Generic[S]):
         ]
 
     def _measured_costs(self, sibling: S, plan: Plan) -> CostModel:
-        """Return the costs of the stages by the profile of the siblings' layers; equal stages where there is none."""
+        """Return the costs of the stages according to the profile of the siblings' layers, or equal costs if there is
+        no profile."""
         assert sibling.trainer is not None, "a sibling with a window has a trainer"
         host: PipelineHost = sibling.trainer.strategy  # type: ignore[assignment]  # a sibling with a window has one
         decision = host.decision
@@ -127,13 +138,13 @@ class Rounds(Generic[S]):
         return CostModel.uniform(plan.n_stages, 1e-3, 2e-3, rows=1)
 
     def begin_turn(self, sibling: S | None) -> None:
-        """Begin a turn of the round; what its sibling hands in now belongs to the next round."""
+        """Begin a turn of the round. The batch that the sibling hands in during this turn belongs to the next round."""
         self.turns_left -= 1
-        if any(each is sibling for each, _ in self._row):  # backwards of a batch that has none
+        if any(each is sibling for each, _ in self._row):  # a batch without a backward leaves its backwards in the row
             self._row = deque(entry for entry in self._row if entry[0] is not sibling)
 
     def next_sibling(self, memory: SiblingMemory) -> S | None:
-        """Return the sibling of the next block; None where it has to wait, or nothing is left."""
+        """Return the sibling of the next block, or None if its block is not ready or the round has no more blocks."""
         while self._row:
             sibling, kind = self._row[0]
             engine = sibling.engine
@@ -153,8 +164,10 @@ class Rounds(Generic[S]):
         return None
 
     def upcoming_indices(self, queue: Sequence[S | None]) -> Iterator[int]:
-        """Yield the indices of siblings in the order in which this rank uses their states: for blocks and for turns,
-        then for the blocks of the next round."""
+        """Yield the indices of siblings in the order in which this rank needs their states.
+
+        The blocks and turns that are left in this round come first, and the blocks of the next round follow.
+        """
         blocks = Counter(sibling.index for sibling, _ in self._row)
         turns = deque(s.index for s in islice(queue, self.turns_left) if s is not None)
         for sibling, _ in self._row:
@@ -167,33 +180,45 @@ class Rounds(Generic[S]):
 
 
 def _order_of_turns(queue: Sequence[Sibling[Any] | None], rows: list[list[tuple[int, bool]]]) -> list[int]:
-    """Return the places in `queue` in the order of the last backwards on stage 0; those without come first."""
+    """Return indices into `queue` in the order of the siblings' last backwards on stage 0.
+
+    Siblings without a backward come first.
+    """
     last = {index: at for at, (index, backward) in enumerate(rows[0] if rows else ()) if backward}
     return sorted(range(len(queue)), key=lambda n: -1 if (s := queue[n]) is None else last.get(s.index, -1))
 
 
 def _keeps_state(plan: Plan, rank: int) -> bool:
-    """Return whether a sibling's state stays on the rank from forward to backward: not where all stages recompute."""
+    """Return whether a sibling's state stays on the rank between forward and backward.
+
+    It does not have to stay if all stages of the rank recompute.
+    """
     return not (plan.recompute and all(plan.recompute[s] for s in plan.stages[rank]))
 
 
 def _fit_row(
     row: list[tuple[int, bool]], keeping: Collection[int], plan: Plan, rank: int, memory: SiblingMemory
 ) -> list[tuple[int, bool]]:
-    """Return the order of this rank's blocks, changed where the states that stay at a time would have no room.
+    """Return this rank's blocks in an order for whose states the device has room.
 
-    On the last stage a backward may follow its forward at once: no other stage can wait in a circle for that.
+    The order is changed only on the last stage, and only if the given order needs more resident states than there is
+    room for. On that stage, each backward may follow its forward immediately, because this cannot create a cycle of
+    stages that wait for each other.
 
     Args:
-        keeping: siblings whose states stay from forward to backward.
+        row: the blocks of this rank, as the index of a sibling and whether the block is a backward.
+        keeping: indices of the siblings whose states stay on the device from forward to backward.
 
     Raises:
-        PlanError: they have no room in any order.
+        PlanError: there is no room for the resident states in any order.
     """
     room, siblings = memory.count_resident_states(), len({index for index, _ in row})
 
     def count_needed(blocks: list[tuple[int, bool]]) -> int:
-        """Return the states that are there at a time: between forward and backward, in a block, and in a turn."""
+        """Return the largest number of states that are resident at the same time.
+
+        A state is resident between forward and backward, during a block, and during a turn.
+        """
         left, begun, most = Counter(index for index, _ in blocks), set[int](), 1
         for index, _ in blocks:
             most = max(most, len(begun | {index}))
