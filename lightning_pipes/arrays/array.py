@@ -1,15 +1,15 @@
-"""Job arrays: sibling jobs share one pipeline, so that no stage waits while any of them has work for it.
+"""Job arrays: several sibling jobs share one pipeline, so that no stage idles while any sibling has work for it.
 
-Siblings are the user's ordinary functions, each with a Trainer and a PipelineStrategy of its own. Every rank runs all
-of them, one thread each, and one thread at a time. A sibling has its turn until it has handed a batch to the pipeline;
-it gets the next one when the pipeline is through with that batch here, and turns come in the order in which batches
-were handed in; the first ones are put in an order that keeps all stages busy. So all ranks give the same turns in the
-same order, whatever takes how long, and everything that siblings say to their like on other ranks in their turns finds
-its partner. Between turns, and while a sibling waits for another rank in its own, a rank computes whatever batch of
-whichever sibling can be computed.
+Siblings are ordinary functions of the user. Each of them creates its own Trainer with its own PipelineStrategy. Every
+rank runs all siblings, each in its own thread, but only one thread runs at a time. The turn of a sibling lasts until it
+has handed a batch to the pipeline. Its next turn comes when this rank has finished its part of that batch. Turns come
+in the order in which batches were handed in, and the first batches are put in an order that keeps all stages busy. All
+ranks therefore give the same turns in the same order, regardless of how long anything takes, and each message or
+collective that a sibling issues in a turn finds its counterpart on the other ranks. Between turns, and while a sibling
+waits for another rank during its turn, a rank computes any batch that is ready, of any sibling.
 
-Definition 1 and section III-A of ArrayPipe, without its barrier after each iteration: nothing makes one sibling wait
-for the batch of another.
+This implements Definition 1 and section III-A of ArrayPipe, but without its barrier after each iteration: no sibling
+waits for the batch of another sibling.
 """
 
 from __future__ import annotations
@@ -49,33 +49,38 @@ T = TypeVar("T")
 
 _NO_MORE: Any = object()
 _NOTICE_SECONDS = 0.05
-"""How often a rank with nothing to do looks whether a sibling has ended on another rank."""
+"""The interval at which an idle rank checks whether a sibling has ended on another rank."""
 _LOOK_SECONDS = 0.001
-"""How often it looks for changes that no message reports."""
+"""The interval at which an idle rank polls for changes that no message reports."""
 
 
 class JobArray(Generic[T]):
     """Run functions as siblings that share one pipeline.
 
-    Every rank makes an array of the same size and gives it the same functions in the same order.
+    Every rank creates an array of the same size and passes it the same functions in the same order.
 
     Args:
-        size: number of siblings at a time. Twice as many as there are stages keep all stages busy; with fewer, each
-            batch is cut into more micro-batches, unless its strategy sets their number. "auto" begins with one; after
-            its first step it runs as many as `memory` has room for, and at most two per stage.
-        progress: whether rank 0 shows a line per running sibling; by default where standard error is a terminal.
-        memory: moves weights and optimizer states, so that more siblings run than the device has room for.
-        rounds: orders whole batches of all siblings in rounds, as the paper's arrays do, by the measured times of the
-            stages; `round_order` needs one stage a rank. For comparison: without it, siblings do not wait for rounds.
+        size: number of siblings that run at a time. Twice the number of stages keeps all stages busy. With fewer
+            siblings, each batch is cut into more micro-batches, unless the sibling's strategy sets the number of
+            micro-batches. With "auto", the array starts with one sibling. After the first step of this sibling, the
+            array runs as many siblings as `memory` has room for, but at most two per stage.
+        progress: whether rank 0 shows one line per running sibling. By default, it does so if standard error is a
+            terminal.
+        memory: moves weights and optimizer states between device and host, so that more siblings can run than fit on
+            the device.
+        rounds: orders whole batches of all siblings in rounds by the measured times of the stages, as the arrays of the
+            paper do. Rounds are meant for comparison: without them, siblings do not wait for each other. `round_order`
+            needs one stage per rank.
 
     Attributes:
-        size: number of siblings at a time, as far as it is decided.
-        timeline: computations of each rank for all siblings, once `run` has ended. Ranks are in the order of the
-            pipeline, from stage 0 on; batches are numbered per sibling. None before, after a failure, and where
-            nothing was trained.
+        size: number of siblings that run at a time. With "auto", this is 1 until the size is decided.
+        timeline: computations of all siblings on each rank, available after `run` has ended. Ranks are in the order of
+            the pipeline, starting with stage 0. Batches are numbered per sibling. It is None before the end of `run`,
+            after a failure, and if no sibling was trained.
 
     Raises:
-        InputError: `size` is no positive number, or "auto" without `memory`; in `run`, "auto" finds no room for two.
+        InputError: `size` is not a positive number, it is "auto" and `memory` is missing, or another argument has a
+            wrong type.
     """
 
     def __init__(
@@ -98,41 +103,52 @@ class JobArray(Generic[T]):
         self._rounds_begun = 0
         self.memory: SiblingMemory = memory or SiblingMemory()
         self._decides = memory if decides else None
-        """The memory that decides the size; None where it is given."""
+        """The memory that decides the size, or None if the size is given."""
         self._deciding = False
         self._last_asked = -1
-        """The sibling after which all ranks were asked last."""
+        """The index of the sibling after which all ranks were last asked for their room."""
         self.timeline: Timeline | None = None
         self._progress = sys.stderr.isatty() if progress is None else progress
         self._display: ArrayDisplay | None = None
         self._record = ArrayRecord()
         self.shared = SharedConnections()
         self._queue: deque[Sibling[T] | None] = deque()
-        """The sibling that has a turn next; None where a sibling has ended one turn earlier than on other ranks."""
+        """Siblings in the order of their next turns. An entry is None if its sibling ended one turn earlier than on
+        other ranks."""
         self._arrivals: Arrivals[Sibling[T]] = Arrivals()
         self._running: dict[int, Sibling[T]] = {}
         self._news_of_peers: defaultdict[int, list[tuple[int, Failure | Return, float]]] = defaultdict(list)
-        """News of other ranks about siblings that have not ended here: which sibling, what, and when it arrived."""
+        """News from other ranks about siblings that have not ended here, as the rank, the news, and its time of
+        arrival."""
         self._job_counts_of_peers: dict[int, int] = {}
-        """Of ranks that have no more than these."""
+        """The number of jobs of each rank that has no more jobs."""
         self._started = 0
         self._home: Mapping[str, Any] = {}
         self._interrupts = Interrupts(lambda: self.shared.has_met)
         self._terminated = False
-        """Whether siblings end by SIGTERM, as all ranks have agreed."""
+        """Whether all ranks have agreed to end the siblings because of SIGTERM."""
         self._looked = 0.0
 
     def run(self, jobs: Iterable[Callable[[], T]]) -> Iterator[Outcome[T]]:
-        """Yield the outcome of each sibling as it ends. The next job is taken when a slot is free.
+        """Yield the outcome of each sibling when it ends. The next job is taken when a slot becomes free.
 
-        A sibling that raises ends alone; the caller decides whether the others go on.
+        If a sibling raises an exception, only this sibling ends. The caller decides whether the other siblings
+        continue.
+
+        Args:
+            jobs: the functions to run, the same on all ranks.
 
         Raises:
-            InputError: it is called by a sibling, a job is no function, or one does other things on other ranks.
+            InputError: the method is called by a sibling, a job is not a function, or a job behaves differently on
+                another rank.
+            PlanError: "auto" finds no room for the states of two siblings, or a round is impossible; see
+                `Rounds.begin_round`.
             PeerFailure: a rank has died.
-            SIGTERMException: after SIGTERM to any rank, once the siblings under way have ended by it, each after the
-                same batch on all ranks; at once where ranks have not met yet. No other job is begun then.
-            KeyboardInterrupt: after Ctrl-C, when all siblings know it. A second one does not wait for them.
+            SIGTERMException: any rank received SIGTERM, and the running siblings have ended because of it, each after
+                the same batch on all ranks. The exception is raised immediately if the ranks have not connected yet. In
+                both cases, no further job is started.
+            KeyboardInterrupt: Ctrl-C was pressed. It is raised after all siblings have been ended, but a second Ctrl-C
+                does not wait for them.
         """
         if current_sibling() is not None:
             raise InputError("a sibling of an array can't run an array itself; give the outer one all the jobs")
@@ -180,13 +196,13 @@ class JobArray(Generic[T]):
                     self._rounds.begin_turn(head)
                 if head is not None:
                     yield from self._give_turn(head)
-        except GeneratorExit:  # the caller has enough, or has failed
+        except GeneratorExit:  # the caller stopped iterating, or raised an exception
             raise
         except BaseException as error:
             end = error
             raise
         finally:
-            if not self._interrupts.raised_at_once:  # else a sibling may be running
+            if not self._interrupts.raised_at_once:  # otherwise, a sibling may still be running
                 self._cancel(end)
             restore_random_state(self._home)
             self._interrupts.close()
@@ -194,11 +210,13 @@ class JobArray(Generic[T]):
             heap.close()
         self._interrupts.raise_later()
 
-    # ---- what its siblings ask for
+    # ---- called by siblings
 
     def count_default_microbatches(self, stages: int) -> int:
-        """Return the micro-batches of a batch by default: as few as keep all stages busy, also where siblings have
-        batches of different sizes."""
+        """Return the default number of micro-batches per batch.
+
+        It is the smallest number that keeps all stages busy, even if siblings have batches of different sizes.
+        """
         return 1 if self._rounds is not None or self._decides is not None else choose_microbatches(stages, self.size)
 
     @property
@@ -217,9 +235,12 @@ class JobArray(Generic[T]):
     # ---- turns
 
     def _give_turn(self, sibling: Sibling[T], filling: bool = False) -> Iterator[Outcome[T]]:
-        """A turn of a sibling. While the array is `filling` no other sibling computes meanwhile: a rank that computes
-        keeps all others waiting, and the first siblings would start one by one, each some computations after the one
-        before."""
+        """Give a sibling a turn and yield its outcome if it ends in this turn.
+
+        While the array is `filling`, no other sibling computes during the turn. A computing rank keeps all other ranks
+        waiting, so otherwise the first siblings would start one by one, each several computations after the previous
+        sibling.
+        """
         self._work_until(lambda: self.memory.has_room(sibling.index))
         self.memory.begin_turn(sibling.index)
         self.memory.look_ahead(self._upcoming_indices())
@@ -247,8 +268,10 @@ class JobArray(Generic[T]):
         yield sibling.outcome
 
     def _order_first_batches(self) -> None:
-        """Put the siblings that have handed in their first batches in an order that keeps all stages busy, the same on
-        all ranks, though one of them may have loaded something else."""
+        """Put the siblings that have handed in their first batches in an order that keeps all stages busy.
+
+        The order is the same on all ranks, even if the ranks loaded batches of different sizes.
+        """
         if self._rounds is not None or len(self._queue) < 3:
             return
         board = self.shared.board
@@ -269,7 +292,10 @@ class JobArray(Generic[T]):
             sibling.fail_at(sibling.turns + 1, error)
 
     def _agree_on_size(self, sibling: Sibling[T]) -> None:
-        """Decide with all ranks, unless the sibling has ended on one: each says so, or for how many it has room."""
+        """Decide the size together with all ranks, unless the sibling has ended on one of them.
+
+        Each rank publishes the number of states that it has room for, or 0 if the sibling has ended there.
+        """
         memory, board, engine = self._decides, self.shared.board, sibling.engine
         assert memory is not None
         self._last_asked = sibling.index
@@ -292,8 +318,11 @@ class JobArray(Generic[T]):
             self._display.end_sibling(sibling.index, sibling.counts)
 
     def _fails_later_on_peers(self, sibling: Sibling[T]) -> bool:
-        """Return whether a sibling that has ended here goes on to its next turn on other ranks, so that its slot is
-        taken until then. One that has returned does the same everywhere, or fails by the same turn."""
+        """Return whether a sibling that has ended here continues until its next turn on other ranks.
+
+        If so, its slot stays occupied until that turn. A sibling that has returned also returns in this turn on the
+        other ranks, or fails there no later than in this turn.
+        """
         board, later = self.shared.board, False
         ended, late = f"ended/{sibling.index}", f"late/{sibling.index}"
         board.post_value(ended)
@@ -304,11 +333,14 @@ class JobArray(Generic[T]):
             later |= board.has_posted(late, rank)
         return later
 
-    # ---- work
+    # ---- computations
 
     def _share_order(self, find: Callable[[], str]) -> str:
-        """Return the order of the next round as rank 0 finds it: others may not know yet which siblings fail, and a
-        search by the clock finds something else on each."""
+        """Return the order of the next round that rank 0 finds.
+
+        Other ranks may not yet have heard of failing siblings, and a time-limited search finds different orders on
+        different ranks.
+        """
         board = self.shared.board
         self._rounds_begun += 1
         key = f"order/{self._rounds_begun}"
@@ -318,8 +350,10 @@ class JobArray(Generic[T]):
         return board.values(key)[0] if board.others else order
 
     def _work_until(self, ready: Callable[[], bool], idle: bool = False) -> None:
-        """Compute for siblings between their turns until `ready()`; sleep where there is nothing to do, or always if
-        `idle`."""
+        """Compute for siblings between their turns until `ready()` is true.
+
+        The rank sleeps if it has nothing to compute, or always if `idle` is set.
+        """
         while not ready():
             if self._interrupts.count:
                 raise KeyboardInterrupt
@@ -327,7 +361,7 @@ class JobArray(Generic[T]):
                 self._sleep()
 
     def _work(self) -> bool:
-        """Run one computation and its messages; return whether there was one."""
+        """Run one computation and its messages, and return whether a computation was ready."""
         chosen = (
             self._arrivals.choose_sibling(self._queue, self.memory)
             if self._rounds is None
@@ -343,11 +377,11 @@ class JobArray(Generic[T]):
         return True
 
     def _compute_here(self, sibling: Sibling[T]) -> None:
-        """Run a computation with the sibling's weights on the device, and prefetch the next ones."""
+        """Run a computation with the sibling's weights on the device, and prefetch the states of the next siblings."""
         engine, memory = sibling.engine, self.memory
         assert engine is not None
         i = engine.next_ready()
-        if i is None:  # more has arrived since, and its policy waits for better
+        if i is None:  # another message has arrived since, and the policy now waits for a better choice
             return
         memory.begin_block(sibling.index, i.stage)
         memory.look_ahead(self._upcoming_indices())
@@ -355,7 +389,7 @@ class JobArray(Generic[T]):
         memory.end_block(sibling.index, keep=engine.holds_weights or sibling.is_failing)
 
     def _upcoming_indices(self) -> Iterable[int]:
-        """Return the indices of the next siblings, in order."""
+        """Return the indices of the siblings that need their states next, in order."""
         if self._rounds is not None:
             return self._rounds.upcoming_indices(self._queue)
         return [*self._arrivals.waiting_indices, *(s.index for s in self._queue if s is not None)]
@@ -374,7 +408,7 @@ class JobArray(Generic[T]):
             self._handle_news(now)
 
     def _handle_news(self, now: float) -> None:
-        """Handle news of siblings that ended on other ranks, also of siblings that have not begun here."""
+        """Handle news about siblings that ended on other ranks, including siblings that have not started here."""
         for rank, news in self.shared.board.read_news():
             if isinstance(news, JobCount):
                 self._job_counts_of_peers[rank] = news.jobs
@@ -404,7 +438,7 @@ class JobArray(Generic[T]):
         return shared.gather_events(board.values("last"), events)
 
     def _cancel(self, error: BaseException) -> None:
-        """End all remaining siblings; none of them may wait for other ranks any more."""
+        """End all remaining siblings. None of them may wait for other ranks any longer."""
         watch = self.shared.watch
         if self._running and watch is not None and watch.error is None:
             watch.report_failure(error)
@@ -436,7 +470,7 @@ def _has_stepped(sibling: Sibling[Any]) -> bool:
 
 
 def _run_with_connections(job: Callable[[], T]) -> T:
-    """Return the value of a sibling's function; its trainings get the connections of the array."""
+    """Return the value of a sibling's function, whose training runs use the connections of the array."""
     sibling = current_sibling()
     assert sibling is not None, "a sibling runs it"
     with share_connections(partial(join, sibling)):

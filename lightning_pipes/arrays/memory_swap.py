@@ -1,6 +1,8 @@
-"""More states than fit: siblings with their optimizers, layers, or weight versions take turns on the device.
+"""States that take turns on a device because they do not all fit: siblings with their optimizers, layers, or weight
+versions.
 
-Memory decides how many siblings an array has at a time; a warning tells where a switch of states is not hidden.
+For job arrays, the available memory can also decide the number of siblings. After a run, a log message reports whether
+moving the states was hidden by computations.
 """
 
 from __future__ import annotations
@@ -31,12 +33,12 @@ from lightning_pipes.trainer.ranks.notices import Notices
 
 @dataclass(frozen=True)
 class Switching:
-    """The paper's E2 for the devices of one host: all their states change places while the shortest block runs.
+    """Inequality E2 of the paper for the devices of one host: all their states are exchanged during the shortest block.
 
     Attributes:
-        stages: those on the host.
-        transfer: seconds in which the states of all of them move to the devices.
-        block: seconds of the shortest block that hides this, without its message.
+        stages: the stages on this host.
+        transfer: seconds in which the states of all these stages move to the devices.
+        block: seconds of the shortest block that can hide the transfer, without its message.
     """
 
     stages: tuple[int, ...]
@@ -45,12 +47,13 @@ class Switching:
 
     @property
     def is_hidden(self) -> bool:
-        """Whether switching costs no time."""
+        """Whether switching takes no additional time."""
         return self.transfer <= self.block
 
     @property
     def visible_seconds(self) -> float:
-        """Seconds of a switch that nothing hides, if all blocks are as short as the shortest; longer ones hide more."""
+        """Seconds of a switch that are not hidden if every block is as short as the shortest one. Longer blocks hide
+        more."""
         return max(0.0, self.transfer - self.block)
 
     def __str__(self) -> str:
@@ -66,105 +69,118 @@ class Switching:
 
 
 class SiblingMemory:
-    """Where the weights and optimizers of an array's siblings are while others compute: here all on the device.
+    """The memory for weights and optimizers of an array's siblings. This base class keeps all of them on the device.
 
-    The array tells what it does, of siblings by their numbers.
+    The array reports its progress through these methods and identifies siblings by their indices.
     """
 
     def open(self, several: bool) -> None:
-        """Prepare for an array, which may have several siblings at a time."""
+        """Prepare for an array.
+
+        Args:
+            several: whether several siblings may run at a time.
+        """
 
     def close(self) -> None:
-        """It has ended."""
+        """Release all resources at the end of the array."""
 
     def is_leased(self, index: int) -> bool:
         """Return whether the sibling's state has to stay on the device."""
         return True
 
     def has_room(self, index: int) -> bool:
-        """Return whether the sibling's state fits on the device beside the states that stay there."""
+        """Return whether the sibling's state fits on the device next to the states that have to stay there."""
         return True
 
     def count_resident_states(self) -> int:
-        """Return the number of states like the largest that fit on the device at a time."""
+        """Return the number of states as large as the largest one that fit on the device at the same time."""
         return sys.maxsize
 
     def begin_turn(self, index: int) -> None:
-        """The sibling runs, and may change its state."""
+        """Prepare for a turn of the sibling, in which the sibling may change its state."""
 
     def end_turn(self, index: int, module: nn.Module, optimizers: Sequence[Optimizer], device: torch.device) -> None:
-        """It has handed in a batch. Its first turn makes its state; optimizers remember more after their first step.
+        """Handle the end of a turn, in which the sibling has handed in a batch.
+
+        The sibling's first turn creates its state. The state grows after the first step of the optimizers.
 
         Raises:
-            PlanError: the state does not fit or can't be moved.
+            PlanError: the state does not fit or cannot be moved.
         """
 
     def begin_block(self, index: int, stage: int) -> None:
-        """Something is computed for the sibling between its turns."""
+        """Prepare for a computation of the sibling between its turns."""
 
     def end_block(self, index: int, keep: bool) -> None:
-        """It was computed.
+        """Handle the end of a computation of the sibling.
 
         Args:
-            keep: its backward is to come, and finds what it has read where that is.
+            index: the index of the sibling.
+            keep: whether the state has to stay in place, because a later backward uses the tensors that this
+                computation read.
         """
 
     def look_ahead(self, coming: Iterable[int]) -> None:
-        """Siblings that will probably compute or have turns next, the first one first."""
+        """Announce the siblings that will probably compute or have turns next, in order."""
 
     def release_sibling(self, index: int) -> None:
-        """Move the sibling's tensors back to the host, out of shared memory."""
+        """Move the sibling's tensors back to the host and out of the shared memory."""
 
 
 class MemorySwap(SiblingMemory, PipelineCallback):
     """Keep states in host memory and move them to the device before they are used.
 
     A state belongs to a sibling of a job array, to a layer of a supernet, or to a weight version. It contains weights,
-    buffers and optimizer states. Results are equal to the bit. On a CPU device and host are the same memory, and bytes
-    are counted.
+    buffers and optimizer states. Results are equal, bit for bit, to the results without swapping. On a CPU, device and
+    host are the same memory, and bytes are only counted.
 
     Siblings (section III-D of ArrayPipe): a state is on the device during the sibling's computations and optimizer
-    steps, and the next ones are prefetched. Without `recompute=True` it also stays from a batch's first forward to its
-    last backward. Gradients and activations stay on the device.
+    steps, and the states of the next siblings are prefetched. Without `recompute=True`, a state also stays on the
+    device from the first forward of a batch to its last backward. Gradients and activations always stay on the device.
 
         JobArray(16, memory=MemorySwap(device_bytes=8 << 30))
 
-    Layers of a supernet (NASPipe, Zhao et al. 2022, section 4.2): as a callback it moves the layers that batches name,
-    in validation too. Layers that all batches share stay. Where a layer, or a backward that recomputes, runs out of
-    memory, all others leave the device and it runs again.
+    Layers of a supernet (NASPipe, Zhao et al. 2022, section 4.2): as a callback, it moves the layers that batches name,
+    including batches in validation. Layers that all batches share stay on the device. If a layer, or a backward that
+    recomputes, runs out of memory, all other layers are moved off the device and the computation runs again.
 
         Trainer(callbacks=[MemorySwap(device_bytes=8 << 30)], strategy=PipelineStrategy("csp", recompute=True))
 
     Weight versions (DynPipe): with a schedule that stashes weights, such as "pipedream" or "dynpipe", it moves the
-    versions that batches in flight still need. The newest version, and the one that is read, stay on the device.
+    versions that batches in flight still need. The newest version, and the version that is currently read, stay on the
+    device.
 
         Trainer(callbacks=[MemorySwap(device_bytes=8 << 30)], strategy=PipelineStrategy("dynpipe", recompute=True))
 
     Args:
-        device_bytes: bytes of each device for states.
-        host_bytes: bytes of the host for the states of one rank. By default there is no limit; with JobArray("auto")
-            half of the free memory, shared by the host's ranks.
-        slots: the most states on a device, if fewer than fit.
-        bandwidth: bytes per second each way of an emulated link; on CPU only.
-        prefetch: whether states are loaded before they are needed. False has every switch wait for its copy, to
-            compare.
-        predictor: how the next layers of a supernet are predicted. "in_turn" takes what the rank has begun and has
-            ready; "algorithm_3" is NASPipe's, where stages send each other records of coming backwards; "simulated"
-            takes the simulated order of the schedule, with the costs that `balanced=True` cuts by.
-        peer: a device with memory to spare, such as "cuda:1". States wait there instead of on the host where copies
-            from it are measured to be faster, as over NVLink. The rank of that device, and states that find no room
-            there, use the host.
-        peer_bytes: bytes of the peer for the states of one rank.
-        peer_bandwidth: bytes per second of the link to the peer; on CPU only, where peer="cpu" emulates one.
+        device_bytes: bytes on each device that states may occupy.
+        host_bytes: bytes on the host that the states of one rank may occupy. By default, there is no limit. With
+            JobArray("auto"), the default is half of the free memory, shared by the ranks of the host.
+        slots: the largest number of states on a device, if it is smaller than the number that fits.
+        bandwidth: bytes per second of an emulated link in each direction. CPU only.
+        prefetch: whether states are loaded before they are needed. If False, each switch waits for its copy, for
+            comparison.
+        predictor: method that predicts the next layers of a supernet. "in_turn" uses the tasks that the rank has
+            started and the tasks that are ready. "algorithm_3" is the algorithm of NASPipe, in which stages send each
+            other records of upcoming backwards. "simulated" uses the simulated order of the schedule, with the same
+            costs as `balanced=True` uses for its cuts.
+        peer: a device with unused memory, such as "cuda:1". States that are not in use are kept there instead of on the
+            host if copies from the peer are measured to be faster, as over NVLink. The rank that runs on this device,
+            and states that do not fit there, use the host.
+        peer_bytes: bytes on the peer that the states of one rank may occupy.
+        peer_bandwidth: bytes per second of the link to the peer. CPU only, to emulate a link with peer="cpu".
 
     Attributes:
-        statistics: of this rank, over the array's run or the fit: hits, late states and misses, stalls, bytes.
-        switching: the paper's inequality E2 with the measured numbers: whether copies were hidden, and what would
-            help; None where nothing was copied.
+        statistics: statistics of this rank over the run of the array or the fit: hits, late states and misses, stalls,
+            and bytes.
+        switching: the paper's inequality E2 with the measured numbers. It shows whether copies were hidden, and its
+            text suggests improvements. It is None if no state was copied.
 
     Raises:
-        PlanError: a number is not positive, or there are fewer than two slots. In a run: two states do not fit the
-            device, all of them do not fit the host, or one can't be moved.
+        InputError: an argument has a wrong type, or a number is not positive.
+        PlanError: there are fewer than two slots, only one of `peer` and `peer_bytes` is set, or the predictor or the
+            peer is unknown. During a run: two states do not fit on the device, all states together do not fit on the
+            host, or a state cannot be moved.
     """
 
     def __init__(
@@ -227,7 +243,7 @@ class MemorySwap(SiblingMemory, PipelineCallback):
         self._notices = Notices(self.pipeline(trainer).control)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        """Publish this rank's counts; rank 0 logs the counts that it finds, without waiting."""
+        """Publish this rank's counts. Rank 0 logs the counts that have arrived, without waiting."""
         every: int = getattr(trainer, "log_every_n_steps")  # noqa: B009  # Lightning sets it where no type checker looks
         if self._notices is None or trainer.global_step % every:
             return
@@ -261,8 +277,10 @@ class MemorySwap(SiblingMemory, PipelineCallback):
     # ---- states
 
     def states(self, device: torch.device) -> Swap[Hashable]:
-        """Return the states on `device` by their keys, from the first call until `close`; siblings are known by
-        numbers."""
+        """Return the states on `device` by their keys. The states exist from the first call until `close`.
+
+        The key of a sibling's state is the index of the sibling.
+        """
         if self._swap is None:
             self._copier = copier_for(device, self.bandwidth, self.peer_bandwidth)
             self._swap = Swap(
@@ -280,10 +298,10 @@ class MemorySwap(SiblingMemory, PipelineCallback):
         return self._swap
 
     def _near_peer(self, device: torch.device) -> torch.device | None:
-        """Return the peer if states come from it in less time than from the host.
+        """Return the peer if copying states from it takes less time than copying them from the host.
 
         Raises:
-            PlanError: it is no device of this kind.
+            PlanError: the peer is not a device of the same kind.
         """
         peer = self.peer
         if peer is None or (peer == device and device.type != "cpu"):
@@ -336,13 +354,15 @@ class MemorySwap(SiblingMemory, PipelineCallback):
         )
 
     def count_states_that_fit(self, ranks: int) -> int:
-        """Return the number of states like the largest that fit on this rank's host, those there included.
+        """Return the number of states as large as the largest one that fit in this rank's share of the host memory.
+
+        The count includes the states that are already on the host.
 
         Args:
-            ranks: on this host.
+            ranks: number of ranks on this host.
         """
         most = self.host_bytes
-        if most is None:  # the other half is for models that are being set up
+        if most is None:  # the other half is left for models during their setup
             held = 0 if self._swap is None else self._swap.host_bytes
             most = held + psutil.virtual_memory().available // 2 // ranks
         return most // max(1, self._largest)
@@ -409,7 +429,7 @@ def _parse_device(name: object) -> torch.device:
     """Return the device of this name.
 
     Raises:
-        PlanError: there is none, or "cuda" has no index: it would be each rank's own device.
+        PlanError: the name is not a device, or it is "cuda" without an index, which would be each rank's own device.
     """
     try:
         found = torch.device(check_type("peer", name, str))
@@ -425,10 +445,10 @@ def _name(rank: int, when: str = "now") -> str:
 
 
 _PROBE_BYTES = 1 << 20
-"""Copied to see whether a peer is nearer than the host."""
+"""Bytes that are copied to find out whether the peer or the host is nearer."""
 AUTO = "auto"
 _PER_STAGE = 2
-"""Siblings for each stage that keep all stages busy, as simulated."""
+"""The number of siblings per stage that keep all stages busy, according to simulations."""
 
 
 def count_useful_siblings(stages: int) -> int:
@@ -437,18 +457,23 @@ def count_useful_siblings(stages: int) -> int:
 
 
 def choose_microbatches(stages: int, siblings: int) -> int:
-    """Return the micro-batches of a batch with so many siblings: as few as keep all stages busy."""
+    """Return the number of micro-batches per batch in an array of this number of siblings.
+
+    It is the smallest number that keeps all stages busy.
+    """
     return -(-count_useful_siblings(stages) // siblings)
 
 
 def choose_size(rooms: Sequence[int], stages: int) -> int:
-    """Return the size of an array: the useful siblings that fit on all ranks, S V-B1 of ArrayPipe. The size is logged.
+    """Return the size of an array and log it: the number of useful siblings that fit on all ranks (S V-B1 of
+    ArrayPipe).
 
     Args:
-        rooms: states for which each rank has room.
+        rooms: number of states that each rank has room for.
+        stages: number of stages of the pipeline.
 
     Raises:
-        PlanError: a rank has no room for two.
+        PlanError: a rank does not have room for two states.
     """
     fits, useful = min(rooms), count_useful_siblings(stages)
     if fits < 2:
