@@ -1,1 +1,1 @@
-"""One sibling of an array, and its like on other ranks."""
+"""Siblings of a job array, and their coordination with the same siblings on other ranks."""

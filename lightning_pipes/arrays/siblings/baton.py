@@ -1,4 +1,4 @@
-"""Functions in threads of which one runs at a time."""
+"""Functions in threads of which only one runs at a time."""
 
 from __future__ import annotations
 
@@ -14,16 +14,22 @@ from lightning_pipes.engine.watch.fault_points import fault_point
 
 
 class Runner:
-    """A function in a thread of its own, which runs only between `resume_thread` and the next `pause_thread` in it.
+    """Run a function in its own thread, but only between `resume_thread` and the function's next call of
+    `pause_thread`.
 
-    The random state of torch, Python and NumPy belongs to the running function: a function finds it after a pause as it
-    was before, whatever ran meanwhile. So do context variables, which start as copies of the caller's. The GPU that a
-    function has chosen is the caller's, too, from then on, as if it had run there: a thread begins with number 0, which
-    may be another rank's.
+    The random states of torch, Python and NumPy belong to the running function. After a pause, a function finds its
+    random states as they were before, no matter which code ran in the meantime. Context variables are also separate,
+    and start as copies of the caller's variables. If a function selects a GPU, that GPU is also selected in the
+    caller's thread from then on, as if the function had run there. A new thread selects the caller's GPU first, because
+    it would otherwise begin with GPU 0, which may belong to another rank.
 
     Args:
-        fn: runs to its end, or to an exception, both of which are for `fn` to keep.
-        state: what its random numbers start from.
+        fn: the function. It has to store its result or its exception itself.
+        name: the name of the thread.
+        state: the initial random state of the function.
+
+    Attributes:
+        ended: whether the function has returned or raised an exception.
     """
 
     def __init__(self, fn: Callable[[], None], name: str, state: Mapping[str, Any]) -> None:
@@ -38,11 +44,11 @@ class Runner:
 
     @property
     def is_current_thread(self) -> bool:
-        """Return whether the caller is the function's thread."""
+        """Whether the caller runs in the function's thread."""
         return threading.current_thread() is self._thread
 
     def resume_thread(self) -> None:
-        """Let the function run until it pauses or ends."""
+        """Run the function until it pauses or ends."""
         self._go.release()
         self._back.acquire()
         _choose(self._device)
@@ -50,7 +56,10 @@ class Runner:
             self._thread.join()
 
     def pause_thread(self) -> None:
-        """Called by the function: returns at the next `resume_thread`. The random state may be another then."""
+        """Pause the function until the next `resume_thread`. Only the function itself may call this method.
+
+        The random state may have changed when the call returns.
+        """
         self._device = _device()
         fault_point("sibling.pause")
         self._back.release()
@@ -69,12 +78,12 @@ class Runner:
 
 
 def read_random_state() -> Mapping[str, Any]:
-    """Return the state of all generators that this thread uses."""
+    """Return the state of all random generators that this thread uses."""
     return random_state(_device())
 
 
 def restore_random_state(state: Mapping[str, Any]) -> None:
-    """Restore a state of `read_random_state`."""
+    """Restore a state that `read_random_state` returned."""
     set_random_state(state, _device())
 
 

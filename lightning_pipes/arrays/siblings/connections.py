@@ -1,4 +1,4 @@
-"""Connections of a sibling: those that all siblings of its array share, as they have one structure and one cut."""
+"""Connections of a sibling, and what it shares with all siblings of its array: one model structure and one cut."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ from lightning_pipes.trainer.step.hooks import HOOKS
 def join(
     sibling: Sibling[Any], trainer: pl.Trainer, rank: int, ranks: int, make_watch: Callable[[], FailureWatch]
 ) -> Connections:
-    """Return the connections for a sibling's run, created lazily; the first sibling creates the watch."""
+    """Return the connections for a sibling's run. They are created when they are needed, except for the watch, which
+    the first sibling creates."""
     return SiblingConnections(sibling, trainer, sibling.array.shared.get_watch(make_watch, rank, ranks))
 
 
 class SiblingConnections(Connections):
-    """Connections of a sibling of an array, which leaves them to the next one."""
+    """Connections of a sibling of an array. When the sibling ends, the next sibling can use them again."""
 
     def __init__(self, sibling: Sibling[Any], trainer: pl.Trainer, watch: FailureWatch) -> None:
         super().__init__(watch)
@@ -134,11 +135,14 @@ class SiblingConnections(Connections):
 
 
 class SiblingAgreement:
-    """Has ranks agree without waiting for each other where they have nothing to stop for, as siblings of an array do:
-    a wait of one would keep the turns of all.
+    """Let ranks agree on stops without waiting for each other, unless there is a reason to stop.
 
-    Stops that all ranks want after the same batch, as callbacks do that look at metrics, come at once. What one of them
-    wants alone can't be had: the others have gone on.
+    If one sibling waited for other ranks, it would delay the turns of all siblings. Each rank therefore starts an
+    exchange after each batch and evaluates the result later.
+
+    A stop that all ranks request after the same batch takes effect immediately, for example the stop of a callback that
+    looks at metrics. A stop that only some ranks request cannot be honored, because the other ranks have already
+    continued.
     """
 
     def __init__(self, trainer: pl.Trainer, stops: StopAgreement, control: Control, sibling: Sibling[object]) -> None:
@@ -149,11 +153,11 @@ class SiblingAgreement:
         self._last_answer: tuple[int, PendingGather[list[bool]]] | None = None
 
     def agree(self) -> None:
-        """After this call every rank stops, or none.
+        """Make all ranks stop after this call, or none of them.
 
         Raises:
-            PipelineError: only some ranks wanted to stop after this batch, or the epoch has ended there on some only;
-                unless this one wants to stop it is raised later.
+            PipelineError: only some ranks requested a stop after this batch, or the epoch ended with this batch on some
+                ranks only. If this rank did not request a stop, the error is raised later.
         """
         flags = self._stops.stop_flags()
         batch = self._trainer.fit_loop.batch_idx
@@ -180,16 +184,17 @@ def _agreed(batch: int, answer: PendingGather[list[bool]]) -> list[bool]:
 
 
 _AFTER = {"run-stage": (), **{row.barrier: (row.name,) for row in HOOKS if row.barrier is not None}}
-"""By the name of a barrier the hooks that run between it and the one before, or the exchange of starting weights."""
+"""The hooks that run before each barrier, by the name of the barrier: the hooks since the previous barrier, or since
+the exchange of the starting weights."""
 _OWN = ("lightning.", "lightning_pipes.")
 
 
 def has_purpose(name: str | None, trainer: pl.Trainer) -> bool:
-    """Return whether code of the user's may count on the barrier of that name."""
+    """Return whether code of the user may rely on the barrier of this name."""
     if name not in _AFTER:
         return True
     if name == "_CheckpointConnector.resume_end" and trainer.ckpt_path is not None:
-        return True  # no rank may write it anew before all have read it
+        return True  # no rank may overwrite the checkpoint before all ranks have read it
     parts = (trainer.lightning_module, getattr(trainer, "datamodule", None), *private.callbacks(trainer))
     return any(_is_users(hook, part) for part in parts for hook in _AFTER[name])
 
@@ -200,14 +205,14 @@ def _is_users(hook: str, part: object) -> bool:
 
 
 Structure = dict[str, tuple[tuple[int, ...], str]]
-"""Shape and type of every parameter, by name."""
+"""The shape and dtype of every parameter, by name."""
 
 
 class CompatibilityError(PlanError):
-    """A sibling can't share the pipeline of the others.
+    """A sibling cannot share the pipeline of the other siblings.
 
     Attributes:
-        first: the index of the sibling whose pipeline it is.
+        first: the index of the sibling that created the pipeline.
     """
 
     def __init__(self, text: str, first: int = 0) -> None:
@@ -216,7 +221,11 @@ class CompatibilityError(PlanError):
 
 
 def with_default_microbatches(request: RunRequest, sibling: Sibling[object], ranks: int) -> RunRequest:
-    """Return a sibling's request, with the array's micro-batches where the sibling names none."""
+    """Return a sibling's request with the array's number of micro-batches, if the sibling does not set this number
+    itself.
+
+    The first sibling that uses the default logs the number.
+    """
     if request.microbatches is not None or request.chooses or planner_of(request.schedule).user_chose_microbatches:
         return request
     stages = len(request.schedule.place_stages(ranks))
@@ -231,7 +240,7 @@ def with_default_microbatches(request: RunRequest, sibling: Sibling[object], ran
 
 
 def find_shared_container(sibling: Sibling[object], module: pl.LightningModule, find: Callable[[], str]) -> str:
-    """Return the path of the first sibling's container if this module has it, else `find()`."""
+    """Return the path of the first sibling's container if this module also contains it. Otherwise, return `find()`."""
     facts = sibling.array.shared.facts
     if "container" not in facts:
         facts["container"] = find()
@@ -242,10 +251,18 @@ def find_shared_container(sibling: Sibling[object], module: pl.LightningModule, 
 def decide_shared_cut(
     sibling: Sibling[object], module: pl.LightningModule, plain: Decision, decide: Callable[[], Decision]
 ) -> Decision:
-    """Return the decision for a sibling: the first one's cut, with the sibling's own schedule and micro-batches.
+    """Return the decision for a sibling: the cut of the first sibling, with this sibling's own schedule and
+    micro-batches.
+
+    Args:
+        sibling: the sibling.
+        module: the sibling's model.
+        plain: the decision that follows from the sibling's settings alone.
+        decide: makes a complete decision. It is called for the first sibling only.
 
     Raises:
-        CompatibilityError: its parameters, its stages or the cut that it asks for are not those of the first.
+        CompatibilityError: the parameters of the sibling, its ranks, or the requested cut differ from those of the
+            first sibling.
     """
     own: Structure = {n: (tuple(p.shape), str(p.dtype)) for n, p in module.named_parameters()}
     facts = sibling.array.shared.facts

@@ -1,4 +1,4 @@
-"""Connections that the siblings of an array have in common."""
+"""Connections that all siblings of an array share."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from lightning_pipes.sim.timeline import Event
 from lightning_pipes.trainer.ranks.control import Control, close_all
 
 _GATHER_TIMEOUT = timedelta(minutes=5)
-"""How long ranks wait for each other in the end, where no sibling says it."""
+"""The timeout for gathering events at the end, if no sibling has left connections with a timeout of their own."""
 
 
 class SharedConnections:
-    """Made by the first sibling that needs them, and ended with the array.
+    """Connections that the first sibling creates when it needs them, and that are closed with the array.
 
     Attributes:
-        watch: sees ranks that die; None before the first sibling has asked for it.
-        transport: of all messages; None before the first sibling has asked for it.
-        board: on which ranks tell each other of siblings.
-        facts: what the first sibling found out, by name; the others take it over, or have to agree.
+        watch: detects ranks that die. None until the first sibling requests it.
+        transport: carries all messages between stages. None until the first sibling requests it.
+        board: the board on which ranks inform each other about siblings.
+        facts: values that the first sibling determined, by name. Other siblings adopt these values or must agree with
+            them.
     """
 
     def __init__(self) -> None:
@@ -34,42 +35,53 @@ class SharedConnections:
         self.board = PeerStore()
         self.facts: dict[str, Any] = {}
         self._free: dict[int, Control] = {}
-        """Connections that siblings have left, by number."""
+        """Connections that ended siblings have returned, by their number."""
         self._numbers: dict[Control, int] = {}
-        """Of those that siblings have."""
+        """The numbers of the connections that siblings are using."""
         self._made = 0
 
     @property
     def has_met(self) -> bool:
-        """Whether all ranks have met, and siblings agree on what ends them."""
+        """Whether all ranks have connected, so that siblings can agree on stops."""
         return self._made > 0
 
     def get_watch(self, make: Callable[[], FailureWatch], rank: int, ranks: int) -> FailureWatch:
-        """Return the watch of all siblings; the first one makes it."""
+        """Return the watch that all siblings share. The first call creates it with `make` and opens the board."""
         if self.watch is None:
             self.watch = make()
             self.board.open(self.watch, rank, ranks)
         return self.watch
 
     def get_transport(self, make: Callable[[], Transport]) -> Transport:
-        """Return the transport of all siblings, which no single one closes; the first one makes it."""
+        """Return the transport that all siblings share. The first call creates it with `make`.
+
+        The returned transport ignores `close`, because other siblings may still use it.
+        """
         if self.transport is None:
             self.transport = make()
         return _Kept(self.transport)
 
     def describe_free_controls(self, size: int) -> str:
-        """Return the facts that ranks exchange before `take_control`, as JSON."""
+        """Return the facts that ranks exchange before `take_control`, as JSON.
+
+        Args:
+            size: the size of the array.
+        """
         return json.dumps([size, sorted(self._free)])
 
     def take_control(self, descriptions: Sequence[str], make: Callable[[], Control]) -> Control:
-        """Connections for one sibling, made unless one that has ended left its own on all ranks. Collective. Those that
-        it left on some ranks only are given up: it has failed on others before it was through with them.
+        """Return the connections for one sibling. Collective.
+
+        Connections that an ended sibling has returned on all ranks are used again. Otherwise, new ones are created.
+        Connections that were returned on some ranks only are dropped, because the sibling failed on the other ranks
+        before it had finished using them.
 
         Args:
-            descriptions: of all ranks, by rank.
+            descriptions: the results of `describe_free_controls` on all ranks, in the order of ranks.
+            make: creates new connections.
 
         Raises:
-            InputError: arrays of other ranks have other sizes.
+            InputError: the arrays of other ranks have another size.
         """
         sizes, free = zip(*map(json.loads, descriptions), strict=True)
         if len(set(sizes)) > 1:
@@ -90,11 +102,16 @@ class SharedConnections:
         return control
 
     def return_control(self, control: Control) -> None:
-        """Take back connections that a sibling needs no longer: all calls on them were made by this rank."""
+        """Take back connections that a sibling no longer needs. This rank must have finished all calls on them."""
         self._free[self._numbers.pop(control)] = control
 
     def gather_events(self, descriptions: Sequence[str], events: Sequence[Event]) -> Sequence[Sequence[Event]]:
-        """Return the events of each rank. Collective."""
+        """Return the events of each rank. Collective.
+
+        Args:
+            descriptions: the results of `describe_free_controls` on all ranks, in the order of ranks.
+            events: the events of this rank.
+        """
         control = self.take_control(descriptions, self._last)
         self.return_control(control)
         return control.all_gather(events)
@@ -113,7 +130,7 @@ class SharedConnections:
 
 
 class _Kept:
-    """The transport of all siblings, which no single one closes."""
+    """A transport that all siblings share and that a single sibling cannot close."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport

@@ -1,6 +1,7 @@
-"""A sibling of a job array: one of the user's functions in a thread of its own, in turns.
+"""A sibling of a job array: a function of the user that runs in its own thread, in turns.
 
-A sibling has its turn until it has handed a batch to the pipeline, or waits for another rank in the middle of it.
+A turn of a sibling lasts until it has handed a batch to the pipeline. During a turn, the sibling may have to wait for
+another rank.
 """
 
 from __future__ import annotations
@@ -26,31 +27,34 @@ from lightning_pipes.ir import InputError, PipelineError
 T = TypeVar("T")
 
 _WINDOWS = 1 << 32
-"""Windows that one sibling may open before its numbers run into those of the next."""
+"""The number of windows that one sibling may open. More windows would reuse the window numbers of the next sibling."""
 _LOOK_SECONDS = 0.001
-"""How often it looks whether an answer of other ranks has arrived."""
+"""The interval at which a sibling polls for an answer of other ranks."""
 _REASON_SECONDS = 1.0
-"""How long a computation that failed waits for an answer of other ranks that may say why."""
+"""The longest time that a failed computation waits for an answer of other ranks that may explain the failure."""
 RETURN_SECONDS = 60.0
-"""How long a sibling may go on in a turn in which it has returned on another rank, for what that rank has sent
-before."""
+"""The longest time that a sibling may stay in the turn in which it has returned on another rank.
+
+During this time, it can still process messages that the other rank sent before it returned.
+"""
 _PATIENCE = 100
-"""How often a sibling that is to end may go on waiting for something before it is left alone."""
+"""The number of times that a sibling that has to end may wait for something again, before it is abandoned."""
 _current: contextvars.ContextVar[Sibling[Any] | None] = contextvars.ContextVar("lightning_pipes_sibling", default=None)
 
 
 class ArrayCancelledError(PipelineError):
-    """The array ends before this sibling does: Ctrl-C, a rank that died, or a caller that has enough."""
+    """The array ended before this sibling did, because of Ctrl-C, a rank that died, or a caller that stopped
+    iterating."""
 
 
 @dataclass(frozen=True)
 class Outcome(Generic[T]):
-    """How a sibling ended on this rank.
+    """The result of a sibling on this rank.
 
     Attributes:
-        index: counts the siblings in the order in which they began.
-        value: what its function returned; None where it raised.
-        error: what it raised.
+        index: the index of the sibling, in the order in which siblings began.
+        value: the return value of its function, or None if the function raised an exception.
+        error: the exception that the function raised, or None.
     """
 
     index: int
@@ -59,11 +63,11 @@ class Outcome(Generic[T]):
 
 
 class Host(Protocol):
-    """An array as its siblings need it.
+    """The interface of an array that its siblings use.
 
     Attributes:
-        size: siblings at a time, as far as it is decided.
-        shared: what connects all siblings.
+        size: number of siblings that run at a time, as far as it is decided.
+        shared: the connections that all siblings share.
     """
 
     size: int
@@ -80,34 +84,42 @@ class Host(Protocol):
         """Move the sibling's weights and optimizers out of shared memory."""
 
     def count_default_microbatches(self, stages: int) -> int:
-        """Return the micro-batches of a batch by default."""
+        """Return the default number of micro-batches per batch."""
 
 
 class Sibling(Generic[T]):
-    """One function of an array, as its strategy and its array see it.
+    """A function of an array, as seen by its strategy and by its array.
 
-    state          seen by             runs meanwhile      next, and by what
-    -------------  ------------------  ------------------  ---------------------------------------------------
-    new            `turns` is 0        nothing             in turn: `begin_turn`
-    in turn        `in_turn`           its own function    waiting: `wait_until`, `meet_peers`
-                                                           between turns: `finish`, with a batch handed in
-                                                           ended: the function returns or raises
-    waiting        `in_turn`           others' batches     in turn: `resume_turn`, when `is_ready`
-    between turns  `engine` is set     all batches, its    in turn: `begin_turn`, when `is_ready` and its turn comes
-                                       own by `compute`
-    failing        `is_failing`           the same            in turn: `resume_turn`, where it raises the error
-    ended          `outcome` is set    all the others'
+        state          condition           runs meanwhile      next state, and its cause
+        -------------  ------------------  ------------------  -----------------------------------------------------
+        new            `turns` is 0        nothing             in turn: `begin_turn`
+        in turn        `in_turn`           its function        waiting: `wait_until`, `meet_peers`
+                                                               between turns: `finish`, after a batch is handed in
+                                                               ended: the function returns or raises
+        waiting        `in_turn`           others' batches     in turn: `resume_turn`, when `is_ready`
+        between turns  `engine` is set     all batches, its    in turn: `begin_turn`, when `is_ready` and it is first
+                                           own by `compute`    in the queue
+        failing        `is_failing`        the same            in turn: `resume_turn`, which raises the error
+        ended          `outcome` is set    others' batches
 
-    `fail_at` and `handle_news`, of a failure on a peer, make it failing in any state; `end_by_error` ends it at once.
+    `fail_at` makes the sibling failing in any state, and so does `handle_news` after a failure on another rank.
+    `end_by_error` ends the sibling immediately.
+
+    Args:
+        index: the index of the sibling.
+        fn: the function to run.
+        array: the array of the sibling.
+        state: the initial random state of the function.
 
     Attributes:
-        index: counts the siblings in the order in which they began.
-        turns: those that it has had, with the one it is in; the same on all ranks at the same point of the function.
-        in_turn: whether it is in one: it runs, or waits for other ranks.
-        outcome: how it ended; None before.
-        engine: whose window is being worked on between its turns.
-        trainer: the one that it has given its model last.
-        counts: whether it is to be shown as one that has ended; not where there was nothing left to do.
+        index: the index of the sibling, in the order in which siblings began.
+        array: the array of the sibling.
+        turns: number of turns that have begun. It is the same on all ranks at the same point of the function.
+        in_turn: whether the sibling is in a turn, in which it runs or waits for other ranks.
+        outcome: the result of the sibling, or None before its end.
+        engine: the engine whose window is being computed, between turns only.
+        trainer: the trainer to which the sibling passed its model most recently.
+        counts: whether the display counts the sibling as ended. It is False if there was nothing left to do.
     """
 
     def __init__(self, index: int, fn: Callable[[], T], array: Host, state: Mapping[str, Any]) -> None:
@@ -126,19 +138,19 @@ class Sibling(Generic[T]):
         self._checks: deque[tuple[int, Callable[[], bool], Callable[[], object]]] = deque()
         self._ready: Callable[[], bool] = lambda: True
         self._task: Callable[[], None] | None = None
-        self._end: tuple[int, BaseException] | None = None  # the turn that it does not survive, and what ends it
-        self._error_of_peer: BaseException | None = None  # what ends it, by the message of another rank
+        self._end: tuple[int, BaseException] | None = None  # the turn in which it ends, and the error that ends it
+        self._error_of_peer: BaseException | None = None  # the error that another rank reported
         self._runner = Runner(self._body, f"sibling {index}", state)
 
     # ---- called on its own thread
 
     def window(self) -> int:
-        """Return a number for the next window of its engines, which no other sibling uses."""
+        """Return a number for the next window of the sibling's engines, which no other sibling uses."""
         self._windows += 1
         return self.index * _WINDOWS + self._windows
 
     def finish(self, engine: Engine) -> None:
-        """Ends its turn; returns in the next one, when the window that is open in `engine` is through on this rank."""
+        """End the turn, and return in the next turn, when this rank has finished the open window of `engine`."""
         self.engine, self.in_turn = engine, False
         try:
             self._pause(lambda: engine.is_satisfied)
@@ -147,18 +159,25 @@ class Sibling(Generic[T]):
         self.array.record_window(self.index, engine)
 
     def wait_until(self, ready: Callable[[], bool]) -> None:
-        """Return when `ready()`; its turn goes on, and meanwhile this rank computes for others."""
+        """Return when `ready()` is true. The turn continues, and this rank computes for other siblings in the
+        meantime."""
         if self._runner.is_current_thread and not ready():
             self._pause(ready)
 
     def meet_peers(self, word: str) -> Sequence[str]:
-        """Return the words of all ranks once all of them call this, so that each blocking call has its counterpart.
+        """Return the words of all ranks after all of them have called this method.
 
-        The words are in the order of ranks; with one rank it is `word` alone. A failure of this sibling on another rank
-        ends it.
+        A meeting ensures that each blocking call has its counterpart on the other ranks. If this sibling fails on
+        another rank, the failure ends it here too.
+
+        Args:
+            word: the word of this rank.
+
+        Returns:
+            The words in the order of ranks. With one rank, it is `word` alone.
 
         Raises:
-            InputError: it has failed before; ranks may be in different turns since.
+            InputError: the sibling has failed before. Ranks may be in different turns since then.
         """
         if self.has_failed:
             raise InputError(
@@ -174,22 +193,33 @@ class Sibling(Generic[T]):
         return board.values(meeting) if board.others else [word]
 
     def check_later(self, is_ready: Callable[[], bool], check: Callable[[], object], max_turns: int) -> None:
-        """Call `check` when `is_ready()`, to raise its error in a later turn, the same on all ranks.
+        """Call `check` when `is_ready()` is true, and raise its error in a later turn, which is the same on all ranks.
 
-        All ranks ask for it in the same turn, and go on. An error ends the sibling `max_turns` turns after this one, or
-        in the middle of what it waits for. In that turn they call `check`, unless they can't go on without each other.
-        `check` waits by itself where it is called before that.
+        All ranks call this method in the same turn, and continue. An error ends the sibling `max_turns` turns after
+        this one. It is raised at the start of that turn, or in the middle of the turn if the sibling is waiting there.
+        All ranks call `Sibling.check` in that turn at the latest, unless they cannot continue without each other. It
+        calls `check` even if `is_ready()` is false, and `check` then has to wait for the missing answers.
+
+        Args:
+            is_ready: returns whether `check` can be called without waiting.
+            check: raises an error if the sibling has to end.
+            max_turns: number of turns after which an error ends the sibling.
         """
         self._checks.append((self.turns + max_turns, is_ready, check))
 
     def check(self) -> None:
-        """Return when all that was to be checked later is right."""
+        """Call all pending checks, and return if none of them raises an error."""
         while self._checks:
             *_, check = self._checks.popleft()
             check()
 
     def report_failure(self, error: BaseException, where: str = "") -> None:
-        """Report to the other ranks that it ends by `error`, unless they know."""
+        """Report to the other ranks that the sibling ends because of `error`, unless they already know.
+
+        Args:
+            error: the error.
+            where: the place of the failure, for the message.
+        """
         is_known = error is self._error_of_peer or isinstance(
             error, (SiblingFailure, ArrayCancelledError, SIGTERMException)
         )
@@ -200,7 +230,8 @@ class Sibling(Generic[T]):
 
     @property
     def has_failed(self) -> bool:
-        """Whether it has failed on any rank, as far as this one knows, also if its function has caught the error."""
+        """Whether the sibling has failed on any rank, as far as this rank knows. It stays True if the function catches
+        the error."""
         return self._failed or self._error_of_peer is not None
 
     def _pause(self, ready: Callable[[], bool]) -> None:
@@ -235,27 +266,28 @@ class Sibling(Generic[T]):
     # ---- called by its array
 
     def is_ready(self) -> bool:
-        """Return whether its condition holds, or the sibling is failing."""
+        """Return whether the condition for which the sibling waits is true, or the sibling is failing."""
         return self.is_failing or self._ready() or self._check_failed()
 
     @property
     def is_failing(self) -> bool:
-        """Whether it ends when it runs next."""
+        """Whether the sibling ends when it runs next."""
         return self._end is not None and self._end[0] <= self.next_turn
 
     def begin_turn(self) -> None:
-        """Begin the next turn of the sibling; call `resume_turn` until it is over."""
+        """Begin the next turn of the sibling. Call `resume_turn` until the turn is over."""
         fault_point("sibling.turn")
         self.turns += 1
         self.in_turn = True
 
     def resume_turn(self) -> bool:
-        """Let it run until it waits; whether its turn is over."""
+        """Run the sibling until it waits, and return whether its turn is over."""
         self._runner.resume_thread()
         return self.outcome is not None or not self.in_turn
 
     def compute(self) -> None:
-        """Run on its thread what its window has next, up to one computation."""
+        """Run the next instructions of the sibling's window on the sibling's thread, up to the end of one
+        computation."""
         engine = self.engine
         assert engine is not None
 
@@ -263,7 +295,7 @@ class Sibling(Generic[T]):
             try:
                 engine.advance()
             except BaseException as error:
-                if not self._check_failed(_REASON_SECONDS):  # else that is the reason, and other ranks find it, too
+                if not self._check_failed(_REASON_SECONDS):  # otherwise, the check is the reason on all ranks
                     self.report_failure(error)
                     self.fail_at(self.next_turn, error)
 
@@ -271,18 +303,27 @@ class Sibling(Generic[T]):
         self._runner.resume_thread()
 
     def fail_at(self, turn: int, error: BaseException) -> None:
-        """It gets `error` in turn number `turn`: at its start, or in its middle where it waits there already. Where
-        that turn is over it is the next one, and the other ranks hear of it."""
+        """Raise `error` in the function in turn number `turn`.
+
+        It is raised at the start of the turn, or in its middle if the sibling already waits there. If the turn is
+        already over, the error is raised in the next turn, and the other ranks are informed of this. Only the first
+        call has an effect.
+        """
         if self._end is None:
             self._end = turn, error
             self._post_if_late()
 
     def handle_news(self, rank: int, news: Failure | Return, seconds: float) -> None:
-        """It has ended on another rank, which is known here for so many seconds; of an error it gets the same here.
+        """Handle the news that the sibling has ended on another rank. If it failed there, it gets the same error here.
+
+        Args:
+            rank: the other rank.
+            news: the news from that rank.
+            seconds: seconds since the news arrived on this rank.
 
         Raises:
-            InputError: it has returned there, and does something else here. What other siblings say in turns finds no
-                partner any more then.
+            InputError: the sibling has returned on the other rank, but continues here. From then on, collectives of
+                other siblings would not find their counterparts.
         """
         if isinstance(news, Failure):
             if self._error_of_peer is None:
@@ -298,14 +339,15 @@ class Sibling(Generic[T]):
             )
 
     def end_by_error(self, error: BaseException) -> None:
-        """End it by `error`, wherever it waits."""
+        """End the sibling by `error`, no matter where it waits."""
         self._end, self._failed = (0, error), True
         for _ in range(_PATIENCE):
             if self.outcome is None:
                 self._runner.resume_thread()
 
     def _check_failed(self, patience: float = 0.0) -> bool:
-        """Run the pending checks that have answers; return whether one failed, which ends the sibling."""
+        """Run the pending checks whose answers have arrived. Return whether one of them failed, so that the sibling is
+        failing."""
         until = time.monotonic() + patience
         while self._checks and self._end is None:
             turn, is_ready, check = self._checks[0]
@@ -324,7 +366,7 @@ class Sibling(Generic[T]):
 
     @property
     def next_turn(self) -> int:
-        """The number of the turn in which it runs next: the one it is in, or the one after."""
+        """The number of the turn in which the sibling runs next: the current turn, or the next one between turns."""
         return self.turns if self.in_turn else self.turns + 1
 
     def _post_if_late(self) -> None:
@@ -333,7 +375,7 @@ class Sibling(Generic[T]):
 
 
 class SiblingWatch:
-    """The watch of a sibling's engine: failures are the sibling's own, not the whole run's."""
+    """The watch of a sibling's engine. A failure that the engine reports ends only this sibling, not the whole run."""
 
     def __init__(self, sibling: Sibling[Any], watch: FailureWatch) -> None:
         self.doing: object | None = None
@@ -345,17 +387,18 @@ class SiblingWatch:
         self._watch.check()
 
     def report_failure(self, error: BaseException, where: str = "") -> None:
-        """Tell the other ranks."""
+        """Report the sibling's failure to the other ranks."""
         self._sibling.report_failure(error, where)
 
 
 def wait_in_turn(ready: Callable[[], bool]) -> None:
-    """Return when `ready()`, or at once where no sibling is running; meanwhile others' batches are computed."""
+    """Return when `ready()` is true, or immediately if no sibling is running. Other siblings' batches are computed
+    meanwhile."""
     sibling = current_sibling()
     if sibling is not None:
         sibling.wait_until(ready)
 
 
 def current_sibling() -> Sibling[Any] | None:
-    """Return the running sibling of this context; None outside of arrays."""
+    """Return the sibling that is running in this context, or None outside of arrays."""
     return _current.get()

@@ -1,4 +1,5 @@
-"""A key-value board on which the ranks of an array publish the state of siblings, with the errors of failed ones."""
+"""A key-value board on which the ranks of an array publish the state of their siblings, including the errors of failed
+ones."""
 
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ from lightning_pipes.ir import PipelineError
 
 @dataclass(frozen=True)
 class Failure:
-    """A sibling fails.
+    """News that a sibling fails.
 
     Attributes:
-        index: of the sibling.
-        turn: the number of the turn that it does not survive.
-        text: where and why.
-        error: the packed error.
+        index: the index of the sibling.
+        turn: the number of the turn in which the sibling ends.
+        text: the place and the reason of the failure.
+        error: the serialized error.
     """
 
     index: int
@@ -36,12 +37,12 @@ class Failure:
 
 @dataclass(frozen=True)
 class Return:
-    """A sibling has returned, and takes part in nothing more.
+    """News that a sibling has returned. It takes no further turns and joins no further meetings.
 
     Attributes:
-        index: of the sibling.
+        index: the index of the sibling.
         turn: the number of its last turn.
-        meetings: the number of meetings that it took part in.
+        meetings: number of meetings in which the sibling took part.
     """
 
     index: int
@@ -51,7 +52,7 @@ class Return:
 
 @dataclass(frozen=True)
 class JobCount:
-    """A rank has no more jobs than these."""
+    """News that a rank has no more jobs than this number."""
 
     jobs: int
 
@@ -60,14 +61,14 @@ News = Failure | Return | JobCount
 
 
 class PeerStore:
-    """A part of the ranks' store. What is published before `open` is sent then; nothing is where there is a single
-    rank.
+    """A section of the store that all ranks share.
 
-    Where the store has ended, news can't be published any more, and a question raises PeerFailure.
+    Values and news that are posted before `open` are published when it is called. With a single rank, nothing is
+    published. If the store is no longer available, posting has no effect, and reading raises PeerFailure.
 
     Attributes:
-        rank: this one.
-        others: the ranks that get the news.
+        rank: this rank.
+        others: the other ranks, which receive the news.
     """
 
     def __init__(self) -> None:
@@ -79,7 +80,13 @@ class PeerStore:
         self._news = 0
 
     def open(self, watch: FailureWatch, rank: int, ranks: int) -> None:
-        """Open the board as rank number `rank` of `ranks`."""
+        """Open the board on rank number `rank` of `ranks` ranks.
+
+        Args:
+            watch: provides the store, and the reason if the store does not answer.
+            rank: this rank.
+            ranks: number of ranks.
+        """
         early, self._unposted = self._unposted or [], None
         if ranks > 1:
             self.others = [other for other in range(ranks) if other != rank]
@@ -88,7 +95,7 @@ class PeerStore:
                 say()
 
     def post_value(self, what: str, value: str = "") -> None:
-        """Publish a value of this rank under a key, once."""
+        """Publish a value of this rank under a key. Each key is published once."""
         if self._unposted is not None:
             self._unposted.append(partial(self.post_value, what, value))
         elif self._store is not None:
@@ -96,21 +103,21 @@ class PeerStore:
                 self._store.set(f"{what}/{self.rank}", value)
 
     def has_posted(self, what: str, rank: int) -> bool:
-        """Return whether another rank has published the key."""
+        """Return whether another rank has published this key."""
         return self._has([f"{what}/{rank}"])
 
     def have_all_posted(self, what: str) -> bool:
-        """Return whether all ranks have published the key, after this one has."""
+        """Return whether all other ranks have published this key. This rank must have published it before."""
         return self._store is None or self._has([f"{what}/{rank}" for rank in self.others])
 
     def values(self, what: str) -> list[str]:
-        """Return the values of all ranks, this one's included."""
+        """Return the values that all ranks published under this key, in the order of ranks."""
         with self._answering_store():
             found = self._store.multi_get([f"{what}/{rank}" for rank in range(len(self.others) + 1)])
         return [bytes(each).decode() for each in found]
 
     def post_news(self, news: News) -> None:
-        """Publish news that other ranks read without asking for a key."""
+        """Publish news, which other ranks can read without knowing a key."""
         if self._unposted is not None:
             self._unposted.append(partial(self.post_news, news))
         elif self._store is not None:
@@ -122,7 +129,7 @@ class PeerStore:
                     number += 1
 
     def read_news(self) -> Iterator[tuple[int, News]]:
-        """Yield news of other ranks since the last call, with the ranks."""
+        """Yield the news that other ranks have published since the last call, with the number of the rank."""
         while self._store is not None and self._has([f"news/{self._news + 1}"]):
             self._news += 1
             with self._answering_store():
@@ -136,8 +143,10 @@ class PeerStore:
 
     @contextmanager
     def _answering_store(self) -> Iterator[None]:
-        """Raise PeerFailure where the store does not answer the block: that of the watch, which names the rank that has
-        ended."""
+        """Raise PeerFailure if the store does not answer inside the block.
+
+        If the watch has found a failure, its error is raised, which names the rank that has ended.
+        """
         try:
             yield
         except RuntimeError as error:
@@ -147,7 +156,7 @@ class PeerStore:
 
 
 def _packed(rank: int, news: News) -> str:
-    """News of a rank as JSON."""
+    """Return the news of a rank as JSON."""
     fields = asdict(news)
     if isinstance(news, Failure):
         fields["error"] = base64.b64encode(news.error).decode()
@@ -164,12 +173,15 @@ def _unpacked(packed: bytes) -> tuple[int, News]:
 
 
 class SiblingFailure(PipelineError):  # noqa: N818 - reads as what it is: the failure is on another rank
-    """This sibling failed on another rank; the message says where and why."""
+    """This sibling failed on another rank. The message contains the place and the reason."""
 
 
 def packed_error(error: BaseException) -> bytes:
-    """Return an error for other ranks, as the name of its class and data; nothing if that does not make it, or it would
-    leave more than a sibling, as SystemExit."""
+    """Return an error in serialized form for other ranks, as the name of its class and its data.
+
+    The result is empty if the error cannot be restored from this data, or if it would end more than a sibling, as
+    SystemExit would.
+    """
     kind = type(error)
     with suppress(Exception):
         args = error.__reduce__()[1] if isinstance(error, OSError) else error.args  # which lack its path
@@ -180,9 +192,16 @@ def packed_error(error: BaseException) -> bytes:
 
 
 def error_from_peer(text: str, packed: bytes) -> Exception:
-    """Return the error to raise here: a copy of the other rank's, so that `except`, and `catch` of a study, do the same
-    on all ranks, whichever was first; its cause is a SiblingFailure that says `text`. That itself where there is no
-    copy."""
+    """Return the error to raise on this rank after a sibling failed on another rank.
+
+    It is a copy of the other rank's error, so that `except` clauses, and `catch` of a study, have the same effect on
+    all ranks, no matter which rank failed first. The cause of the copy is a SiblingFailure with the message `text`. If
+    no copy can be made, the SiblingFailure itself is returned.
+
+    Args:
+        text: the place and the reason of the failure.
+        packed: the error as returned by `packed_error`.
+    """
     failure = SiblingFailure(text)
     with suppress(Exception):
         error = _made(packed)
@@ -192,8 +211,10 @@ def error_from_peer(text: str, packed: bytes) -> Exception:
 
 
 def _made(packed: bytes) -> Exception:
-    """Return the error, of a class that is known here already; without its `__init__`, which may do anything, if it has
-    one of its own."""
+    """Return the error from its serialized form. Its class must be in a module that is already imported.
+
+    If the class is not a built-in one, `__init__` is not called, because it may have arbitrary side effects.
+    """
     module, name, args, state = plain.loads(packed)
     kind: Any = sys.modules[module]
     for part in name.split("."):
