@@ -1,1 +1,1 @@
-"""Hydra: validated settings and readable errors. Importing this imports no torch."""
+"""Hydra integration: validated settings and readable errors. Importing this package does not import torch."""

@@ -1,4 +1,5 @@
-"""Stages of several kinds, timed beside processes that compete for their core: what a predictor learns from."""
+"""Measurements of stages next to processes that compete for the same core. A predictor of interference learns from
+them."""
 
 from __future__ import annotations
 
@@ -21,19 +22,28 @@ from lightning_pipes.planning.replanning import HostedStage
 from lightning_pipes.testing.neighbours import Neighbour, Quota, why_no_quota
 
 LEAST_STEPS = 5
+"""The smallest number of steps in one observation."""
 PASSES = 4
+"""The number of observations of each stage next to each neighbor."""
 WEIGHT = 800
+"""The CPU weight of the control group that runs this process and its neighbors."""
 NONE = "none"
-"""The kind of no neighbour: others of the machine may be there anyway."""
+"""The kind of an absent neighbor. Other processes may run on the machine anyway."""
 SOLO = 0.1
-"""The quantile of steps without a neighbour that counts as the time alone: others of the machine are there, too."""
+"""The quantile of step times without a neighbor that counts as the time of an undisturbed step.
+
+It is a low quantile, because other processes of the machine disturb some of the steps.
+"""
 
 
 class TimedStage:
-    """A stage that trains: its kind, and its steps.
+    """A stage that trains, and the measured times of its steps.
 
     Args:
-        output: from the module and its input; by default a call.
+        kind: the kind of the stage.
+        module: the module of the stage.
+        x: the input of the module, with samples along axis 0.
+        output: returns the output of the stage. By default, it calls `module(x)`.
     """
 
     def __init__(
@@ -45,7 +55,7 @@ class TimedStage:
         self.steps: list[float] = []
         self.forwards: list[float] = []
         self.alone: list[tuple[float, float]] = []
-        """Seconds of forwards, and of whole steps, without a neighbour."""
+        """Seconds of forwards and of whole steps, measured without a neighbor."""
         with saved_for_backward() as saved:
             out = self._output()
         self._saved = float(sum(size for _, size in saved))
@@ -54,7 +64,7 @@ class TimedStage:
         out.sum().backward()
 
     def step(self) -> tuple[float, float]:
-        """Return the seconds of a forward, and of forward and backward."""
+        """Run a forward and a backward. Return the seconds of the forward and the seconds of both."""
         began = read_seconds()
         out = self._output()
         half = read_seconds()
@@ -65,19 +75,19 @@ class TimedStage:
 
     @property
     def solo(self) -> float:
-        """Seconds of a step alone."""
+        """Seconds of a step without a neighbor."""
         return float(np.quantile([whole for _, whole in self.alone], SOLO))
 
     @property
     def stage_load(self) -> HostedStage:
-        """The stage as planners describe it."""
+        """The stage in the form that planners use."""
         forward = float(np.quantile([part for part, _ in self.alone], SOLO))
         backward = max(0.0, self.solo - forward)
         return HostedStage(1, self._rows, forward, backward, self._weights, self._weights, self._saved, self._sent)
 
 
 def stages(sizes: Sequence[int]) -> list[TimedStage]:
-    """Stages of five kinds, each in every size; a step takes milliseconds."""
+    """Return stages of five kinds, each in every given size. A step takes milliseconds."""
     torch.manual_seed(0)
     found = []
     for size in sizes:
@@ -97,14 +107,25 @@ def stages(sizes: Sequence[int]) -> list[TimedStage]:
 
 @dataclass(frozen=True)
 class Background:
-    """Something beside a stage: its kind, and how to have it there."""
+    """A process or a quota that runs next to a stage.
+
+    Attributes:
+        kind: the kind of the neighbor.
+        beside: returns a context manager that runs the neighbor.
+    """
 
     kind: str
     beside: Callable[[], AbstractContextManager[object]]
 
 
 def settings(quick: bool, core: int, other: int | None) -> list[Background]:
-    """Neighbours of several kinds and intensities on the stage's core, some on the other one, quotas, and nothing."""
+    """Return the backgrounds to measure: neighbors of several kinds and intensities, quotas, and no neighbor.
+
+    Args:
+        quick: whether fewer backgrounds are returned.
+        core: the core of the stage, on which most neighbors run too.
+        other: another core, on which some neighbors run, or None.
+    """
     wanted: list[tuple[str, dict[str, float]]] = []
     strengths = (0.4, 1.0) if quick else (0.3, 0.6, 1.0)
     for kind in ("spin", "matmul", "memory", "cache", "calls"):
@@ -125,14 +146,15 @@ def settings(quick: bool, core: int, other: int | None) -> list[Background]:
 
 
 class NeighbourWindow(NamedTuple):
-    """A stage beside a neighbour for some time.
+    """The observations of one stage next to one neighbor.
 
     Attributes:
-        seen: metrics of the monitor.
-        stage: the stage as planners describe it.
-        ratio: seconds of a step over those of one alone.
-        neighbour, kind: the kinds of the neighbour and of the stage.
-        setting: the number of what was beside it.
+        seen: means of the monitor's metrics.
+        stage: the stage in the form that planners use.
+        ratio: seconds of a step divided by the seconds of a step without a neighbor.
+        neighbour: the kind of the neighbor.
+        kind: the kind of the stage.
+        setting: the number of the background.
     """
 
     seen: dict[str, float]
@@ -145,13 +167,16 @@ class NeighbourWindow(NamedTuple):
 
 @dataclass
 class CollectedObservations:
-    """Observations of stages: the monitor's means, and seconds of a step on average. Odd and even observations of a
-    stage in a setting are merged, so that there are two windows of about the same time."""
+    """Observations of stages: the means of the monitor's metrics, and the average seconds of a step.
+
+    The odd observations of a stage next to one background are merged, and so are the even ones. This results in two
+    windows that cover about the same time.
+    """
 
     looks: dict[tuple[int, str, TimedStage, int], list[tuple[dict[str, float], float]]] = field(default_factory=dict)
 
     def windows(self) -> list[NeighbourWindow]:
-        """Return all windows; ratios are known once all times alone are."""
+        """Return all windows. The ratios are valid after all stages have been observed without a neighbor."""
         return [
             NeighbourWindow(
                 _mean([seen for seen, _ in looks]),
@@ -171,8 +196,10 @@ def _mean(seen: Sequence[dict[str, float]]) -> dict[str, float]:
 
 @contextmanager
 def sample_metrics() -> Iterator[Callable[[], dict[str, float]]]:
-    """Yield a function that returns means of the monitor's sources of this machine since its last call. A thread reads
-    them, as in a monitor."""
+    """Yield a function that returns the means of the monitor's metrics of this machine since its last call.
+
+    A thread reads the metrics, as in a monitor.
+    """
     monitor = Monitor(sources_for(torch.device("cpu")))
     with ThreadPoolExecutor(1) as thread:
         thread.submit(monitor.open).result()
@@ -186,10 +213,15 @@ def sample_metrics() -> Iterator[Callable[[], dict[str, float]]]:
 
 
 def collect_windows(quick: bool, seconds: float, progress: Callable[[str, float], None]) -> list[NeighbourWindow]:
-    """Observe each stage beside each neighbour, PASSES times for `seconds`, in random order.
+    """Observe each stage next to each neighbor `PASSES` times for `seconds` seconds, in random order.
 
-    Where that is allowed, this process and the neighbours go before the other work of the machine, for which none of
-    them is to blame.
+    If control groups are available, this process and its neighbors get a higher CPU weight than the other work on the
+    machine, which would distort the measurements.
+
+    Args:
+        quick: whether fewer stages and neighbors are measured.
+        seconds: duration of one observation.
+        progress: called with a text and the finished share of the work.
     """
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))
@@ -219,7 +251,7 @@ def collect_windows(quick: bool, seconds: float, progress: Callable[[str, float]
 def _window(
     stage: TimedStage, seconds: float, look: Callable[[], dict[str, float]], kind: str
 ) -> tuple[dict[str, float], float]:
-    """Return the monitor's means, and the average seconds of a step."""
+    """Return the means of the monitor's metrics and the average seconds of a step."""
     stage.step()
     look()
     times: list[tuple[float, float]] = []

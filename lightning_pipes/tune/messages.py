@@ -1,4 +1,7 @@
-"""Turns mistakes on the command line of a Hydra app into one sentence: what, where, the alternatives, and a way out."""
+"""Readable error messages for mistakes on the command line of a Hydra app.
+
+A message names the setting that is wrong, lists the alternatives, and suggests a correction.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +25,15 @@ from lightning_pipes.ir import InputError, PipelineError, PlanError
 from lightning_pipes.tune.private_hydra import value_of
 
 HYDRA_RAISES = "HYDRA_FULL_ERROR"  # Hydra then raises instead of printing
-OURS = "LIGHTNING_PIPES_SET_HYDRA_FULL_ERROR"  # inherited by child processes, which must not take it for the user's
+OURS = "LIGHTNING_PIPES_SET_HYDRA_FULL_ERROR"  # marks for child processes that HYDRA_FULL_ERROR is not the user's
 
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """End the process with a short message for errors in settings and for our own checks. Other errors keep their
-    traceback.
+    """End the process with a short message if the block raises an error in settings or an error of this package.
 
-    Goes around the call of a function that `hydra.main` decorates. HYDRA_FULL_ERROR=1 turns it off.
+    Other errors keep their traceback. Use this context manager around the call of a function that `hydra.main`
+    decorates. With HYDRA_FULL_ERROR=1, it does nothing.
     """
     if os.environ.get(HYDRA_RAISES) == "1" and OURS not in os.environ:
         yield
@@ -46,13 +49,15 @@ def plain_errors() -> Iterator[None]:
 
 
 class SettingsError(InputError, CompactHydraException):
-    """Settings that can't be used. Hydra prints the sentence without a traceback, unless HYDRA_FULL_ERROR=1."""
+    """Invalid settings. Hydra prints the message without a traceback, unless HYDRA_FULL_ERROR=1 is set."""
 
 
 @contextmanager
 def as_settings_error() -> Iterator[None]:
-    """Convert an InputError of the block into a SettingsError, around calls that Hydra makes in a launcher or
-    sweeper."""
+    """Convert a PlanError, such as an InputError, of the block into a SettingsError.
+
+    Use this context manager in launchers and sweepers, around code that Hydra calls.
+    """
     try:
         yield
     except PlanError as error:
@@ -60,8 +65,10 @@ def as_settings_error() -> Iterator[None]:
 
 
 def explain_error(error: Exception) -> str:
-    """Return a text that explains an error in a configuration and a way out; return the text of any other error
-    unchanged."""
+    """Return a text that explains an error in a configuration and suggests a correction.
+
+    For any other error, the text of the error is returned unchanged.
+    """
     cause = error.__cause__
     if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
         group, _, name = error.missing_cfg_file.rpartition("/")

@@ -1,4 +1,4 @@
-"""Every private name of Hydra and OmegaConf that this package touches; a test pins each."""
+"""All private names of Hydra and OmegaConf that this package uses. Tests check each of them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from hydra.core.singleton import Singleton
 
 
 def hydra_singletons() -> dict[type, Any]:
-    """Return Hydra's singletons by class; an entry of this dictionary is the result of `instance()`."""
+    """Return Hydra's singletons by class. `instance()` of a class returns the entry of this dictionary."""
     instances: dict[type, Any] = Singleton._instances
     return instances
 
 
 def value_of(node: object) -> Any:
-    """Return the value that a node of a configuration holds; None for other objects and for nodes with children."""
+    """Return the value of a node of a configuration, or None for nodes with children and for other objects."""
     found: Any = getattr(node, "_value", lambda: None)()
     return found

@@ -1,4 +1,7 @@
-"""`${lightning_pipes.run_name:}`: a run directory that all processes of a training share, and all its restarts."""
+"""The resolver `${lightning_pipes.run_name:}`, which names the run directory.
+
+All processes of a training get the same name, and so do all restarts of the training.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,14 @@ _log = logging.getLogger(__name__)
 
 
 def run_name() -> str:
-    """Return the time of the first start of this training, such as "2026-03-01/14-05-09", or the name of its SLURM job.
+    """Return a name for this training: the time of its first start, such as "2026-03-01/14-05-09", or its SLURM job.
 
-    torchrun's processes keep the first time, on all nodes and for as long as torchrun restarts them; a new torchrun
-    starts a new training. A requeued SLURM job keeps its number. Without either it is the time now.
+    All processes that torchrun starts keep the first time, on all nodes and for as long as torchrun restarts them. A
+    new call of torchrun starts a new training. A SLURM job that is requeued keeps its job ID. Without torchrun and
+    SLURM, the name is the current time.
 
     Raises:
-        PipelineError: processes of torchrun have no place for the name that is protected from other users.
+        PipelineError: torchrun started the processes, but no place for the name is protected from other users.
     """
     now = datetime.now().strftime("%Y-%m-%d/%H-%M-%S")
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -46,18 +50,19 @@ def run_name() -> str:
 
 
 def register() -> None:
-    """Register the resolver; its result is cached."""
+    """Register the resolver with OmegaConf. Its result is cached."""
     OmegaConf.register_new_resolver(RESOLVER, run_name, replace=True, use_cache=True)
 
 
 def _torchrun_name(now: str) -> str:
-    """Return the name that torchrun's processes keep, which is `now` if they have none yet.
+    """Return the name that torchrun's processes keep, or `now` if they do not have one yet.
 
-    Each host keeps it in torchrun's own folder. Several hosts agree through torchrun's store. Every process that
-    reaches its port can write there, so a value must be signed or, without a secret, have the form of a name.
+    On each host, the name is kept in torchrun's own directory. Several hosts agree on a name through torchrun's store.
+    Any process that can reach the port of the store can write to it. A value must therefore be signed or, if there is
+    no secret, have the form of a name.
 
     Raises:
-        PipelineError: the processes of one host have neither such a folder nor a secret.
+        PipelineError: all processes are on one host, and have neither such a directory nor a secret.
     """
     from lightning_pipes.engine.watch.rendezvous import launcher_store
     from lightning_pipes.engine.watch.trust import SECRET, SignedStore, seal_from_environment
@@ -84,7 +89,7 @@ def _torchrun_name(now: str) -> str:
 
 
 def _kept_in_store(store: Any, now: str) -> str:
-    """Return the first name in the store; replace a value that is no name."""
+    """Return the first name in the store. A value that is not a name is replaced."""
     before = b""
     for _ in range(_TRIES):
         found = bytes(store.compare_set(_KEY, before, now.encode()))
@@ -97,20 +102,20 @@ def _kept_in_store(store: Any, now: str) -> str:
 
 
 def _kept_in_folder(folder: Path, now: str) -> str:
-    """Return the first name in the folder."""
+    """Return the first name in the directory."""
     file = folder / _FILE
     own = folder / f"{_FILE}.{secrets.token_hex(8)}"
     own.write_text(now)
     with suppress(FileExistsError):
-        os.link(own, file)  # whole, or not there
+        os.link(own, file)  # the file appears atomically, with its content
     own.unlink()
     return file.read_text()
 
 
 def _launcher_folder() -> Path | None:
-    """Return the folder that torchrun made for this run on this host; None if other users can write to it.
+    """Return the directory that torchrun created for this run on this host, or None if other users can write to it.
 
-    Each attempt has a folder of its own inside.
+    Inside it, each attempt of torchrun has its own directory.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # RUN/attempt_0/LOCAL_RANK/error.json
     folder = Path(file).parents[2] if file else None

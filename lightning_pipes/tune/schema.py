@@ -1,7 +1,9 @@
-"""The schema of conf/: one dataclass a file, so that a mistyped key or type stops before anything is trained.
+"""The schema of conf/, with one dataclass per file. A mistyped key or a wrong type raises an error before training
+starts.
 
-Torch is not imported: Hydra loads this at the start of every app in the environment. Ranges are checked where the
-values are used (a schedule checks its own), names and types here.
+Names and types are checked here. Ranges of values are checked where the values are used; for example, each schedule
+checks its own fields. This module does not import torch, because Hydra loads it at the start of every app in the
+environment.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ MAKE_CLUSTER = "lightning_pipes.cost.cluster.make_cluster"
 
 @dataclass
 class ScheduleSettings:
-    """A schedule by the name of its entry point; the other fields are those of the schedule.
+    """A schedule, given by the name of its entry point. Subclasses add the fields of the schedule.
 
-    `hydra.utils.instantiate(cfg.schedule)` makes it.
+    `hydra.utils.instantiate(cfg.schedule)` creates the schedule.
     """
 
     _target_: str = MAKE_SCHEDULE
@@ -39,7 +41,7 @@ def schedule_schema(name: str) -> type[ScheduleSettings]:
     """Return the settings of the installed schedule `name`, with the types and defaults of its fields.
 
     Raises:
-        InputError: there is none, or it is no dataclass.
+        InputError: there is no such schedule, or it is not a dataclass.
     """
     made = schedule_factory(name)
     if not is_dataclass(made):
@@ -55,14 +57,17 @@ def schedule_schema(name: str) -> type[ScheduleSettings]:
 
 
 def _configurable(hint: Any) -> Any:
-    """Return the type without members that a config can't hold: for a name or an object, the name."""
+    """Return the type without union members that a config cannot hold. Such values are given by name instead."""
     if not isinstance(hint, UnionType):
         return hint
     return reduce(or_, (each for each in get_args(hint) if each.__module__ == "builtins"))
 
 
 class _LazySchema(ConfigNode):
-    """A schedule's schema in Hydra's store, created on first use. The store copies a node and sets the copy's value."""
+    """The schema of a schedule in Hydra's config store, created when it is first used.
+
+    When the store returns a node, it copies the node and sets the value of the copy.
+    """
 
     def __init__(self, name: str, group: str, schedule: str) -> None:
         self.name, self.group, self.package, self.provider = f"{name}.yaml", group, None, "lightning_pipes"
@@ -90,7 +95,7 @@ def register_schedule(name: str, group: str) -> None:
 
 @dataclass
 class AutoSettings(ScheduleSettings):
-    """No fixed schedule: the strategy chooses one."""
+    """Settings without a fixed schedule. The strategy chooses one."""
 
     _target_: str = "lightning_pipes.trainer.plan.settings.chosen_later"
     name: str = "auto"
@@ -98,33 +103,33 @@ class AutoSettings(ScheduleSettings):
 
 @dataclass
 class PipelineSettings:
-    """Settings of PipelineStrategy besides the schedule."""
+    """Settings of PipelineStrategy, without the schedule."""
 
     microbatches: int | None = None
-    data_parallel: Any = 1  # or a list, with the ranks of each stage
+    data_parallel: Any = 1  # or a list with the number of ranks of each stage
     tensor_parallel: int = 1
-    shard_optimizer: bool = False  # over the replicas
-    stages: Any = None  # or auto, or the batches until a target by number of stages
+    shard_optimizer: bool = False  # across the replicas
+    stages: Any = None  # or auto, or the batches until a target, by number of stages
     module: str | None = None
-    partition: Any = "auto"  # or parameters, or a list: where the stages 1, 2, ... begin
+    partition: Any = "auto"  # or parameters, or a list of the first layers of the stages 1, 2, ...
     recompute: bool = False
     seed: int = 0
     transport: str = "auto"  # or local, gloo, nccl
-    heartbeat_timeout: float = 120.0  # seconds without a sign of life after which a process is given up
+    heartbeat_timeout: float = 120.0  # seconds without a heartbeat after which a process counts as failed
     checkpoint: str = "full"  # or sharded
     async_checkpoint: bool = False
-    relocation: str = "blocking"  # how layers change ranks: or overlapped, buffered
-    gather: str = "auto"  # or all, rank0, none: the ranks that have the whole module after training
-    check_loss: bool = True  # how losses of micro-batches make that of their batch
-    stale_gradients: Any = False  # whether schedule=auto may choose them; or the batches by number of stages
-    loss: str = "auto"  # or microbatch, batch: for which samples the loss is computed at once
-    verify: Any = 0  # batches that one plain process trains, too; or warn
-    replan: Any = False  # whether layers move while training goes on; or settings of dynpipe's planner
+    relocation: str = "blocking"  # how layers move between ranks: or overlapped, buffered
+    gather: str = "auto"  # the ranks that get the whole module after training: or all, rank0, none
+    check_loss: bool = True  # whether to check that the losses of micro-batches combine to the loss of their batch
+    stale_gradients: Any = False  # whether schedule=auto may use stale gradients; or the batches, by number of stages
+    loss: str = "auto"  # the samples for which the loss is computed together: or microbatch, batch
+    verify: Any = 0  # number of batches that a single plain process also trains, to compare; or warn
+    replan: Any = False  # whether layers move between ranks during training; or settings of dynpipe's planner
 
 
 @dataclass
 class TrainerSettings:
-    """The arguments of lightning's Trainer that have a meaning from the command line."""
+    """The arguments of Lightning's Trainer that are useful on the command line."""
 
     accelerator: str = "auto"
     devices: int = 1
@@ -147,7 +152,7 @@ class TrainerSettings:
 
 @dataclass
 class OptimizerSettings:
-    """AdamW with a linear warm-up of so many steps."""
+    """AdamW with a linear warm-up. `warmup` is the number of warm-up steps."""
 
     lr: float = 1e-3
     weight_decay: float = 0.01
@@ -156,7 +161,7 @@ class OptimizerSettings:
 
 @dataclass
 class ModelSettings:
-    """A model of examples/models.py by its name."""
+    """A model of examples/models.py, given by its name."""
 
     name: str = MISSING
 
@@ -188,7 +193,7 @@ class ResNetDigitsSettings(ModelSettings):
 
 @dataclass
 class DataSettings:
-    """A data module of examples/data.py by its name."""
+    """A data module of examples/data.py, given by its name."""
 
     name: str = MISSING
     batch_size: int = 32
@@ -199,7 +204,7 @@ class DataSettings:
 class StdlibSettings(DataSettings):
     name: str = "stdlib"
     context: int = 64  # bytes
-    windows: int = 6400  # an epoch
+    windows: int = 6400  # per epoch
 
 
 @dataclass
@@ -217,12 +222,12 @@ class LinkSettings:
 
 @dataclass
 class ClusterSettings:
-    """Equal devices on equal hosts. `hydra.utils.instantiate(cfg.cluster)` makes the Cluster."""
+    """Equal devices on equal hosts. `hydra.utils.instantiate(cfg.cluster)` creates the Cluster."""
 
     _target_: str = MAKE_CLUSTER
     hosts: int = 1
     devices_per_host: int = 1
-    memory: str | None = None  # of a device, such as 16GiB; null: no limit
+    memory: str | None = None  # memory of a device, such as 16GiB; null for no limit
     inside: LinkSettings = field(default_factory=LinkSettings)  # between devices of one host
     between: LinkSettings = field(default_factory=LinkSettings)  # between devices of different hosts
 
@@ -231,7 +236,7 @@ class ClusterSettings:
 class TrainSettings:
     """All settings of examples/train.py."""
 
-    schedule: Any = MISSING  # another distribution's schedule brings its own settings
+    schedule: Any = MISSING  # a schedule of another distribution has its own schema
     pipeline: PipelineSettings = field(default_factory=PipelineSettings)
     model: Any = MISSING
     data: Any = MISSING
@@ -243,7 +248,7 @@ class TrainSettings:
 
 @dataclass
 class LayersSettings:
-    """Layers by a profile or by formula, and the devices and links that they run on."""
+    """Layers, given by a profile or computed by formula, and the devices and links on which they run."""
 
     profile: str | None = None
     named: str | None = None  # `model` is a group
@@ -267,7 +272,7 @@ class PlanSettings(LayersSettings):
     batch: int = 32
     microbatches: Any = None  # a number or a list
     recompute: bool | None = None
-    stale_gradients: Any = False  # or the batches until the target by number of stages
+    stale_gradients: Any = False  # or the batches until the target, by number of stages
 
 
 @dataclass
@@ -275,7 +280,7 @@ class SimulateSettings(LayersSettings):
     """Settings of `lightning-pipes simulate`."""
 
     microbatches: int = 8
-    forward: Any = "10ms"  # or a list, one for each rank
+    forward: Any = "10ms"  # or a list with one time per rank
     backward: Any = "20ms"
     step: Any = "0ms"
     message: str = "0B"
@@ -322,12 +327,13 @@ CONF = Path(__file__).parent.parent / "conf"
 
 
 def our_schedules() -> list[str]:
-    """Return the names of the files in conf/schedule/ that stand for an installed schedule."""
+    """Return the names of the files in conf/schedule/ that belong to an installed schedule."""
     return sorted(path.stem for path in (CONF / "schedule").glob("*.yaml") if f"schedule/{path.stem}" not in SCHEMAS)
 
 
 def register() -> None:
-    """Add the schemas to Hydra's config store as lightning_pipes/schema/<path of the file in conf/>."""
+    """Add the schemas to Hydra's config store as lightning_pipes/schema/PATH, where PATH is the path of the file in
+    conf/."""
     for path, schema in SCHEMAS.items():
         group, _, name = f"{GROUP}/{path}".rpartition("/")
         ConfigStore.instance().store(group=group, name=name, node=schema, provider="lightning_pipes")

@@ -1,5 +1,8 @@
-"""Settings of `hydra/launcher=job_array` and `hydra/sweeper=optuna`: a mistyped key or type stops before anything
-runs. Torch and Optuna are not imported: Hydra loads this at the start of every app in the environment."""
+"""Settings of `hydra/launcher=job_array` and `hydra/sweeper=optuna`.
+
+A mistyped key or a wrong type raises an error before any job starts. This module does not import torch or Optuna,
+because Hydra loads it at the start of every app in the environment.
+"""
 
 from __future__ import annotations
 
@@ -14,41 +17,42 @@ _PLUGINS = "hydra_plugins.lightning_pipes"
 
 @dataclass
 class JobArraySettings:
-    """Jobs of a multirun as siblings that share one pipeline."""
+    """The jobs of a multirun run as siblings that share one pipeline."""
 
     _target_: str = f"{_PLUGINS}.job_array.JobArrayLauncher"
-    array_size: Any = 4  # jobs at a time, twice as many as stages keep all busy; auto: as `memory` has room for
-    memory: Any = None  # arguments of MemorySwap, as in {device_bytes: 8000000000}: states take turns on the devices
+    array_size: Any = 4  # jobs at a time; twice the number of stages keeps all busy; auto: as `memory` allows
+    memory: Any = None  # arguments of MemorySwap, such as {device_bytes: 8000000000}; null: states stay on devices
 
 
 @dataclass
 class OptunaSettings:
-    """A search by Optuna; the search space is written as sweeps, as in `optimizer.lr=tag(log,interval(1e-4,1e-1))`."""
+    """A search with Optuna. The search space is given by sweeps, such as
+    `optimizer.lr=tag(log,interval(1e-4,1e-1))`."""
 
     _target_: str = f"{_PLUGINS}.optuna_sweeper.OptunaSweeper"
     _recursive_: bool = False
     defaults: list[Any] = field(default_factory=lambda: ["_self_", {"sampler": "tpe"}, {"pruner": "none"}])
     sampler: Any = MISSING
     pruner: Any = MISSING
-    direction: Any = "minimize"  # or maximize, or a list, one for each value that the job returns
+    direction: Any = "minimize"  # or maximize, or a list with one direction per value that the job returns
     storage: str | None = (
-        None  # an URL such as sqlite:///study.db, or a journal file such as study.log; null: in memory
+        None  # a URL such as sqlite:///study.db, or a journal file such as study.log; null: in memory
     )
     study_name: str | None = None
-    n_trials: int = 20  # with those that have ended in an earlier run of the study
+    n_trials: int = 20  # includes trials that ended in earlier runs of the study
     timeout: float | None = None  # seconds after which no trial is started
-    max_failure_rate: float = 0.0  # of the trials that have ended; above it no trial is started
-    reuse: bool = False  # a finished trial's values for one with the same parameters, which is not run then
-    params: dict[str, Any] = field(default_factory=dict)  # sweeps; the command line takes precedence
-    custom_search_space: str | None = None  # a function (overrides, trial) that suggests more, by its dotted path
+    max_failure_rate: float = 0.0  # share of ended trials; above it, no further trial is started
+    reuse: bool = False  # whether a trial takes the values of a finished one with the same parameters
+    params: dict[str, Any] = field(default_factory=dict)  # sweeps; sweeps on the command line take precedence
+    custom_search_space: str | None = None  # dotted path of a function (overrides, trial) that suggests more
 
 
 @dataclass
 class SamplerSettings:
-    """A sampler of Optuna's."""
+    """A sampler of Optuna."""
 
     _target_: str = MISSING
-    seed: int | None = None  # the same trials again; a study that goes on draws others
+    seed: int | None = None  # equal seeds give equal trials; a resumed study draws other trials
 
 
 @dataclass
@@ -87,7 +91,7 @@ class QMCSettings(SamplerSettings):
 
 @dataclass
 class BruteForceSettings(SamplerSettings):
-    """Every combination once."""
+    """Each combination of values is tried once."""
 
     _target_: str = "optuna.samplers.BruteForceSampler"
 
@@ -115,7 +119,7 @@ class HyperbandSettings:
 
 @dataclass
 class SuccessiveHalvingSettings:
-    """ASHA."""
+    """The asynchronous successive halving algorithm (ASHA)."""
 
     _target_: str = "optuna.pruners.SuccessiveHalvingPruner"
     min_resource: Any = "auto"
@@ -140,12 +144,12 @@ PRUNERS: dict[str, type] = {
 
 
 def register_launcher() -> None:
-    """Add `hydra/launcher=job_array`."""
+    """Add `hydra/launcher=job_array` to Hydra's config store."""
     _store("hydra/launcher", {"job_array": JobArraySettings})
 
 
 def register_sweeper() -> None:
-    """Add `hydra/sweeper=optuna` with its samplers and pruners."""
+    """Add `hydra/sweeper=optuna`, its samplers and its pruners to Hydra's config store."""
     _store("hydra/sweeper", {"optuna": OptunaSettings})
     _store("hydra/sweeper/sampler", SAMPLERS)
     _store("hydra/sweeper/pruner", PRUNERS)
