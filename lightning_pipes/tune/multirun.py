@@ -1,6 +1,6 @@
-"""Runs the jobs of a Hydra multirun as the siblings of an array, on every rank.
+"""Runs the jobs of a Hydra multirun as the siblings of a job array, on every rank.
 
-Each sibling has its own copy of Hydra's process-wide state: HydraConfig and log handlers.
+Each sibling has its own copy of the state that Hydra keeps per process, which is HydraConfig and the log handlers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ _handlers: ContextVar[list[logging.Handler]] = ContextVar("lightning_pipes_log_h
 
 
 class _OwnConfig(HydraConfig):
-    """`HydraConfig.get()` and `${hydra:...}` return the configuration of the calling sibling."""
+    """A HydraConfig that is different in each sibling.
+
+    `HydraConfig.get()` and `${hydra:...}` return the configuration of the calling sibling.
+    """
 
     def __init__(self, outside: Any) -> None:
         self._outside = outside
@@ -54,7 +57,7 @@ class _OwnConfig(HydraConfig):
 
 
 class _Router(logging.Handler):
-    """Passes a record to the handlers of the calling sibling, or else to the original handlers."""
+    """Pass each log record to the handlers of the calling sibling, or to the original handlers outside of siblings."""
 
     def __init__(self, outside: list[logging.Handler]) -> None:
         super().__init__(logging.NOTSET)
@@ -67,7 +70,7 @@ class _Router(logging.Handler):
 
 
 class _HandlersOnly(logging.config.DictConfigurator):
-    """Creates the handlers of the root logger in a logging configuration, and changes no logger."""
+    """Create the handlers that a logging configuration specifies for the root logger, without changing any logger."""
 
     def make_handlers(self) -> list[logging.Handler]:
         makers = (
@@ -85,7 +88,7 @@ class _HandlersOnly(logging.config.DictConfigurator):
 
 @contextmanager
 def own_hydra() -> Iterator[None]:
-    """Give each sibling its own HydraConfig and log handlers inside the block."""
+    """Give each sibling its own HydraConfig and its own log handlers inside the block."""
     instances = hydra_singletons()
     config, root = HydraConfig.instance(), logging.getLogger()
     handlers = root.handlers[:]
@@ -100,11 +103,12 @@ def own_hydra() -> Iterator[None]:
 
 @contextmanager
 def own_logging(config: DictConfig | None, suffix: str) -> Iterator[None]:
-    """Send this sibling's logs to the handlers that `hydra.job_logging` describes, inside the block.
+    """Send the logs of this sibling to the handlers that `hydra.job_logging` specifies, inside the block.
 
     Args:
-        suffix: put before the extension of their files, so that each rank has its own; one with a suffix leaves the
-            console to rank 0, but for warnings.
+        config: the logging configuration. With None, or without a root logger, nothing changes.
+        suffix: inserted before the extension of log files, so that each rank has its own files. With a suffix, other
+            handlers such as the console handle only warnings and errors, because rank 0 already logs to them.
     """
     settings: Any = None if config is None else OmegaConf.to_container(config, resolve=True)
     if not settings or not settings.get("root"):
@@ -134,21 +138,27 @@ _log = logging.getLogger(__name__)
 
 
 class Multirun:
-    """The implementation of `hydra/launcher=job_array`. Every rank makes one, and runs all jobs.
+    """The implementation of `hydra/launcher=job_array`. Every rank creates one and runs all jobs.
 
-    Rank 0 writes the sweep's directory; the others add a log file to a job's, if they log anything.
+    Rank 0 writes to the directory of the sweep. Other ranks only add a log file to the directory of a job, if they log
+    anything.
 
     Args:
-        config: the configuration of the whole multirun; on ranks other than 0 its directory becomes a temporary one.
-        array_size: jobs at a time, or "auto".
-        memory: arguments of `MemorySwap`; none keeps all states on the devices.
+        hydra_context: the context of Hydra.
+        task_function: the function that Hydra runs for each job.
+        config: the configuration of the whole multirun. On ranks other than 0, its sweep directory is replaced by a
+            temporary one.
+        array_size: number of jobs at a time, or "auto".
+        memory: arguments of `MemorySwap`. By default, all states stay on the devices.
 
     Attributes:
-        errors: the errors of jobs, by job number.
-        ends: error types that end a job without a failure.
+        errors: the errors of failed jobs, by job number.
+        ends: error types that end a job but are not logged as failures.
+        leader_store: the store in which rank 0 publishes values.
 
     Raises:
-        InputError: the configuration needs a process for each job, or the array's settings make no sense.
+        InputError: the configuration requires a separate process for each job, or the settings of the array are
+            invalid.
     """
 
     def __init__(
@@ -168,7 +178,7 @@ class Multirun:
         self.ends: tuple[type[BaseException], ...] = (ArrayCancelledError,)
         self._context = hydra_context
         self._task = task_function
-        self._overrides: dict[int, list[str]] = {}  # of each sibling, by its index
+        self._overrides: dict[int, list[str]] = {}  # the overrides of each sibling, by its index
         setup_globals()
         _check_process(config, config)
         self.leader_store = store = LeaderStore()
@@ -187,7 +197,7 @@ class Multirun:
         """Return a new array of jobs.
 
         Raises:
-            InputError: `MemorySwap` does not take its settings, or the size needs some.
+            InputError: `MemorySwap` does not accept the settings, or `array_size` is "auto" and no settings are given.
         """
         try:
             memory = MemorySwap(**self._memory) if self._memory else None
@@ -198,7 +208,12 @@ class Multirun:
         return JobArray(self._array_size, memory=memory)
 
     def launch_jobs(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
-        """Run all jobs and return their results in order; failures are logged."""
+        """Run all jobs and return their results in order. Failures are logged.
+
+        Args:
+            job_overrides: the overrides of each job.
+            initial_job_idx: the number of the first job.
+        """
         numbers = range(initial_job_idx, initial_job_idx + len(job_overrides))
         jobs = [
             partial(self.run_sibling_job, n, overrides) for n, overrides in zip(numbers, job_overrides, strict=True)
@@ -221,7 +236,7 @@ class Multirun:
 
     @contextmanager
     def sibling_environment(self) -> Iterator[None]:
-        """Prepare logging and environment for an array of jobs."""
+        """Set up logging and the environment variables for an array of jobs inside the block."""
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
         if self.leader_store.is_leader:
             Path(self._folder).mkdir(parents=True, exist_ok=True)
@@ -229,7 +244,10 @@ class Multirun:
             yield
 
     def run_sibling_job(self, number: int, overrides: Sequence[str]) -> JobReturn:
-        """Run a job on its sibling's thread. An error is recorded in `errors`, and in the result."""
+        """Run a job on the thread of its sibling.
+
+        If the job raises an error, the error is recorded in `errors` and raised again.
+        """
         try:
             return self._job(number, overrides)
         except BaseException as error:
@@ -289,20 +307,25 @@ class Multirun:
             raise
 
     def _log_failure(self, number: int, error: BaseException) -> None:
-        """Log a failure into the log of its job at once, because the array may run for hours."""
+        """Log a failure to the log of its job immediately, because the array may run for hours."""
         self.record_error(number, error)
         if not isinstance(error, self.ends):
-            level = logging.ERROR if self.leader_store.is_leader else logging.INFO  # which others leave to files
+            level = logging.ERROR if self.leader_store.is_leader else logging.INFO  # other ranks: files only
             explains_itself = isinstance(error, PipelineError | SystemExit)
             _log.log(level, "#%d failed: %s", number, _text(error), exc_info=None if explains_itself else error)
 
 
 def check_names(received: tuple[str, str], own: tuple[str, str]) -> None:
-    """Check the sweep's directory and job name that rank 0 sent, because an unsigned store accepts values from anyone.
-    Names of different ranks differ in digits only.
+    """Check the sweep directory and the job name that rank 0 sent, because any process can write to an unsigned store.
+
+    The names on different ranks may differ in digits only, for example in a time.
+
+    Args:
+        received: the directory and the job name of rank 0.
+        own: the directory and the job name of this rank.
 
     Raises:
-        InputError: they differ by more.
+        InputError: the names differ in more than digits.
     """
     for what, theirs, ours in zip(("hydra.sweep.dir", "hydra.job.name"), received, own, strict=True):
         if _DIGITS.sub("0", theirs) != _DIGITS.sub("0", ours):
@@ -314,7 +337,7 @@ def check_names(received: tuple[str, str], own: tuple[str, str]) -> None:
 
 
 def _check_process(config: DictConfig, outside: DictConfig) -> None:
-    """Raise InputError where a job would change a setting that exists once in a process."""
+    """Raise InputError if a job would change a setting that a process can have only once."""
     chdir = config.hydra.job.chdir
     if chdir or (chdir is None and not version.base_at_least("1.2")):
         raise InputError(
@@ -336,7 +359,8 @@ def _difference(own: Sequence[str], first: Sequence[str]) -> str:
 
 
 def _failed(error: BaseException, overrides: Sequence[str]) -> JobReturn:
-    """Return the result of a job with an error that Hydra does not keep, such as SystemExit."""
+    """Return the result of a failed job. Hydra does not store errors such as SystemExit, so a RuntimeError replaces
+    them."""
     kept = error if isinstance(error, Exception) else RuntimeError(_text(error))
     result = JobReturn(overrides=list(overrides), status=JobStatus.FAILED)
     result.return_value = kept

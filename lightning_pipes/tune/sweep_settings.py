@@ -35,9 +35,7 @@ class OptunaSettings:
     sampler: Any = MISSING
     pruner: Any = MISSING
     direction: Any = "minimize"  # or maximize, or a list with one direction per value that the job returns
-    storage: str | None = (
-        None  # a URL such as sqlite:///study.db, or a journal file such as study.log; null: in memory
-    )
+    storage: str | None = None  # a URL such as sqlite:///study.db, or a journal file such as study.log; null: in memory
     study_name: str | None = None
     n_trials: int = 20  # includes trials that ended in earlier runs of the study
     timeout: float | None = None  # seconds after which no trial is started

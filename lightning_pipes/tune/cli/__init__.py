@@ -1,4 +1,4 @@
-"""The command line `lightning-pipes COMMAND`; `main.COMMANDS` lists what there is."""
+"""The command line `lightning-pipes COMMAND`. `main.COMMANDS` lists all commands."""
 
 from lightning_pipes.tune.cli.main import main
 

@@ -1,4 +1,4 @@
-"""The description of a command, and helpers that all commands share."""
+"""The description of a command, and helpers that several commands share."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from omegaconf import DictConfig
 
 @dataclass(frozen=True)
 class Command:
-    """One command of `lightning-pipes`.
+    """A command of `lightning-pipes`.
 
     Attributes:
-        config: the name of its settings in conf/; None for none.
-        positionals: names of its positional arguments, in order.
-        flags: by name, a placeholder for the value (empty for a switch) and a help text.
-        defaults: overrides that repeat a default and that Hydra does not know.
-        optional: whether all positionals may be left out.
-        script: whether its last positional is a Python script, which gets the rest of the command line.
+        name: the name of the command.
+        about: the description of the command in its help text.
+        examples: command lines that the help text shows.
+        run: runs the command, given its settings, its positional arguments and its flags.
+        config: the name of the settings file in conf/, or None if the command has no settings.
+        positionals: the names of the positional arguments, in order.
+        flags: for each flag, a placeholder for its value, which is empty for a switch, and a help text.
+        defaults: overrides that repeat a default value and that Hydra cannot parse. They are ignored.
+        optional: whether all positional arguments can be omitted.
+        script: whether the last positional argument is a Python script, which receives the rest of the command line.
         translate: converts an override into Hydra's form.
-        run: runs the command, given settings, positionals and flags.
     """
 
     name: str
@@ -47,7 +50,10 @@ PICTURES = {
 
 
 def format_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Format rows as a table. The keys of the first row name the columns; numbers align to the right."""
+    """Format rows as a table.
+
+    The keys of the first row are the column heads. Columns of numbers are aligned to the right.
+    """
     if not rows:
         return ""
     heads = list(rows[0])
@@ -67,10 +73,10 @@ def _is_number(text: str) -> bool:
 
 
 def print_json(found: Mapping[str, Any]) -> None:
-    """Print one object on one line."""
+    """Print a mapping as one JSON object on one line."""
     print(json.dumps(found))
 
 
 def drawing_width() -> int:
-    """Return the width of a drawing in characters."""
+    """Return the width of a drawing of a timeline in characters."""
     return max(40, min(shutil.get_terminal_size((120, 24)).columns, 160) - 24)

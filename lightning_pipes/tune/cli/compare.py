@@ -1,4 +1,4 @@
-"""`lightning-pipes compare`"""
+"""The command `lightning-pipes compare`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from lightning_pipes.tune.cli.command import Command, print_json
 
 
 def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> None:
+    """Compare the records of two trainings, and print the first difference."""
     a, b = (TrainingRecord.load(Path(word)) for word in words)
     found = compare_runs(a, b)
     if options.layer:

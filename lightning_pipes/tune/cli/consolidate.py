@@ -1,4 +1,4 @@
-"""`lightning-pipes consolidate`"""
+"""The command `lightning-pipes consolidate`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ FORMATS = ("lightning", "safetensors")
 
 
 def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> None:
+    """Write a checkpoint that ranks have written as one Lightning checkpoint, or as safetensors files."""
     from lightning_pipes.trainer.checkpoint.export import export_weights
     from lightning_pipes.trainer.checkpoint.sharded import consolidate
 
@@ -33,7 +34,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
 
 
 def _make_model(folder: str | None) -> Any:
-    """Return the model of transformers that a folder configures, on `meta`."""
+    """Return the transformers model that the configuration in a folder describes, on the `meta` device."""
     if not folder:
         return None
     if not (Path(folder) / "config.json").is_file():

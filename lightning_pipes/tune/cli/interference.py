@@ -1,4 +1,4 @@
-"""`lightning-pipes interference`"""
+"""The command `lightning-pipes interference`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_pipes.tune.cli.pictures import check_writable
 
 FOREST = "forest.npz"
 SECONDS, QUICK_SECONDS = 0.2, 0.06
-"""Seconds of one look at a stage."""
+"""Duration of one observation of a stage in seconds, by default and with --quick."""
 
 
 def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Parses the command line and runs a command."""
+"""The entry point of the command line, which parses the arguments and runs a command."""
 
 from __future__ import annotations
 
@@ -31,7 +31,11 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return the exit code: 0 for success, 1 for failure, 2 for a wrong command line."""
+    """Run a command and return its exit code: 0 for success, 1 for failure, or 2 for an invalid command line.
+
+    Args:
+        arguments: the arguments of the command line. By default, they are `sys.argv[1:]`.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in ("-h", "--help"):
         print(_overview())
@@ -42,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     command: Command = import_module(f"lightning_pipes.tune.cli.{name}").COMMAND
     after: list[str] = []
-    if command.script:  # what follows it is its own
+    if command.script:  # all arguments after the script belong to the script
         start = next((n + 1 for n, word in enumerate(rest) if word.endswith(".py")), len(rest))
         rest, after = rest[:start], rest[start:]
     options = _parser(command).parse_intermixed_args(rest)
@@ -78,7 +82,7 @@ def _settings(command: Command, overrides: Sequence[str]) -> DictConfig:
         accepted = [command.translate(override) for override in overrides if override not in command.defaults]
         try:
             return compose(command.config, overrides=accepted)
-        except (TypeError, ValueError) as error:  # Hydra's, of a group that is given a number or a list
+        except (TypeError, ValueError) as error:  # from Hydra, if a group is set to a number or a list
             raise InputError(f"{' '.join(accepted)}: a setting has a value that can't be read: {error}") from error
 
 

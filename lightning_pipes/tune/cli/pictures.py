@@ -16,8 +16,13 @@ from lightning_pipes.sim.shown.record import RunRecord
 def write_pictures(
     record: RunRecord, options: argparse.Namespace, progress: Progress, advice: Advice | None = None
 ) -> list[str]:
-    """Write the files of --png and --html; return a line on each. Without `advice` the page has the result of
-    `advise_run`.
+    """Write the files that the options --png and --html name, and return one line of text per file.
+
+    Args:
+        record: the run to draw.
+        options: the parsed command line.
+        progress: shows the progress of `advise_run`.
+        advice: the advice on the page. By default, it is the result of `advise_run`.
 
     Raises:
         InputError: the folder of a file does not exist.
@@ -34,10 +39,10 @@ def write_pictures(
 
 
 def check_writable(name: str) -> Path:
-    """Return the path of a file that can be created.
+    """Return the path of a file after checking that its folder exists.
 
     Raises:
-        InputError: its folder does not exist.
+        InputError: the folder does not exist.
     """
     path = Path(name)
     if not path.parent.is_dir():

@@ -1,4 +1,4 @@
-"""`lightning-pipes plan`"""
+"""The command `lightning-pipes plan`."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ _MOST_LINES = 40
 
 
 def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> None:
+    """Choose a plan and print it, or draw the plan of a script."""
     if words:
         _plan_script(words[0], options)
         return
@@ -78,7 +79,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
     sentence = _sentence(choice, timeline, cfg, reduce)
     record = _record(choice, timeline, profile, deployment.pipeline)
     with progress_bar("draw") as progress:
-        advice = _advice(choice, sentence, arguments, timeline) if options.html else None  # simulates what it shows
+        advice = _advice(choice, sentence, arguments, timeline) if options.html else None  # simulates its options
         lines = write_pictures(record, options, progress, advice)
     if options.json:
         print_json(_to_json(choice, timeline, profile, arguments, reduce, cfg))
@@ -94,14 +95,14 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
 
 
 def _iterations(cfg: DictConfig, schedule: Schedule | Policy | None) -> Iterations | None:
-    """Return T(S) by the setting `stale_gradients`; None where only exact gradients come into question.
+    """Return T(S) according to the setting `stale_gradients`, or None if only exact gradients are allowed.
 
     Raises:
-        InputError: it makes no sense, or a schedule is named.
+        InputError: the setting is invalid, or a schedule is also set.
     """
     given = cfg.stale_gradients
     setting = OmegaConf.to_container(given) if isinstance(given, DictConfig) else given
-    found = Iterations.from_setting("stale_gradients", setting)  # type: ignore[arg-type]  # which is checked
+    found = Iterations.from_setting("stale_gradients", setting)  # type: ignore[arg-type]  # checked there
     if found is not None and schedule is not None:
         raise InputError(
             f"stale_gradients={setting} is for schedule=auto, and schedule={schedule.name} is named; leave one of them "
@@ -111,13 +112,13 @@ def _iterations(cfg: DictConfig, schedule: Schedule | Policy | None) -> Iteratio
 
 
 def _plan_script(script: str, options: argparse.Namespace) -> None:
-    """Run a script until its module is cut, and draw the layers or units of each stage.
+    """Run a script until its module is cut, and print the layers or units of each stage.
 
     Raises:
-        InputError: there is no such script, or settings are given, too.
-        PipelineError: it has cut nothing.
+        InputError: there is no such script, or settings are also given.
+        PipelineError: the script did not cut a module.
     """
-    from lightning_pipes.trainer.plan.settings import PLAN_VARIABLE  # which takes long
+    from lightning_pipes.trainer.plan.settings import PLAN_VARIABLE  # a slow import
 
     given = [word for word in options.settings if "=" in word] + [
         flag for flag in ("png", "html") if options.__dict__[flag]
@@ -143,7 +144,7 @@ def _plan_script(script: str, options: argparse.Namespace) -> None:
 
 
 def _draw_pieces(pieces: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Return the lines of a table of layers or units, with the borders between stages."""
+    """Return the lines of a table of layers or units, with a line at each border between stages."""
     deepest = max(piece["name"].count(".") for piece in pieces) + 1
     depth = next((d for d in range(deepest, 1, -1) if len(_group_pieces(pieces, d)) <= _MOST_LINES), 1)
     groups = _group_pieces(pieces, depth)
@@ -171,7 +172,7 @@ def _draw_pieces(pieces: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
 
 
 def _group_pieces(pieces: Sequence[Mapping[str, Any]], depth: int) -> list[list[Mapping[str, Any]]]:
-    """Return groups of consecutive pieces, by stage and by the first `depth` names of their paths."""
+    """Return groups of consecutive pieces that have the same stage and the same first `depth` names in their paths."""
     return [list(found) for _, found in groupby(pieces, lambda p: (p["stage"], p["name"].split(".")[:depth]))]
 
 
@@ -247,7 +248,7 @@ def _record(choice: Choice, timeline: Timeline, profile: ModelProfile, cluster: 
 
 
 def _advice(choice: Choice, sentence: str, arguments: dict[str, Any], timeline: Timeline) -> Advice:
-    """Return the choice in the form that the page shows."""
+    """Return the choice in the form that the page displays."""
     best = _change(choice.best, timeline)
     fitting = [option for option in choice.options if option.fit is not None and option is not choice.best]
     others = tuple(_change(option) for option in fitting[:8])

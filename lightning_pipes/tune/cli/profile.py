@@ -1,4 +1,4 @@
-"""`lightning-pipes profile`"""
+"""The command `lightning-pipes profile`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from lightning_pipes.tune.cli.sources import parse_numbers
 
 
 def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> None:
+    """Measure the layers of a model, and write the profile to a file."""
     if options.clear:
         from lightning_pipes.trainer.plan.profile_cache import clear_profiles
 

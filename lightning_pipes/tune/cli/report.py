@@ -1,4 +1,4 @@
-"""`lightning-pipes report`"""
+"""The command `lightning-pipes report`."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from lightning_pipes.tune.cli.sources import load_profile
 
 
 def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> None:
+    """Write the HTML page about a run, and print the advice."""
     where = Path(words[0])
     record = RunRecord.load(where)
     if options.profile:

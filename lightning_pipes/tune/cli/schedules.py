@@ -1,4 +1,4 @@
-"""`lightning-pipes schedules`"""
+"""The command `lightning-pipes schedules`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from lightning_pipes.sim import Timeline, simulate
 from lightning_pipes.tune.cli.command import Command, format_table, print_json
 
 RANKS, MICROBATCHES = 4, 8
-_BATCHES = 12  # of a schedule that does not flush: the start and the end are left out
+_BATCHES = 12  # for schedules that do not flush, whose first and last batches are left out
 
 
 def run(settings: DictConfig, words: Sequence[str], options: argparse.Namespace) -> None:
+    """List the installed schedules, with an example of each."""
     found = [_described(name, entry.load()) for name, entry in installed_schedules().items()]
     if options.json:
         print_json({"ranks": RANKS, "microbatches": MICROBATCHES, "schedules": found})
@@ -58,7 +59,7 @@ def _described(name: str, factory: Any) -> dict[str, Any]:
 
 def _example(schedule: Schedule | Policy) -> dict[str, Any]:
     plan = solve_plan(Problem(schedule, RANKS, MICROBATCHES, MICROBATCHES))
-    a_rank = plan.n_stages / RANKS  # stages, which share out a rank's time
+    a_rank = plan.n_stages / RANKS  # number of stages among which the time of a rank is divided
     costs = CostModel.uniform(plan.n_stages, 1.0 / a_rank, 2.0 / a_rank)
     order = schedule.program(plan) if isinstance(schedule, Schedule) else schedule
     batches = _BATCHES if order.is_endless else None
@@ -78,8 +79,10 @@ def _bubble(run: Timeline, batches: int | None) -> float:
 
 
 def _first_sentence(text: str) -> str:
-    """Return the first sentence of a docstring, without its citation and, if long enough, without the part after a
-    colon."""
+    """Return the first sentence of a docstring without its citation.
+
+    If the part before a colon is long enough, the part after the colon is omitted too.
+    """
     paragraph = " ".join(text.split("\n\n")[0].split())
     sentence = re.sub(r" \([^)]*\d{4}[^)]*\)", "", paragraph).split(". ")[0].rstrip(".")
     head = sentence.split(": ")[0]

@@ -1,4 +1,4 @@
-"""`lightning-pipes simulate`"""
+"""The command `lightning-pipes simulate`."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from lightning_pipes.tune.cli.sources import (
 
 
 def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> None:
+    """Simulate a schedule, and print its step time, bubble, memory and timeline."""
     schedule = schedule_from_settings(cfg)
     if schedule is None:
         raise InputError("simulate shows one schedule, as in schedule=1f1b; lightning-pipes plan chooses one")
@@ -80,8 +81,10 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
 
 
 def _given(cfg: DictConfig, schedule: Schedule | Policy) -> tuple[Program | Policy, Plan, CostModel]:
-    """Return order, plan and costs for times from the command line. A time of a rank is divided evenly among its
-    stages."""
+    """Return the order, the plan and the costs for times from the command line.
+
+    The time of a rank is divided evenly among its stages.
+    """
     (m,) = parse_numbers(cfg.microbatches, "microbatches", MAX_FORWARDS // cfg.ranks) or [8]
     plan = solve_plan(Problem(schedule, cfg.ranks, m, m))
     times = {
@@ -112,7 +115,10 @@ def _given(cfg: DictConfig, schedule: Schedule | Policy) -> tuple[Program | Poli
 def _profiled(
     cfg: DictConfig, schedule: Schedule | Policy, profile: ModelProfile, cluster: Cluster
 ) -> tuple[Program | Policy, Plan, CostModel]:
-    """Return order, plan and costs for a profile, cut by `partition`, or at the best boundaries."""
+    """Return the order, the plan and the costs for a profile.
+
+    The layers are cut at the boundaries in `partition`, or at the best boundaries if it is not set.
+    """
     (m,) = parse_numbers(cfg.microbatches, "microbatches", MAX_FORWARDS // cfg.ranks) or [8]
     plan = solve_plan(Problem(schedule, cfg.ranks, cfg.batch or m, m, cfg.recompute))
     cluster = replace(cluster, devices=cluster.devices[: cfg.ranks])

@@ -1,4 +1,4 @@
-"""Reads layers, devices and schedules from a command's settings."""
+"""Reads layers, devices and schedules from the settings of a command."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from lightning_pipes.ir import MAX_STAGES, InputError, Policy, Schedule, check_c
 
 _T = TypeVar("_T")
 MAX_NUMBER = 2**16
-"""The largest number of micro-batches, and of measured rows."""
+"""The largest allowed number of micro-batches, and of samples to measure."""
 
 
 def profile_from_settings(cfg: DictConfig) -> ModelProfile | None:
-    """Return the profile in the file `profile`, or the profile by formula of the model `model`; None where neither is
-    given.
+    """Return the profile that the settings specify, or None if they specify neither a file nor a model.
+
+    The profile is read from the file `profile`, or computed by formula for the model `model`.
 
     Raises:
-        InputError: both are given, the file is no profile, or the name is unknown.
+        InputError: both are set, the file is not a profile, or the name of the model is unknown.
     """
     if cfg.profile is not None and cfg.named is not None:
         raise InputError(f"profile={cfg.profile} and model={cfg.named}: give one of them")
@@ -39,10 +40,10 @@ def profile_from_settings(cfg: DictConfig) -> ModelProfile | None:
 
 
 def require_profile(cfg: DictConfig, command: str) -> ModelProfile:
-    """Return the profile of `profile_from_settings`, which a command can't do without.
+    """Return the profile that the settings specify, for a command that cannot run without one.
 
     Raises:
-        InputError: there is none, or as `profile_from_settings` does.
+        InputError: no profile is specified, or `profile_from_settings` raises this error.
     """
     profile = profile_from_settings(cfg)
     if profile is None:
@@ -54,7 +55,7 @@ def require_profile(cfg: DictConfig, command: str) -> ModelProfile:
 
 
 def translate_model_override(override: str) -> str:
-    """Convert `model=NAME` into Hydra's form; `model` is a group of the examples' settings."""
+    """Convert `model=NAME` into Hydra's form, because `model` is already a group in the settings of the examples."""
     name, _, value = override.partition("=")
     return f"named={value}" if name == "model" else override
 
@@ -63,7 +64,7 @@ def load_profile(path: str) -> ModelProfile:
     """Return the profile in a file.
 
     Raises:
-        InputError: there is no such file, or it is no profile.
+        InputError: there is no such file, or it is not a profile.
     """
     if not Path(path).is_file():
         raise InputError(f"there is no file {path}; `lightning-pipes profile out={path}` writes one")
@@ -71,10 +72,14 @@ def load_profile(path: str) -> ModelProfile:
 
 
 def cluster_from_settings(cfg: DictConfig, devices: int) -> Cluster:
-    """Return a cluster with at least `devices` devices: `cluster` of the settings, or one host with equal links.
+    """Return the cluster that the settings specify, by default one host with `devices` devices and equal links.
+
+    Args:
+        cfg: the settings of the command.
+        devices: the number of devices that the cluster must have at least.
 
     Raises:
-        InputError: it has too few devices, or links are given twice.
+        InputError: the cluster has too few devices, or its links are specified twice.
     """
     check_count("devices", devices, "; change the number of ranks, or of replicas", most=MAX_STAGES)
     memory = None if cfg.memory is None else read_setting(cfg, "memory", parse_bytes)
@@ -96,15 +101,15 @@ def cluster_from_settings(cfg: DictConfig, devices: int) -> Cluster:
 
 
 def schedule_from_settings(cfg: DictConfig) -> Schedule | Policy | None:
-    """Return the schedule of the settings; None for schedule=auto."""
+    """Return the schedule that the settings specify, or None for schedule=auto."""
     return None if cfg.schedule is None or cfg.schedule.name == "auto" else instantiate(cfg.schedule)
 
 
 def parse_numbers(value: Any, name: str, most: int = MAX_NUMBER) -> list[int]:
-    """Return one number or a list of numbers as a list; an empty list for null.
+    """Return a number or a list of numbers as a list. The list is empty for null.
 
     Raises:
-        InputError: something else, or one below 1 or above `most`.
+        InputError: `value` is something else, or a number is less than 1 or greater than `most`.
     """
     if value is None:
         return []
@@ -120,10 +125,10 @@ def parse_numbers(value: Any, name: str, most: int = MAX_NUMBER) -> list[int]:
 
 
 def parse_durations(value: Any, name: str, count: int) -> list[float]:
-    """Return the seconds of each of `count` ranks, from one time or a list of times.
+    """Return the seconds of each of `count` ranks, given one time or a list of times.
 
     Raises:
-        InputError: a list of another length, or no times.
+        InputError: the list has another length, or a value is not a time.
     """
     found: Sequence[Any] = list(value) if isinstance(value, ListConfig) else [value] * count
     if len(found) != count:
@@ -135,6 +140,6 @@ def read_setting(cfg: DictConfig, name: str, parse: Callable[[Any], _T]) -> _T:
     """Return the setting `name`, parsed by a function of `cost.units`.
 
     Raises:
-        InputError: it can't be read; names the setting.
+        InputError: the setting cannot be parsed.
     """
     return parse_setting(name, parse, cfg[name])

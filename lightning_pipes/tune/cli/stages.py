@@ -1,4 +1,4 @@
-"""`lightning-pipes stages`"""
+"""The command `lightning-pipes stages`."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ THEORY = ("loss", "lipschitz", "noise", "lr", "target")
 
 
 def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> None:
+    """Choose the number of stages, and print the choice."""
     profile = require_profile(cfg, "stages")
     check_count("batch", cfg.batch, "; samples")
     microbatches = parse_numbers(cfg.microbatches, "microbatches") or [1]
@@ -57,7 +58,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
 
 
 def _row(option: Any) -> dict[str, Any]:
-    """Return one number of stages in its JSON form; a number that is not finite is null."""
+    """Return the result for one number of stages in its JSON form. A number that is not finite becomes null."""
     found = option.best
     return {
         "stages": option.n_stages,
@@ -71,7 +72,7 @@ def _row(option: Any) -> dict[str, Any]:
 
 
 def _batches(text: str | None) -> dict[int, float]:
-    """Read `1:196,4:222`."""
+    """Parse a text such as `1:196,4:222`."""
     if text is None:
         return {}
     try:
@@ -81,7 +82,7 @@ def _batches(text: str | None) -> dict[int, float]:
 
 
 def _theory(text: str | None) -> dict[str, float]:
-    """Read `loss=10,lipschitz=5,noise=0.04,lr=0.01,target=0.1`."""
+    """Parse a text such as `loss=10,lipschitz=5,noise=0.04,lr=0.01,target=0.1`."""
     if text is None:
         return {}
     try:

@@ -1,4 +1,4 @@
-"""The subject of a profile: layers, their input, and the optimizer that trains them."""
+"""The model to profile: its layers, their input, and the optimizer that trains them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from lightning_pipes.trainer.module.pipelined import find_pipelined
 
 @dataclass(frozen=True)
 class Subject:
-    """Layers to profile.
+    """The layers to profile.
 
     Attributes:
-        module: the module that owns the layers.
-        layers: layers that run one after the other.
-        example: an input of the module; axis 0 counts samples.
+        module: the module that contains the layers.
+        layers: the layers, which run one after the other.
+        example: an input of the module, with samples along axis 0.
     """
 
     module: nn.Module
@@ -40,8 +40,12 @@ class Subject:
 def subject_from_example(cfg: DictConfig, rows: Sequence[int]) -> Subject:
     """Return a model of examples/models.py with data of examples/data.py, according to their settings.
 
+    Args:
+        cfg: settings with the groups `model` and `data`.
+        rows: the numbers of samples to measure. The example contains the largest number.
+
     Raises:
-        InputError: the examples are not here, or the model can't read the data.
+        InputError: the examples are not installed, or the model cannot read the data.
     """
     folder = Path(__file__).resolve().parents[3] / "examples"
     if not (folder / "models.py").exists():
@@ -61,10 +65,15 @@ def subject_from_example(cfg: DictConfig, rows: Sequence[int]) -> Subject:
 
 
 def subject_from_factory(path: str, rows: Sequence[int]) -> Subject:
-    """Return the subject that `package.module:factory` makes; the current directory is searched too.
+    """Return the model that `package.module:factory` returns. The current directory is searched for the package, too.
+
+    Args:
+        path: the path of the factory.
+        rows: the numbers of samples to measure.
 
     Raises:
-        InputError: there is no such function, it fails, or it gives no layers or no example.
+        InputError: there is no such function, the function raises an error, or it does not return layers and an
+            example.
     """
     sys.path.insert(0, str(Path.cwd()))
     where, _, name = path.partition(":")
@@ -101,7 +110,17 @@ def profile_subject(
     repeats: int,
     progress: Progress,
 ) -> ModelProfile:
-    """Return the profile of `subject` for every number of rows. On a CPU it runs on `threads` threads.
+    """Return the profile of `subject` for each number of samples in `rows`.
+
+    Args:
+        subject: the layers to profile.
+        rows: the numbers of samples to measure.
+        device: the device on which the layers run.
+        threads: number of threads that a CPU uses.
+        optimizer: the name of an optimizer of torch.optim. By default, the module's own optimizer is used.
+        split: whether backwards are also measured in two parts, input gradients and weight gradients.
+        repeats: number of measurements of each layer.
+        progress: called with a text and the finished share of the work.
 
     Raises:
         InputError: there is no such device, or no such optimizer.
@@ -155,7 +174,7 @@ def _instantiate(kinds: Mapping[str, Any], settings: DictConfig, **more: Any) ->
 
 
 def _rows(example: Any, rows: int, device: torch.device) -> Any:
-    """Return the example with `rows` samples on the device: a part of it, or repetitions of it."""
+    """Return `rows` samples of the example on the device. The samples of the example are repeated if it has fewer."""
 
     def take_rows(tensor: torch.Tensor) -> torch.Tensor:
         return tensor[torch.arange(rows) % len(tensor)].to(device)
@@ -164,11 +183,11 @@ def _rows(example: Any, rows: int, device: torch.device) -> Any:
 
 
 class _LayersReachedError(Exception):
-    """Ends a forward when it reaches the layers."""
+    """Raised to end a forward when it reaches the layers."""
 
 
 def _layers_input(subject: Subject, x: Any) -> Any:
-    """Return the input of the layers when `x` enters the module."""
+    """Return the input that the layers receive when the module is called with `x`."""
     if subject.module is subject.layers:
         return x
     seen: list[Any] = []
@@ -193,7 +212,7 @@ def _layers_input(subject: Subject, x: Any) -> Any:
 
 
 def _optimizer(module: nn.Module, name: str | None) -> Optimizer:
-    """Return the module's own optimizer, or one of torch.optim by name."""
+    """Return the optimizer of torch.optim with this name, or the module's own optimizer."""
     if name is not None:
         kind = getattr(torch.optim, name, None)
         if not (isinstance(kind, type) and issubclass(kind, Optimizer)):

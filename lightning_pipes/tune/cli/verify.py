@@ -1,4 +1,4 @@
-"""`lightning-pipes verify`"""
+"""The command `lightning-pipes verify`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ BATCHES = 2
 
 
 def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> None:
+    """Run a script with verification of its first batches, and print the findings."""
     (script,) = words
     if not Path(script).is_file():
         raise InputError(f"{script}: there is no such script")

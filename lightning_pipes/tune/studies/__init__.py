@@ -1,1 +1,1 @@
-"""Runs the trials of Optuna studies as siblings of a job array."""
+"""Optuna studies whose trials run as siblings of a job array."""

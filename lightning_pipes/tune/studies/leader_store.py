@@ -1,7 +1,8 @@
-"""Messages from rank 0 to the other ranks about trials, before the ranks connect and afterwards.
+"""Messages about trials from rank 0 to the other ranks, before and after the ranks are connected.
 
-The messages live in a key-value store, not in a sequence of broadcasts. Lightning starts processes in the middle of the
-first trial. They run the script from its beginning, and find the messages sent before their start.
+The messages are kept in a key-value store instead of being broadcast. Lightning starts the other processes in the
+middle of the first trial. These processes run the script from its beginning and can still read the messages that were
+sent before they started.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from lightning_pipes.ir import InputError, PipelineError
 from lightning_pipes.trainer.ranks.processes import all_processes, process_rank, whole_group
 
 ADDRESS = "LIGHTNING_PIPES_BOARD"
-"""The port at which rank 0 listens, for the processes that Lightning starts with a copy of its environment."""
+"""The environment variable with the port on which rank 0 listens. Processes that Lightning starts inherit it."""
 _TIMEOUT = timedelta(minutes=30)
 _POLL_SECONDS = 0.005
 _CLOSE_SECONDS = 30.0
@@ -47,19 +48,19 @@ plain.allow_classes(FrozenTrial, *(kind for kind in vars(distributions).values()
 
 
 class RankZeroEndedError(PipelineError):
-    """Rank 0, which chooses the next trial, has ended or can't be reached."""
+    """Rank 0, which chooses the next trial, has ended or cannot be reached."""
 
 
 class LeaderStore:
-    """Messages of rank 0 for one purpose. All ranks create their stores in the same order.
+    """A store for messages of rank 0 for one purpose. All ranks must create their stores in the same order.
 
     Attributes:
-        is_leader: whether this is rank 0, which publishes; the others read.
-        rank: the rank of this process, or its rank on this host where Lightning itself started it.
-        is_signed: whether only ranks of this run can have written the values.
+        is_leader: whether this is rank 0, which publishes values. The other ranks read them.
+        rank: the rank of this process, or its local rank if Lightning started it.
+        is_signed: whether values are signed, so that only ranks of this run can have written them.
 
     Raises:
-        InputError: there is no way to rank 0.
+        InputError: this process has no way to find rank 0.
     """
 
     def __init__(self) -> None:
@@ -72,15 +73,17 @@ class LeaderStore:
         self._store = sub_store_of(self._connection.store, f"lightning_pipes/boards/{self._connection.n_stores}")
 
     def put(self, key: str, value: object) -> None:
-        """Publish a value under `key` to the other ranks."""
+        """Publish a value to the other ranks under `key`."""
         self._store.set(key, dumps(value, self._connection.seal))
 
     def get(self, key: str, until: Callable[[], bool] = lambda: False) -> Any:
-        """Return the value that rank 0 publishes under `key`, or None once `until()` is true; a sibling lets others
-        compute meanwhile.
+        """Return the value that rank 0 publishes under `key`, or None if `until()` becomes true before.
+
+        If a sibling waits here, other siblings compute in the meantime.
 
         Raises:
             RankZeroEndedError: rank 0 has ended.
+            RankStoppedError: the process of rank 0 is stopped.
         """
 
         def is_ready() -> bool:
@@ -96,11 +99,11 @@ class LeaderStore:
         )
 
     def has_key(self, key: str) -> bool:
-        """Return whether there is a value under `key`.
+        """Return whether rank 0 has published a value under `key`.
 
         Raises:
             RankZeroEndedError: rank 0 has ended.
-            RankStoppedError: rank 0 is stopped.
+            RankStoppedError: the process of rank 0 is stopped.
         """
         try:
             return bool(self._call_store(partial(self._store.check, [key])))
@@ -110,8 +113,10 @@ class LeaderStore:
             raise RankZeroEndedError(f"rank 0, which holds the study or sweep, has ended ({error})") from error
 
     def close(self) -> None:
-        """Close the store on every rank after the last `get`; rank 0 waits for the other ranks where it hosts the
-        store."""
+        """Close the store. Every rank calls this after its last `get`.
+
+        If rank 0 hosts the store, it waits for the other ranks.
+        """
         if not self.is_leader:
             self._call_store(partial(self._store.set, f"left/{self.rank}", ""))
         elif self._connection.hosted:
@@ -122,14 +127,14 @@ class LeaderStore:
         self._connection.close()
 
     def _call_store(self, call: Callable[[], Any]) -> Any:
-        """Return the result of a call of the store; such a call never returns while rank 0 is stopped."""
+        """Return the result of a call of the store, but do not hang if rank 0 is stopped, as a direct call would."""
         return (
             call() if self._connection.hosted else self._connection.caller(call, self._connection.startup_watch.check)
         )
 
 
 class _StoreConnection:
-    """This process's connection to the store that holds all leader stores of its run."""
+    """The connection of this process to the store that contains all leader stores of the run."""
 
     def __init__(self) -> None:
         self.n_stores = 0
@@ -149,7 +154,7 @@ class _StoreConnection:
         elif ADDRESS in os.environ and os.environ.get("LOCAL_RANK", "0") != "0":
             self.rank = int(os.environ["LOCAL_RANK"])
             port = int(os.environ[ADDRESS])
-            wait_for_host(LOOPBACK, port, _TIMEOUT, watch.check)  # which may be gone by now
+            wait_for_host(LOOPBACK, port, _TIMEOUT, watch.check)  # rank 0 may have ended by now
             store = TCPStore(LOOPBACK, port, is_master=False, timeout=_TIMEOUT)
             self.store = seal_store(store, self.rank, one_host=True)
         else:
@@ -164,24 +169,24 @@ class _StoreConnection:
             self.store = seal_store(store, self.rank, one_host=True)
             self._variables = {**secret, ADDRESS: str(store.port)}
         self.seal = TRUSTED if seal_of(self.store) else None
-        """None where the store does not sign its values."""
+        """The seal of signed values, or None if the store does not sign its values."""
 
     def open(self) -> None:
-        """Let processes that start later find this store."""
+        """Publish the address of this store in the environment, for processes that start later."""
         if not self._open and self._variables:
             self._environment = ExitStack()
             self._environment.enter_context(environment_for_children(self._variables))
         self._open += 1
 
     def close(self) -> None:
-        """Undo one `open`; the last one removes the address from the environment."""
+        """Undo one call of `open`. The last call removes the address from the environment."""
         self._open -= 1
         if not self._open:
             self._environment.close()
 
 
 def _has_other_launcher() -> bool:
-    """Return whether a launcher other than Lightning has started peer processes."""
+    """Return whether a launcher other than Lightning started this process together with others."""
     if "SLURM_PROCID" in os.environ and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive"):
         return int(os.environ.get("SLURM_NTASKS", "1")) > 1
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 or int(os.environ.get("NODE_RANK", "0")) > 0

@@ -1,4 +1,4 @@
-"""Every private name of Optuna that this package touches; a test pins each."""
+"""All private names of Optuna that this package uses. Tests check each of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from optuna.trial import FrozenTrial, Trial
 
 tell_with_warning = _tell_with_warning
 _NOTHING_DRAWN = 624
-"""The position of a freshly seeded Mersenne twister: the end of its block of numbers."""
+"""The position of a newly seeded Mersenne Twister, which is at the end of its block of numbers."""
 
 
 def storage_of(study: Study) -> BaseStorage:
@@ -25,17 +25,17 @@ def storage_of(study: Study) -> BaseStorage:
 
 
 def share_storage(study: Study, other: Study) -> None:
-    """Make `study` use the trials of `other`."""
+    """Make `study` use the storage and the trials of `other`."""
     study._storage, study._study_id = other._storage, other._study_id
 
 
 def stored_trial(study: Study, trial: Trial) -> FrozenTrial:
-    """Return a trial as the storage has it."""
+    """Return a trial as the storage contains it."""
     return study._storage.get_trial(trial._trial_id)
 
 
 def log_completed(study: Study, values: Any, trial: FrozenTrial) -> None:
-    """Log a trial the way `study.optimize` does."""
+    """Log a completed trial in the same way as `study.optimize` does."""
     study._log_completed_trial(values, trial.number, trial.params)
 
 
@@ -51,7 +51,10 @@ def reset_stop(study: Study) -> None:
 
 @contextmanager
 def inside_optimize_loop(study: Study) -> Iterator[None]:
-    """Allow `study.stop()` in this thread inside the block, for callbacks, exhausted samplers and objectives."""
+    """Allow calls of `study.stop()` in this thread inside the block.
+
+    Callbacks, exhausted samplers and objectives may call it.
+    """
     local = study._thread_local
     before, local.in_optimize_loop = local.in_optimize_loop, True
     try:
@@ -61,7 +64,7 @@ def inside_optimize_loop(study: Study) -> Iterator[None]:
 
 
 def untouched_generators(sampler: BaseSampler) -> Iterator[np.random.RandomState]:
-    """Yield the seeded random generators of a sampler and its inner samplers that have drawn nothing yet."""
+    """Yield the seeded random generators of a sampler and its inner samplers that have not drawn any numbers yet."""
     for value in vars(sampler).values():
         if isinstance(value, BaseSampler):
             yield from untouched_generators(value)

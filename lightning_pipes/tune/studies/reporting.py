@@ -1,4 +1,4 @@
-"""Reports the end of a trial to the study, and to the user in the words of Optuna's `study.optimize`."""
+"""Reports the end of a trial to the study, and logs it with the messages of Optuna's `study.optimize`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,24 @@ from lightning_pipes.tune.studies.private_optuna import log_completed, stored_tr
 from lightning_pipes.tune.studies.trial import current_trial
 
 log = optuna.logging.get_logger("optuna.lightning_pipes")
-"""A child of Optuna's own logger, so that `optuna.logging.set_verbosity` applies to it."""
+"""A child of Optuna's logger, so that `optuna.logging.set_verbosity` also applies to it."""
 
 
 def report_result(
     study: Study, trial: Trial, value: Any, error: BaseException | None, traceback: bool = True
 ) -> FrozenTrial:
-    """Finish a trial with the result or error of its objective; a result that is no number makes it fail."""
+    """Finish a trial with the result or the error of its objective. If the result is not a number, the trial fails.
+
+    Args:
+        study: the study of the trial.
+        trial: the trial.
+        value: the result of the objective.
+        error: the error that the objective raised, or None.
+        traceback: whether the log message of a failed trial includes the traceback.
+
+    Returns:
+        The finished trial, as the storage contains it.
+    """
     pruned = isinstance(error, optuna.TrialPruned)
     state = None if error is None else TrialState.PRUNED if pruned else TrialState.FAIL
     returned = value if error is None else None
@@ -45,7 +56,7 @@ def report_result(
 
 @contextmanager
 def optuna_in_root_log() -> Iterator[None]:
-    """Send Optuna's messages to the root logger inside the block, once and in its format."""
+    """Send Optuna's messages to the root logger inside the block, once and in the format of the root logger."""
     logger = logging.getLogger("optuna")
     before = logger.propagate, logger.handlers[:]
     logger.propagate, logger.handlers[:] = True, []
@@ -56,16 +67,17 @@ def optuna_in_root_log() -> Iterator[None]:
 
 
 class OptunaPruning(pl.Callback):
-    """Reports a metric to the trial after each validation, or after each epoch where there is no validation.
+    """Report a metric to the trial after each validation, or after each epoch if there is no validation.
 
-    When the study's pruner decides so, the trial ends on all ranks. The callback does nothing outside of
-    `optimize_array` and Hydra's sweeps. Reports are numbered from 0.
+    If the study's pruner decides to prune the trial, the trial ends on all ranks. Outside of `optimize_array` and Hydra
+    sweeps, the callback does nothing. Reports are numbered from 0.
 
     Args:
-        monitor: name of the logged metric.
+        monitor: the name of the logged metric.
 
     Raises:
-        InputError: the study has several objectives, for which Optuna can't prune, or there is no such metric.
+        InputError: the study has several objectives, so that Optuna cannot prune its trials, or the metric is not
+            logged.
     """
 
     def __init__(self, monitor: str = "val_loss") -> None:

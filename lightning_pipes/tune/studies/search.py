@@ -1,5 +1,8 @@
-"""The implementation of `hydra/sweeper=optuna`: trials become jobs, one by one where the launcher can, else in
-batches."""
+"""The implementation of `hydra/sweeper=optuna`, which turns trials into jobs.
+
+With the launcher job_array, the next trial starts as soon as a slot is free. With other launchers, trials run in
+batches.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +37,16 @@ from lightning_pipes.tune.studies.trial import ArrayTrial, find_duplicate_trial,
 
 
 def distribution_from_override(override: Override) -> BaseDistribution | None:
-    """Return the distribution of a sweep override; None where the override is one value.
+    """Return the distribution that a sweep override describes, or None if the override is a single value.
 
-    `interval(1, 2)` is a float, `int(interval(1, 10))` an integer with both ends, each with `tag(log, ...)` if wanted;
-    `range(1, 8, step=2)` excludes 8, as everywhere in Hydra; `choice(a, b)` and `a,b` are one of these.
+    - `interval(1, 2)` is a range of floats.
+    - `int(interval(1, 10))` is a range of integers that includes both ends.
+    - `tag(log, ...)` around either of them makes the range logarithmic.
+    - `range(1, 8, step=2)` excludes 8, as everywhere in Hydra.
+    - `choice(a, b)` and `a,b` are categories.
 
     Raises:
-        InputError: another sweep, an unknown tag, or a logarithm of what is not positive.
+        InputError: Optuna does not support this sweep, a tag is unknown, or a logarithmic range starts at 0 or below.
     """
     if not override.is_sweep_override():
         return None
@@ -55,7 +61,7 @@ def distribution_from_override(override: Override) -> BaseDistribution | None:
     if isinstance(sweep, RangeSweep) and not sweep.shuffle:
         return _range(list(override.sweep_iterator()), sweep.step)
     if isinstance(sweep, RangeSweep | ChoiceSweep):
-        # Hydra's own spelling: other values would come back from "null", "1e3" or "a,b"
+        # keep Hydra's spelling, because "null", "1e3" or "a,b" would be parsed to other values
         pairs = zip(override.sweep_iterator(), override.sweep_string_iterator(), strict=True)
         return CategoricalDistribution([v if isinstance(v, bool | int | float) else text for v, text in pairs])
     raise InputError(
@@ -82,7 +88,7 @@ def _range(values: list[Any], step: Any) -> BaseDistribution:
 
 
 def suggest(trial: BaseTrial | Trial, name: str, among: BaseDistribution) -> Any:
-    """Suggest a value for a parameter."""
+    """Return the value that the trial suggests for a parameter."""
     if isinstance(among, IntDistribution):
         return trial.suggest_int(name, among.low, among.high, step=among.step, log=among.log)
     if isinstance(among, FloatDistribution):
@@ -97,14 +103,17 @@ ENDED = (TrialState.COMPLETE, TrialState.PRUNED)
 
 
 class OptunaSearch:
-    """A study over overrides.
+    """A study over overrides of a Hydra app.
 
     Args:
         settings: the fields of OptunaSettings.
-        launcher: job_array gets the next trial when a slot is free, another one in batches of its n_jobs.
+        context: the context of Hydra.
+        config: the configuration of the whole multirun.
+        launcher: runs the jobs. The launcher job_array gets the next trial when a slot is free. Other launchers get
+            batches of `n_jobs` trials.
 
     Raises:
-        InputError: settings that don't go together.
+        InputError: the settings contradict each other or do not fit the launcher.
     """
 
     def __init__(
@@ -130,12 +139,17 @@ class OptunaSearch:
             )
 
     def run(self, arguments: list[str]) -> dict[str, Any]:
-        """Return the study's name with the best parameters and value, or all Pareto-optimal ones. The result is also
-        written to optimization_results.yaml in the sweep's directory.
+        """Run the study, and return its name and its best result.
+
+        The result consists of the best parameters and value, or of all Pareto-optimal solutions if there are several
+        directions. It is also written to optimization_results.yaml in the sweep's directory.
+
+        Args:
+            arguments: overrides of the command line.
 
         Raises:
-            InputError: nothing to search.
-            Exception: the first failure of a job, if there are too many.
+            InputError: there is no parameter to search.
+            Exception: the first failure of a job, if the share of failed jobs is larger than `max_failure_rate`.
         """
         self._read(arguments)
         array = self._multirun
@@ -155,7 +169,7 @@ class OptunaSearch:
     # ---- the space
 
     def _read(self, arguments: list[str]) -> None:
-        """Parse the search space from the configuration and the command line, which takes precedence."""
+        """Read the search space from the configuration and the command line, which takes precedence."""
         params = [f"{key}={value}" for key, value in self._settings["params"].items()]
         self._space: dict[str, Any] = {}
         self._fixed: dict[str, str] = {}
@@ -189,7 +203,7 @@ class OptunaSearch:
     # ---- the study
 
     def _study(self) -> Study:
-        """Create the study on rank 0."""
+        """Create or load the study on rank 0."""
         settings = self._settings
         storage = open_storage(settings["storage"])
         folder = self._folder()
@@ -217,7 +231,7 @@ class OptunaSearch:
     # ---- trials
 
     def _in_array(self, array: Multirun) -> Study:
-        """Run trials with a launcher that takes the next trial as soon as a slot is free."""
+        """Run trials with a launcher that starts the next trial as soon as a slot is free."""
         array.ends += (optuna.TrialPruned,)
         with array.sibling_environment():
             return run_leader_or_follower(
@@ -229,7 +243,7 @@ class OptunaSearch:
                 self._settings["timeout"],
                 Exception,
                 [self._record_outcome],
-                tracebacks=False,  # they are in the jobs' logs
+                tracebacks=False,  # the logs of the jobs contain them
             )
 
     def _job(self, array: Multirun, trial: ArrayTrial) -> Any:
@@ -299,7 +313,7 @@ class OptunaSearch:
 
 
 def _outcome(returned: JobReturn) -> tuple[Any, BaseException | None]:
-    """Return the value that a job returned, and the error that it raised."""
+    """Return the value that a job returned and the error that it raised; one of them is None."""
     try:
         return returned.return_value, None
     except Exception as error:
@@ -322,10 +336,10 @@ def _directions(given: Any) -> list[Any]:
 
 
 def open_storage(given: str | None) -> str | BaseStorage | None:
-    """Return the storage in the form that Optuna takes: a URL unchanged, a journal file opened.
+    """Return the storage in a form that Optuna accepts. A URL is returned unchanged, and a journal file is opened.
 
     Raises:
-        InputError: neither.
+        InputError: `given` is neither a URL nor the name of a journal file.
     """
     if given is None or "://" in given:
         return given

@@ -1,4 +1,4 @@
-"""Optuna studies with trials that run as siblings of a job array."""
+"""Optuna studies whose trials run as siblings of a job array."""
 
 from __future__ import annotations
 
@@ -37,19 +37,20 @@ from lightning_pipes.tune.studies.reporting import log, report_result
 from lightning_pipes.tune.studies.trial import ArrayTrial, StorageLostError, storage_errors, using_trial
 
 OWNER = "lightning_pipes:owner"
-"""The user attribute of a trial that names its process."""
+"""The user attribute of a trial that identifies the process that runs it."""
 RETRY = "lightning_pipes:retry_of"
-"""The user attribute of a trial that repeats the trial of a dead process: the number of that trial."""
+"""The user attribute of a trial that repeats a trial of a dead process. Its value is the number of the repeated
+trial."""
 
 _REASON_SECONDS = 2.0
-"""How long other ranks wait for rank 0's reason for ending the study."""
+"""The longest time that other ranks wait for rank 0 to publish the reason why the study ended."""
 
 Objective = Callable[[ArrayTrial], Any]
 Callback = Callable[[Study, FrozenTrial], None]
 
 
 class StudyFailedError(PipelineError, RemoteError):
-    """The study has ended on rank 0 with an error, which the message names."""
+    """The study ended on rank 0 with an error, which the message contains."""
 
 
 def optimize_array(
@@ -61,36 +62,38 @@ def optimize_array(
     catch: type[Exception] | tuple[type[Exception], ...] = (),
     callbacks: Sequence[Callback] = (),
 ) -> Study:
-    """Run `study.optimize` with `array_size` trials at a time, which share one pipeline.
+    """Run a study like `study.optimize`, but with `array_size` trials at a time that share one pipeline.
 
-    `objective` is an ordinary objective, with a `Trainer.fit` with a PipelineStrategy in it. All ranks call this, run
-    all trials, and get rank 0's parameters and decisions to prune. A trial that ends leaves its slot to the next one at
-    once. The order of batches, not the clock, decides which trial ends first, so that a seeded sampler gives the same
-    trials again. A resumed study draws other parameters than those of its trials.
+    `objective` is an ordinary objective that calls `Trainer.fit` with a PipelineStrategy. All ranks call this function
+    and run all trials. They all get the parameters and the pruning decisions of rank 0. When a trial ends, the next
+    trial takes its slot immediately. The order of batches, not the clock, determines which trial ends first, so a
+    seeded sampler suggests the same trials again. A resumed study draws new parameters, which differ from the
+    parameters of its earlier trials.
 
-    Running trials of dead processes fail, and so do running trials when another rank dies. A resumed study tries the
-    parameters of both first.
+    If a process dies, its running trials fail, including the trials that run when another rank dies. When the study is
+    resumed, it first tries the parameters of these trials again.
 
     Args:
-        study: rank 0's study is used, and only rank 0 writes to its storage. Only rank 0 calls a function that makes
-            it.
-        n_trials: the number of trials to start; None for no limit except `timeout` and `study.stop()`.
-        array_size: the number of concurrent trials; or a new `JobArray`, which has the timeline afterwards, and may
-            swap memory.
-        timeout: seconds after which no trial starts; running trials continue.
-        catch: errors of an objective after which the study continues. After another error no trial starts, and the
-            error is raised when running trials have ended. A trial whose layers differ from those of the others, which
-            share one pipeline, fails alone. An error on another rank counts as one on rank 0; it becomes
-            a SiblingFailure where it can't be pickled.
-        callbacks: called on rank 0 after each trial, in its order.
+        study: the study, or a function that creates it. Only rank 0's study is used, only rank 0 writes to its storage,
+            and only rank 0 calls the function.
+        objective: the objective of the study, which is called on all ranks with an ArrayTrial.
+        n_trials: number of trials to start. With None, only `timeout` and `study.stop()` limit the number.
+        array_size: number of concurrent trials, or a new `JobArray`. A `JobArray` provides the timeline afterwards and
+            can swap memory.
+        timeout: seconds after which no further trial starts. Running trials continue.
+        catch: exceptions of the objective after which the study continues. After any other exception, no further trial
+            starts, and the exception is raised when the running trials have ended. A trial whose layers differ from the
+            layers of the other trials, which share one pipeline, fails alone. An exception on another rank is treated
+            like an exception on rank 0. If no copy of it can be sent, it becomes a SiblingFailure.
+        callbacks: functions that rank 0 calls with the study and the finished trial, in the order in which trials end.
 
     Returns:
-        The study, on every rank with all trials.
+        The study, which contains all trials on every rank.
 
     Raises:
-        InputError: an argument is out of range, or the ranks can't communicate before they train.
-        StorageLostError: the storage failed; trials that had ended are in it.
-        StudyFailedError: rank 0 raised an error; raised on the other ranks.
+        InputError: an argument is invalid, or the ranks cannot communicate before they train.
+        StorageLostError: the storage failed. It contains the trials that had ended before.
+        StudyFailedError: rank 0 raised an exception. Raised on the other ranks.
     """
     if not isinstance(study, Study) and not callable(study):
         raise InputError(f"study must be a study of Optuna, or a function that makes one, got {short_repr(study)}")
@@ -121,8 +124,19 @@ def run_leader_or_follower(
     callbacks: Sequence[Callback],
     tracebacks: bool = True,
 ) -> Study:
-    """Run `optimize_array` on the caller's leader store, with a budget that depends on the study. `tracebacks` decides
-    whether tracebacks of failed trials are logged."""
+    """Run `optimize_array` with an existing leader store and a budget that depends on the study.
+
+    Args:
+        leader_store: the messages of rank 0.
+        study: the study, or a function that creates it.
+        objective: the objective of the study.
+        budget: returns the number of trials to start, or None for no limit. Only rank 0 calls it.
+        array_size: number of concurrent trials, or a new `JobArray`.
+        timeout: seconds after which no further trial starts.
+        catch: exceptions of the objective after which the study continues.
+        callbacks: functions that rank 0 calls after each trial.
+        tracebacks: whether the tracebacks of failed trials are logged.
+    """
     array: JobArray[Any] = array_size if isinstance(array_size, JobArray) else JobArray(array_size)
     if not leader_store.is_leader:
         return _Follower(leader_store, objective).run(array, study if isinstance(study, Study) else None)
@@ -143,7 +157,7 @@ def _make_study(study: Study | Callable[[], Study]) -> Study:
 
 
 class _Leader:
-    """Rank 0: owns the study, and decides on trials."""
+    """Rank 0, which owns the study and decides about trials."""
 
     def __init__(
         self,
@@ -200,7 +214,7 @@ class _Leader:
             yield partial(self._job, index)
 
     def _job(self, index: int) -> Any:
-        """Run one trial in its sibling's thread, or nothing if the study starts no more trials."""
+        """Run one trial on the thread of its sibling, or return None if the study starts no further trials."""
         with inside_optimize_loop(self._study):
             try:
                 with storage_errors():
@@ -217,7 +231,7 @@ class _Leader:
                 self._open[index] = trial
                 return _run_objective(self._objective, self._array_trial(index, trial))
             finally:
-                storage_of(self._study).remove_session()  # of this thread
+                storage_of(self._study).remove_session()  # the session of this thread
 
     def _next_trial(self) -> Trial | None:
         late = self._until is not None and read_seconds() >= self._until
@@ -252,11 +266,11 @@ class _Leader:
 
 
 class _Follower:
-    """Another rank: runs the trials that rank 0 decides on.
+    """Another rank, which runs the trials that rank 0 decides to run.
 
     Attributes:
-        stop_timeout: seconds for which rank 0 may go on with a trial that has failed here before the ranks had
-        connections.
+        stop_timeout: seconds that rank 0 may continue with a trial that failed on this rank before the ranks were
+            connected.
     """
 
     stop_timeout = 60.0
@@ -268,7 +282,7 @@ class _Follower:
 
     def run(self, array: JobArray[Any], study: Study | None) -> Study:
         try:
-            for outcome in array.run(self._jobs()):  # what becomes of it is rank 0's business
+            for outcome in array.run(self._jobs()):  # rank 0 handles the outcomes
                 if outcome.error is not None and array.shared.watch is None:
                     self._check_ends_on_leader(outcome)
         except PeerFailure:
@@ -282,8 +296,10 @@ class _Follower:
         return _with_trials(study, *end)
 
     def _check_ended(self) -> None:
-        """Raise the reason why rank 0 has ended the study, if it is known. Rank 0's array ends earlier and does not
-        know it."""
+        """Raise the reason why rank 0 ended the study, if it is known.
+
+        The array of rank 0 ends before the study does, and the array does not know the reason.
+        """
         until = time.monotonic() + _REASON_SECONDS
         end = self._leader_store.get("end", until=lambda: time.monotonic() > until)
         if isinstance(end, str):
@@ -296,7 +312,8 @@ class _Follower:
             yield partial(self._job, index)
 
     def _check_ends_on_leader(self, outcome: Outcome[Any]) -> None:
-        """Raise the error of a trial that does not end on rank 0, which would wait for this rank forever."""
+        """Raise the error of a trial unless the trial also ends on rank 0, which would otherwise wait for this rank
+        forever."""
         assert outcome.error is not None
         until = time.monotonic() + self.stop_timeout
         self._leader_store.get(_ended_key(outcome.index), until=lambda: time.monotonic() > until)
@@ -314,7 +331,7 @@ class _Follower:
 
 
 def _ended_key(index: int) -> str:
-    """Return the key under which rank 0 publishes the end of a sibling."""
+    """Return the key under which rank 0 publishes that a sibling has ended."""
     return f"ended/{index}"
 
 
@@ -325,16 +342,20 @@ def _run_objective(objective: Objective, trial: ArrayTrial) -> Any:
 
 
 def ask_trial(study: Study) -> Trial:
-    """Ask the study for a new trial of this process."""
+    """Ask the study for a new trial, and mark it as a trial of this process."""
     trial = study.ask()
     trial.set_user_attr(OWNER, str(Process.current()))
     return trial
 
 
 def fail_dead_trials(study: Study) -> int:
-    """Return the number of trials that were running in dead processes of this host; their parameters are queued again.
+    """Fail the running trials of dead processes on this host, and queue their parameters again.
 
-    They would also repel the sampler, and heartbeats, which Optuna has for this, need its own `optimize`.
+    If these trials stayed in the state RUNNING, the sampler would avoid their parameters. Optuna's heartbeats serve the
+    same purpose, but they work only with `study.optimize`.
+
+    Returns:
+        The number of these trials.
     """
     dead = 0
     for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
@@ -348,8 +369,11 @@ def fail_dead_trials(study: Study) -> int:
 
 
 def reseed_for_resume(study: Study) -> None:
-    """Reseed a new sampler with a fixed seed by the number of started trials. A resumed study then draws other
-    parameters than before, and the same ones each time it resumes there."""
+    """Reseed a new sampler that has a fixed seed, using the number of trials that were started before.
+
+    A resumed study then draws other parameters than before. It draws the same parameters each time it is resumed at
+    this point.
+    """
     begun = sum(trial.state != TrialState.WAITING for trial in study.get_trials(deepcopy=False))
     if begun:
         for generator in untouched_generators(study.sampler):
@@ -357,8 +381,17 @@ def reseed_for_resume(study: Study) -> None:
 
 
 def enqueue_again(study: Study, number: int, params: Mapping[str, Any]) -> None:
-    """Queue the parameters of a trial of a dead process, with queued parameters that it did not yet suggest. They are
-    queued once, and before the trial fails, so that a kill in between loses nothing."""
+    """Queue the parameters of a trial of a dead process, including queued parameters that the trial did not suggest
+    yet.
+
+    The parameters are queued only once. They are queued before the trial is set to FAIL, so that a kill between the two
+    does not lose them.
+
+    Args:
+        study: the study of the trial.
+        number: the number of the trial.
+        params: the parameters that the trial suggested.
+    """
     trials = study.get_trials(deepcopy=False)
     parameters = {**trials[number].system_attrs.get("fixed_params", {}), **params}
     if parameters and not any(trial.user_attrs.get(RETRY) == number for trial in trials):
@@ -366,13 +399,17 @@ def enqueue_again(study: Study, number: int, params: Mapping[str, Any]) -> None:
 
 
 def _has_ended(owner: object) -> bool:
-    """Return whether the process of that name is known to have ended."""
+    """Return whether the process that `owner` identifies is known to have ended."""
     process = Process.parse(owner) if isinstance(owner, str) else None
     return process is not None and process.has_ended()
 
 
 def _with_trials(study: Study | None, name: str, directions: Any, user_attrs: Any, trials: Any) -> Study:
-    """Return a study with rank 0's trials: `study` itself, unless it reads them from its storage."""
+    """Return a study that contains the trials of rank 0.
+
+    This is `study` itself, either unchanged because its storage already contains the trials, or with replaced trials.
+    Without a `study`, it is a new one.
+    """
     if study is not None and not isinstance(storage_of(study), InMemoryStorage):
         return study
     with _silent():

@@ -1,4 +1,4 @@
-"""A trial on several ranks: rank 0 asks the study, and all ranks get its answers."""
+"""A trial that runs on several ranks. Rank 0 asks the study, and all ranks get its answers."""
 
 from __future__ import annotations
 
@@ -21,17 +21,21 @@ _trial: ContextVar[ArrayTrial | None] = ContextVar("lightning_pipes_trial", defa
 
 
 class StorageLostError(PipelineError):
-    """The study's storage does not respond; earlier results are stored."""
+    """The study's storage does not respond. Earlier results remain in the storage."""
 
 
 class ArrayTrial(BaseTrial):
-    """The trial that an objective gets: Optuna's, with rank 0's values on every rank.
+    """The trial that an objective receives. It behaves like a trial of Optuna and returns rank 0's values on every
+    rank.
 
-    All ranks must make the same calls, as the same code does.
+    All ranks must make the same calls in the same order, which they do if they run the same code.
 
     Args:
-        ended: the key under which rank 0 publishes the end of the trial.
-        trial: the trial of the study, on rank 0.
+        number: the number of the trial.
+        directions: the directions of the study.
+        leader_store: the messages of rank 0.
+        ended: the key under which rank 0 publishes that the trial has ended.
+        trial: the trial of the study on rank 0, and None on the other ranks.
     """
 
     def __init__(
@@ -54,12 +58,14 @@ class ArrayTrial(BaseTrial):
         return self._number
 
     def __getattr__(self, name: str) -> Never:
-        """Refuse what only a trial of one process has; `study` above all, which ranks can't share.
+        """Raise an error for attributes that exist only in a trial of a single process.
+
+        The most common one is `study`, which ranks cannot share.
 
         Raises:
-            AttributeError: always, with what to do instead.
+            AttributeError: always, with a suggestion of what to use instead.
         """
-        if name.startswith("__"):  # as for copies and pickles
+        if name.startswith("__"):  # copy and pickle look up such names
             raise AttributeError(name)
         raise AttributeError(
             f"a trial of an array has no {name}, because only rank 0 has the study. Use the study in "
@@ -126,12 +132,13 @@ class ArrayTrial(BaseTrial):
         return dict(self._ask_leader("constraints", lambda t: t.constraints))
 
     def find_duplicate(self) -> FrozenTrial | None:
-        """Return a finished trial with the same parameters, or None; an objective may return its values."""
+        """Return a finished trial with the same parameters, or None. An objective can return the values of that
+        trial."""
         found: FrozenTrial | None = self._ask_leader("find_duplicate", find_duplicate_trial)
         return found
 
     def _ask_leader(self, what: str, ask: Callable[[Trial], Any]) -> Any:
-        """Return the study's answer, or raise its exception; `what` is the same on all ranks."""
+        """Return the answer of the study on rank 0, or raise its exception. `what` must be the same on all ranks."""
         self._calls += 1
         key = f"trials/{self._number}/{self._calls}"
         if self._trial is None:
@@ -154,7 +161,7 @@ class ArrayTrial(BaseTrial):
 
 
 def find_duplicate_trial(trial: Trial) -> FrozenTrial | None:
-    """Return the first finished trial of the study with the same parameters."""
+    """Return the first finished trial of the study that has the same parameters, or None."""
     done = trial.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     return next((one for one in done if one.params == trial.params), None)
 
@@ -169,12 +176,12 @@ def _answer(trial: Trial, ask: Callable[[Trial], Any]) -> tuple[Any, Exception |
 
 @contextmanager
 def storage_errors() -> Iterator[None]:
-    """Convert exceptions of a study's storage in the block into StorageLostError."""
+    """Convert exceptions of a study's storage inside the block into StorageLostError."""
     try:
         yield
     except (StorageInternalError, OSError) as error:
         cause: BaseException = error
-        while cause.__cause__ is not None:  # Optuna's error is general, the last cause specific
+        while cause.__cause__ is not None:  # Optuna's own error is general, and the last cause is specific
             cause = cause.__cause__
         raise StorageLostError(
             f"the study's storage can't be used any more ({type(cause).__name__}: {cause}); trials that had ended are "
@@ -183,13 +190,13 @@ def storage_errors() -> Iterator[None]:
 
 
 def current_trial() -> ArrayTrial | None:
-    """Return the trial of the calling sibling; None outside of studies that run as arrays."""
+    """Return the trial of the calling sibling, or None outside of studies that run as arrays."""
     return _trial.get()
 
 
 @contextmanager
 def using_trial(trial: ArrayTrial) -> Iterator[None]:
-    """Make `trial` the result of `current_trial()` inside the block."""
+    """Make `current_trial()` return `trial` inside the block."""
     token = _trial.set(trial)
     try:
         yield
