@@ -1,2 +1,4 @@
-"""The plugins that lightning_pipes brings to every Hydra app of its environment. Hydra imports these modules: keep them
-thin."""
+"""Hydra plugins that lightning_pipes adds to every Hydra app in its environment.
+
+Hydra imports these modules at the start of each app, so they must stay small.
+"""

@@ -1,6 +1,6 @@
-"""`hydra/launcher=job_array`: the jobs of a multirun share one pipeline.
+"""`hydra/launcher=job_array`, with which the jobs of a multirun share one pipeline.
 
-No `from __future__ import annotations` here: Hydra runs this module before it is in sys.modules.
+This module does not use `from __future__ import annotations`, because Hydra runs it before it is in sys.modules.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,14 +21,22 @@ with harmless("hydra/launcher=job_array"):
 
 
 class JobArrayLauncher(Launcher):
-    """Attributes: multirun, from `setup` on, is what runs the jobs."""
+    """Launcher that runs the jobs of a multirun as siblings of a job array.
+
+    Args:
+        array_size: number of jobs at a time, or "auto".
+        memory: arguments of `MemorySwap`, or None.
+
+    Attributes:
+        multirun: the implementation, which `setup` creates.
+    """
 
     def __init__(self, array_size: Any, memory: Mapping[str, Any] | None) -> None:
         self.array_size, self.memory = array_size, memory
         self.multirun: Any = None
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        # torch is imported here, and not when Hydra looks for plugins
+        # imported here because it imports torch, which would slow down Hydra's search for plugins
         from lightning_pipes.tune.multirun import Multirun
 
         with as_settings_error():

@@ -1,6 +1,6 @@
-"""`hydra/sweeper=optuna`: Optuna chooses the jobs of a multirun.
+"""`hydra/sweeper=optuna`, with which Optuna chooses the jobs of a multirun.
 
-No `from __future__ import annotations` here: Hydra runs this module before it is in sys.modules.
+This module does not use `from __future__ import annotations`, because Hydra runs it before it is in sys.modules.
 """
 
 from typing import Any
@@ -19,6 +19,8 @@ with harmless("hydra/sweeper=optuna"):
 
 
 class OptunaSweeper(Sweeper):
+    """Sweeper that searches with Optuna. The arguments are the fields of OptunaSettings."""
+
     def __init__(self, **settings: Any) -> None:
         self._settings = settings
         self._search: Any = None
@@ -27,7 +29,7 @@ class OptunaSweeper(Sweeper):
         from hydra.core.plugins import Plugins
 
         from lightning_pipes.tune.studies.search import (
-            OptunaSearch,  # Optuna is imported here, and not when Hydra looks for plugins
+            OptunaSearch,  # imported here because it imports Optuna, which is slow
         )
 
         self.hydra_context, self.config = hydra_context, config

@@ -1,7 +1,8 @@
-"""For any Hydra app: the schemas of lightning_pipes, `defaults: [/lightning_pipes/schema/schedule/kfkb@schedule]`, and
-the resolver `${lightning_pipes.run_name:}`.
+"""The schemas of lightning_pipes and the resolver `${lightning_pipes.run_name:}`, for any Hydra app.
 
-No `from __future__ import annotations` here: Hydra runs this module before it is in sys.modules.
+An app uses a schema with, for example, `defaults: [/lightning_pipes/schema/schedule/kfkb@schedule]`.
+
+This module does not use `from __future__ import annotations`, because Hydra runs it before it is in sys.modules.
 """
 
 from hydra.core.config_search_path import ConfigSearchPath
@@ -17,7 +18,8 @@ with harmless("the configuration schemas"):
 
 
 class Schemas(SearchPathPlugin):
-    """Makes Hydra import this module where it finds plugins by entry points; adds no path."""
+    """A plugin that adds no search path. It exists so that Hydra imports this module if it finds plugins by entry
+    points."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         pass

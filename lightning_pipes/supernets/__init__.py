@@ -1,4 +1,7 @@
-"""Supernets: each batch trains one path, and many batches overlap, with the result of one after another."""
+"""Supernets: each batch trains one path through the network.
+
+In a pipeline, many batches overlap, but the result is the same as if they were trained one after another.
+"""
 
 from lightning_pipes.supernets.explorers import (
     Evolution,

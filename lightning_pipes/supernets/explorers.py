@@ -1,6 +1,7 @@
-"""Explorers choose the subnet of each batch. Their answers depend on the number, the seed, and the reported losses.
+"""Explorers, which choose the subnet of each batch.
 
-Every rank asks for numbers in order, from 0.
+A choice depends only on the number of the subnet, the seed, and the reported losses. Every rank requests the numbers in
+order, starting at 0.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ Choices = tuple[int, ...]
 
 
 class Explorer(ABC):
-    """Chooses subnets by number.
+    """Base class of explorers, which choose subnets by number.
 
     Attributes:
         space: the search space.
-        instant: whether it answers at once, so that no timeout is needed.
+        instant: whether it answers immediately, so that no timeout is needed.
     """
 
     space: SearchSpace
@@ -34,15 +35,18 @@ class Explorer(ABC):
 
     @abstractmethod
     def choose_subnet(self, number: int) -> Choices:
-        """Return the choices of subnet `number`; all results before `results_needed(number)` are reported.
+        """Return the choices of subnet `number`. All results that `results_needed(number)` counts have been reported
+        before.
 
         Raises:
-            InputError: there are no more, or what gives them has failed.
+            InputError: there are no more subnets, or the source of the subnets has failed.
         """
 
     def results_needed(self, number: int) -> int:
-        """Return the number of results, of subnets 0, 1, ..., that must be reported before subnet `number` can be
-        chosen."""
+        """Return the number of results that must be reported before subnet `number` can be chosen.
+
+        These are the results of the subnets 0, 1, ..., in this order.
+        """
         return 0
 
     @property
@@ -51,14 +55,14 @@ class Explorer(ABC):
         return type(self).report_loss is not Explorer.report_loss
 
     def report_loss(self, number: int, loss: float) -> None:  # noqa: B027  # most learn nothing from results
-        """Record the loss of subnet `number`; losses are reported in the order of numbers."""
+        """Record the loss of subnet `number`. Losses are reported in the order of numbers."""
 
     def space_index(self, number: int) -> int:
-        """Return the number of the subnet's space, where there are several."""
+        """Return the number of the space to which subnet `number` belongs, if there are several."""
         return 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything learned from results, as plain values."""
+        """Return everything that was learned from results, as plain values."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
@@ -66,12 +70,11 @@ class Explorer(ABC):
 
 
 class Uniform(Explorer):
-    """Draws each choice uniformly, block by block: single path one-shot, SPOS (Guo et al. 2020, arXiv:1904.00420,
-    S3.3).
+    """Draw each choice uniformly, block by block: single path one-shot, SPOS (Guo et al. 2020, arXiv:1904.00420, S3.3).
 
     Args:
-        space: to draw from.
-        seed: equal seeds give equal subnets, on any machine.
+        space: the space from which subnets are drawn.
+        seed: the random seed. Equal seeds give equal subnets on any machine.
     """
 
     instant = True
@@ -84,15 +87,15 @@ class Uniform(Explorer):
 
 
 class FromList(Explorer):
-    """Yields the given subnets, in order.
+    """Choose the given subnets, in order.
 
     Args:
-        subnets: choices for all blocks of each.
-        space: that they are from.
-        repeat: begin anew when all were given.
+        subnets: the choices of each subnet, one per block.
+        space: the space of the subnets.
+        repeat: whether to start again at the first subnet after the last one.
 
     Raises:
-        InputError: there are none, or one is not in the space.
+        InputError: there are no subnets, or one of them is not in the space.
     """
 
     instant = True
@@ -113,11 +116,12 @@ class FromList(Explorer):
 
 
 class FromIterable(Explorer):
-    """Yields the subnets of your generator. A resumed training asks it again for earlier subnets.
+    """Choose the subnets that a generator or another iterable yields. A resumed training requests earlier subnets
+    again.
 
     Args:
-        subnets: an iterable of choices for all blocks.
-        space: that they are from.
+        subnets: an iterable of subnets, each with one choice per block.
+        space: the space of the subnets.
     """
 
     def __init__(self, subnets: Iterable[Sequence[int]], space: SearchSpace) -> None:
@@ -150,14 +154,15 @@ class FromIterable(Explorer):
 
 
 class RoundRobin(Explorer):
-    """Alternates between explorers. Subnets of different spaces share fewer layers, so more of them overlap (NASPipe,
-    Zhao et al. 2022, S5.5).
+    """Alternate between explorers.
+
+    Subnets of different spaces share fewer layers, so that more of them overlap (NASPipe, Zhao et al. 2022, S5.5).
 
     Args:
-        explorers: subnet number n is the next one of explorer n modulo their number.
+        explorers: the explorers. Subnet number n is the next subnet of explorer n modulo the number of explorers.
 
     Raises:
-        InputError: there are none, or their spaces have other numbers of blocks.
+        InputError: there are no explorers, or their spaces differ in the number of blocks.
     """
 
     def __init__(self, *explorers: Explorer) -> None:
@@ -209,7 +214,7 @@ def as_iterator(what: str, value: object) -> Iterator[Any]:
     """Return an iterator over `value`.
 
     Raises:
-        InputError: it has none; a tensor without axes fails late.
+        InputError: `value` is not iterable. A tensor without axes is detected only when its iterator is created.
     """
     try:
         return iter(check_type(what, value, Iterable))
@@ -218,37 +223,39 @@ def as_iterator(what: str, value: object) -> Iterator[Any]:
 
 
 def draw_subnet(space: SearchSpace, key: str) -> Choices:
-    """Draw a subnet; equal keys give equal subnets."""
+    """Draw a subnet from `space`. Equal keys give equal subnets."""
     return tuple(draw_candidate(candidates, f"{key}/{block}") for block, candidates in enumerate(space))
 
 
 def draw_candidate(entries: Sequence[int], key: str) -> int:
-    """Draw one entry uniformly, by `key`."""
+    """Draw one entry uniformly, depending only on `key`."""
     return entries[hash64(key) % len(entries)]
 
 
 def hash64(key: str) -> int:
-    """Return a 64-bit number that depends on the key alone, equal on all machines."""
+    """Return a 64-bit number that depends only on the key and is equal on all machines."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
 
 
 class Evolution(Explorer):
-    """Evolves generations of subnets. The first one is random. Later ones are half crossover, half mutation of the
-    `parents` best subnets so far (SPOS, Guo et al. 2020, arXiv:1904.00420, Algorithm 1).
+    """Evolve generations of subnets (SPOS, Guo et al. 2020, arXiv:1904.00420, Algorithm 1).
 
-    A generation is scored when all of it has been trained, at a batch that is known before, so that search and weights
-    are the same on any number of stages. Of equal losses the earlier subnet counts as better; a loss that is not a
-    number as the worst.
+    The first generation is random. In later generations, one half is produced by crossover and the other half by
+    mutation of the `parents` best subnets so far.
+
+    A generation is scored when all of its subnets have been trained. The batch at which this happens is known in
+    advance, so the search and the weights are the same on any number of stages. If losses are equal, the earlier subnet
+    counts as better. A loss of NaN counts as the worst loss.
 
     Args:
-        space: to search.
-        population: subnets of a generation.
-        parents: best ones, of all generations, that have descendants.
-        mutation: the share of choices that a mutation draws anew.
-        seed: equal seeds and losses give equal subnets.
+        space: the search space.
+        population: number of subnets in a generation.
+        parents: number of best subnets, over all generations, that have descendants.
+        mutation: the share of choices that a mutation draws again.
+        seed: the random seed. Equal seeds and equal losses give equal subnets.
 
     Raises:
-        InputError: a number makes no sense.
+        InputError: an argument is invalid.
     """
 
     instant = True
@@ -261,7 +268,7 @@ class Evolution(Explorer):
         self.parents = check_count("parents", parents, "; subnets of the population", most=population)
         self.mutation = check_number("mutation", mutation, "a share from 0 to 1", lambda share: 0 <= share <= 1)
         self.seed = check_type("seed", seed, int)
-        self._pending: dict[int, Choices] = {}  # without a loss so far
+        self._pending: dict[int, Choices] = {}  # subnets without a loss so far
         self._best: list[tuple[float, int, Choices]] = []
 
     def choose_subnet(self, number: int) -> Choices:
@@ -282,7 +289,7 @@ class Evolution(Explorer):
 
     @property
     def best_subnets(self) -> list[tuple[float, Choices]]:
-        """The best subnets so far with their losses, the best first."""
+        """The best subnets so far with their losses, in ascending order of loss."""
         return [(loss, choices) for loss, _, choices in self._best[: self.parents]]
 
     def state_dict(self) -> dict[str, Any]:
@@ -309,24 +316,28 @@ class Evolution(Explorer):
         )
 
     def _best_before(self, number: int) -> list[tuple[float, int, Choices]]:
-        """Return the best subnets of generations before that of `number`; results of its own generation are left
-        out."""
+        """Return the best subnets of the generations before the generation of `number`.
+
+        Results of its own generation are not used.
+        """
         return [each for each in self._best if each[1] < self.results_needed(number)][: self.parents]
 
 
 class OptunaExplorer(Explorer):
-    """An Optuna study over the choices, one parameter per block. A batch of trials is requested together and scored
-    together, so that the study is equal on every rank and on any number of stages.
+    """Search with an Optuna study over the choices, with one parameter per block.
 
-    Each rank has the study in memory and gives it the same results; so the sampler needs a seed.
+    A whole generation of trials is requested before any of them is scored, and its trials are scored together. The
+    study is therefore equal on every rank and on any number of stages.
+
+    Each rank keeps its own study in memory and reports the same results to it, so the sampler needs a seed.
 
     Args:
-        space: to search.
-        sampler: makes the sampler, such as `lambda: TPESampler(seed=1)`.
-        population: trials asked for at once.
+        space: the search space.
+        sampler: returns the sampler, such as `lambda: TPESampler(seed=1)`.
+        population: number of trials that are requested and scored together.
 
     Raises:
-        InputError: `sampler` makes no sampler, or the population makes no sense.
+        InputError: `sampler` does not return a sampler, or an argument is invalid.
     """
 
     def __init__(self, space: SearchSpace, sampler: Callable[[], BaseSampler], population: int = 50) -> None:
@@ -353,14 +364,14 @@ class OptunaExplorer(Explorer):
 
     @property
     def study(self) -> Study:
-        """The study, with the generations that were scored."""
+        """The study with all generations that have been scored."""
         return self._study
 
     def state_dict(self) -> dict[str, Any]:
         return {"told": list(self._losses), "asked": len(self._asked)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Replay all requests and results, because a sampler's own state is not accessible."""
+        """Replay all requests and results, because the state of the sampler is not accessible."""
         self._begin()
         self._losses = []
         for number, loss in enumerate(state["told"]):

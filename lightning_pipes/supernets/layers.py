@@ -1,9 +1,12 @@
-"""Layers that take and give (x, subnet): choice blocks, and the ordinary layers between them.
+"""Layers with (x, subnet) as input and output: choice blocks, and the ordinary layers between them.
 
-`shared` decides how subnets share a layer that all of them use: an embedding, a head, a norm. "sequential": each subnet
-steps it, one after another, as without a pipeline. "frozen": it is read and never stepped. "per_choice": each candidate
-of the block that follows (of the last block, where none follows) has a copy. "delayed": each subnet steps it, and reads
-it as the subnet `delay` before has left it.
+The argument `shared` specifies how subnets share a layer that all of them use, such as an embedding, a head or a norm:
+
+- "sequential": each subnet steps the layer, one after another, as without a pipeline.
+- "frozen": the layer is only read and never stepped.
+- "per_choice": each candidate of the next block has its own copy of the layer. If no block follows, each candidate of
+  the last block has one.
+- "delayed": each subnet steps the layer, and reads the weights that the subnet `delay` positions earlier left.
 """
 
 from __future__ import annotations
@@ -19,13 +22,24 @@ from lightning_pipes.supernets.explorers import as_iterator
 
 Sharing = Literal["sequential", "frozen", "per_choice", "delayed"]
 MAX_COPIES = 2**12
-"""Of a layer that each candidate of a block has for itself."""
+"""The largest number of copies of a layer with shared="per_choice"."""
 
 
 class ChoiceBlock(nn.ModuleList):
-    """Runs one of its candidates, the one that the subnet chooses; all give what the next layer takes.
+    """Run the candidate that the subnet chooses. All candidates must return a valid input of the next layer.
 
-    In a `Supernet` it gets a number, by which a subnet names its choice. A candidate may do nothing (`nn.Identity()`).
+    A `Supernet` numbers its blocks, and a subnet contains one choice per number. A candidate may do nothing
+    (`nn.Identity()`).
+
+    Args:
+        candidates: the modules from which a subnet chooses one.
+
+    Attributes:
+        place: the number of the block in its `Supernet`, or -1 outside of one.
+        last: whether this is the last layer, which returns only the output and not the subnet.
+
+    Raises:
+        InputError: there are no candidates, or one of them is not a module.
     """
 
     place = -1
@@ -58,11 +72,11 @@ class ChoiceBlock(nn.ModuleList):
 
 
 class PerChoice(ChoiceBlock):
-    """A layer that each candidate of a block has for itself; the copies are equal at the start.
+    """A layer of which each candidate of a block has its own copy. All copies are equal at the start.
 
     Args:
-        layer: of which copies are made.
-        count: of the candidates.
+        layer: the layer to copy.
+        count: the number of candidates.
     """
 
     def __init__(self, layer: nn.Module, count: int) -> None:
@@ -74,13 +88,16 @@ class SharedLayer(nn.Module):
     """A layer that every subnet uses.
 
     Args:
-        layer: takes x and gives x.
-        shared: see above.
-        delay: for "delayed", how many subnets before.
+        layer: the module, which maps x to the next x.
+        shared: how subnets share the layer, as described at the top of this module.
+        delay: for "delayed", the number of subnets between a step of the layer and the subnet that reads the result.
+
+    Attributes:
+        last: whether this is the last layer, which returns only the output and not the subnet.
 
     Raises:
-        InputError: there is no such way, a delay is missing or makes no sense, or a norm with running statistics is to
-            be read late.
+        InputError: `shared` is unknown, `delay` is missing or invalid, or a norm with running statistics would be read
+            with a delay.
     """
 
     last = False
@@ -110,7 +127,10 @@ class SharedLayer(nn.Module):
         return y if self.last else (y, subnet)
 
     def train(self, mode: bool = True) -> SharedLayer:
-        """Set the mode as for any module; in a frozen layer, parts that keep statistics stay in evaluation mode."""
+        """Set the mode as for any other module, but keep the buffers of a frozen layer constant.
+
+        Parts of a frozen layer that have buffers, such as running statistics, stay in evaluation mode.
+        """
         super().train(mode)
         if self.shared == "frozen":
             for part in self.layer.modules():
@@ -120,10 +140,10 @@ class SharedLayer(nn.Module):
 
 
 def check_sharing(shared: object, delay: object) -> None:
-    """Refuse an unknown way to share a layer, and a delay that is out of range for it.
+    """Check `shared`, and whether `delay` is valid for it.
 
     Raises:
-        InputError: it is one.
+        InputError: one of them is invalid.
     """
     check_type("shared", shared, Sharing)
     if (shared == "delayed") != (delay is not None):
@@ -139,7 +159,7 @@ def split_input(given: Any) -> tuple[Any, Any]:
     """Return x and the subnet.
 
     Raises:
-        InputError: it is another thing.
+        InputError: `given` is not a pair of an input and a subnet.
     """
     if not isinstance(given, tuple) or len(given) != 2 or not hasattr(given[1], "__getitem__"):
         raise InputError(
@@ -150,5 +170,6 @@ def split_input(given: Any) -> tuple[Any, Any]:
 
 
 def has_state(layer: nn.Module) -> bool:
-    """Return whether the layer has parameters or buffers, so that the order of its users may matter."""
+    """Return whether the layer has parameters or buffers. If it has, the order of the subnets that use it may
+    matter."""
     return any(True for _ in (*layer.parameters(), *layer.buffers()))

@@ -1,7 +1,9 @@
-"""A stream of subnets, one for each batch.
+"""A stream of subnets, with one subnet per batch.
 
-for (x, y), subnet in zip(loader, stream): ...             # a plain loop
-trainer.fit(module, stream.pair_with(loader))                 # batches [[x, y], subnet]
+It works in a plain loop and with a Trainer:
+
+    for (x, y), subnet in zip(loader, stream): ...  # a plain loop
+    trainer.fit(module, stream.pair_with(loader))  # batches are [[x, y], subnet]
 """
 
 from __future__ import annotations
@@ -23,14 +25,15 @@ from lightning_pipes.trainer.loop.run import PipelineRun, StageListener
 
 
 class SubnetStream(Iterable[Subnet]):
-    """Yields the subnets of an explorer, numbered across epochs; an endless loader with a state.
+    """Yield the subnets of an explorer. It is an endless loader with a state, and numbers subnets across epochs.
 
-    An explorer that learns from results gets them by `report_loss`. In a Trainer the callback `ExplorerFeedback` calls
-    it, and finishes the batches under way where the next subnet depends on them.
+    An explorer that learns from results receives them through `report_loss`. With a Trainer, the callback
+    `ExplorerFeedback` calls this method. If the next subnet depends on batches in flight, the callback also waits for
+    these batches to finish.
 
     Args:
         explorer: chooses the subnets.
-        timeout: seconds that it may take for one.
+        timeout: the largest number of seconds that the explorer may take to choose a subnet.
 
     Attributes:
         next: the number of the next subnet.
@@ -60,14 +63,14 @@ class SubnetStream(Iterable[Subnet]):
         return Subnet(choices, number, self.explorer.space_index(number))
 
     def __len__(self) -> int:
-        """Return the largest length: the paired loader ends first."""
+        """Return the largest possible length, so that the paired loader determines the length of an epoch."""
         return sys.maxsize
 
     def report_loss(self, subnet: Subnet, loss: float) -> None:
-        """Report the loss of a subnet; losses are reported in the order of subnets.
+        """Report the loss of a subnet. Losses must be reported in the order of the subnets.
 
         Raises:
-            InputError: another one is next.
+            InputError: the loss of another subnet has to be reported next.
         """
         if subnet.id != self.n_reported:
             raise InputError(f"the loss of subnet {subnet.id} was reported; the next one is subnet {self.n_reported}")
@@ -79,21 +82,27 @@ class SubnetStream(Iterable[Subnet]):
         return self.explorer.results_needed(number + 1) > number
 
     def pair_with(self, loader: Iterable[Any]) -> CombinedLoader:
-        """Return batches with a subnet each, [batch, subnet], for a Trainer; as many as the loader has."""
+        """Return a loader that adds a subnet to each batch, as [batch, subnet], for a Trainer.
+
+        Its length is the length of `loader`.
+        """
         return CombinedLoader([loader, self], "min_size")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, for a checkpoint; a Trainer calls this itself."""
+        """Return the position of the stream and the state of the explorer, for a checkpoint. A Trainer calls this
+        automatically."""
         return {"next": self.next, "told": self.n_reported, "explorer": self.explorer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the position of `state`."""
+        """Continue at the position that `state` contains."""
         self.next, self.n_reported = state["next"], state["told"]
         self.explorer.load_state_dict(state["explorer"])
 
     def _choose_with_timeout(self, number: int) -> tuple[int, ...]:
-        """Return the explorer's answer from a thread of its own, because it may be another program, or a network
-        away."""
+        """Return the explorer's choice from a separate thread.
+
+        The explorer may be another program, or may be reached through a network.
+        """
         answers: queue.Queue[tuple[int, ...] | BaseException] = queue.Queue()
 
         def ask_explorer() -> None:
@@ -116,17 +125,18 @@ class SubnetStream(Iterable[Subnet]):
 
 
 class ExplorerFeedback(pl.Callback):
-    """Reports the training loss of each subnet to the stream, in order, with any strategy.
+    """Report the training loss of each subnet to the stream, in order, with any strategy.
 
-    Where batches overlap, losses arrive late. When the next subnet depends on them, as it does between two generations
-    of an evolution, the batches under way are ended first: at the same subnet on any number of stages.
+    If batches overlap, losses arrive late. When the next subnet depends on them, as between two generations of an
+    evolution, all batches in flight are finished first. This happens at the same subnet on any number of stages.
 
     Args:
-        stream: the stream whose subnets end the batches, as `stream.pair_with` makes them.
+        stream: the stream whose subnets are the last elements of the batches, as with `stream.pair_with`.
 
     Raises:
-        InputError: it is no stream of subnets.
-        PipelineError: a batch has no subnet at its end; or each of several replicas would learn from its own losses.
+        InputError: `stream` is not a SubnetStream.
+        PipelineError: a batch does not end with a subnet, or there are several replicas, of which each would learn from
+            its own losses.
     """
 
     def __init__(self, stream: SubnetStream) -> None:
@@ -167,7 +177,7 @@ def subnet_of_batch(batch: Any) -> Subnet:
     """Return the subnet at the end of a batch.
 
     Raises:
-        PipelineError: there is none.
+        PipelineError: the batch does not end with a subnet.
     """
     last = batch[-1] if isinstance(batch, (list, tuple)) and batch else None
     if not isinstance(last, Subnet):
@@ -178,11 +188,11 @@ def subnet_of_batch(batch: Any) -> Subnet:
 
 
 def loss_of_output(out: Any) -> float:
-    """Return the loss in the output of a training step."""
+    """Return the loss that the output of a training step contains."""
     return float(out["loss"] if isinstance(out, dict) else out)
 
 
 def _overlapping_run(trainer: pl.Trainer) -> PipelineRun | None:
-    """Return the run of an asynchronous pipeline, None for any other training."""
+    """Return the run of an asynchronous pipeline, or None for any other training."""
     run = trainer.strategy.current_run if isinstance(trainer.strategy, PipelineHost) else None
     return run if run is not None and run.is_asynchronous else None

@@ -11,18 +11,18 @@ from lightning_pipes.ir import InputError, check_count, check_fields, check_type
 
 
 class Subnet:
-    """A choice for each block, as it travels with a batch and from layer to layer: `subnet[3]` is the choice of block
-    3.
+    """A choice of one candidate per block. It travels with a batch and from layer to layer.
 
-    It is no tuple, because code that cuts batches into micro-batches would split a tuple with one entry per sample.
+    `subnet[3]` is the choice of block 3. A subnet is not a tuple, because code that cuts batches into micro-batches
+    would split a tuple that has one entry per sample. It is immutable.
 
     Args:
         choices: the candidate of each block.
-        id: its number in the stream, from 0; the order in which training counts.
-        space: which of several spaces it is from.
+        id: the number of the subnet in its stream, starting at 0. Training follows the order of these numbers.
+        space: the number of its space, if there are several.
 
     Raises:
-        InputError: one of them is no whole number.
+        InputError: one of the values is not an integer.
     """
 
     __slots__ = ("choices", "id", "space")
@@ -67,18 +67,18 @@ class Subnet:
 plain.allow_classes(Subnet)
 
 MAX_CANDIDATES = 2**20
-"""Candidates of a block."""
+"""The largest number of candidates of a block."""
 
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """All subnets: any candidate of each block.
+    """The space of all subnets. A subnet chooses any candidate of each block.
 
     Attributes:
-        blocks: the candidates of each block, by number.
+        blocks: the numbers of the candidates of each block.
 
     Raises:
-        InputError: a block has none, or one twice.
+        InputError: a block has no candidates, a candidate occurs twice, or a number is negative.
     """
 
     blocks: tuple[tuple[int, ...], ...]
@@ -94,10 +94,10 @@ class SearchSpace:
 
     @classmethod
     def from_sizes(cls, sizes: Sequence[int]) -> SearchSpace:
-        """Return the space of blocks with `sizes` candidates each.
+        """Return the space in which block i has `sizes[i]` candidates.
 
         Raises:
-            InputError: a block has none.
+            InputError: a block has no candidates.
         """
         given = check_type("sizes", sizes, Sequence[int])
         return cls(
@@ -105,10 +105,13 @@ class SearchSpace:
         )
 
     def restrict_to(self, candidates: Mapping[int, Sequence[int]]) -> SearchSpace:
-        """Return the subspace in which some blocks, by number, have only the given candidates.
+        """Return the subspace in which some blocks have only the given candidates.
+
+        Args:
+            candidates: the allowed candidates, by the number of the block. Other blocks keep all candidates.
 
         Raises:
-            InputError: there is no such block, or it has no such candidate.
+            InputError: there is no such block, or the block has no such candidate.
         """
         for block, allowed in check_type("candidates of blocks", candidates, Mapping[int, Sequence[int]]).items():
             if not 0 <= block < len(self.blocks):
@@ -119,10 +122,10 @@ class SearchSpace:
         return SearchSpace(tuple(kept))
 
     def check(self, choices: Sequence[int]) -> tuple[int, ...]:
-        """Return the choices, checked to be one candidate for each block.
+        """Return the choices as a tuple after checking that they contain one valid candidate per block.
 
         Raises:
-            InputError: they are not.
+            InputError: they do not.
         """
         check_type("a subnet's choices", choices, Sequence[int])
         if len(choices) != len(self.blocks):
@@ -135,7 +138,7 @@ class SearchSpace:
         return tuple(map(int, choices))
 
     def __len__(self) -> int:
-        """Number of blocks."""
+        """Return the number of blocks."""
         return len(self.blocks)
 
     def __iter__(self) -> Iterator[tuple[int, ...]]:
@@ -143,7 +146,7 @@ class SearchSpace:
 
     @property
     def size(self) -> int:
-        """Number of subnets."""
+        """The number of subnets."""
         found = 1
         for candidates in self.blocks:
             found *= len(candidates)

@@ -1,9 +1,10 @@
 """Supernets in plain torch: an nn.Sequential in which some layers have several candidates.
 
-net = Supernet(nn.Linear(64, 32), ChoiceBlock([A(), B()]), ChoiceBlock([A(), nn.Identity()]), nn.Linear(32, 10))
-y = net((x, subnet))                 # of each block the candidate that the subnet chooses
+    net = Supernet(nn.Linear(64, 32), ChoiceBlock([A(), B()]), ChoiceBlock([A(), nn.Identity()]), nn.Linear(32, 10))
+    y = net((x, subnet))  # runs the candidate of each block that the subnet chooses
 
-`measure_layer_costs` measures candidates; `bulk_synchronous` is the order of systems that flush between bulks.
+`measure_layer_costs` measures the times of candidates. `bulk_synchronous` returns the order of systems that flush
+between bulks.
 """
 
 from __future__ import annotations
@@ -26,24 +27,29 @@ Choices = Subnet | Sequence[int]
 
 
 class Supernet(nn.Sequential):
-    """Takes (x, subnet) and returns y. Its layers pass the subnet on; the last one drops it.
+    """An nn.Sequential that maps (x, subnet) to y. Its layers pass the subnet on, and the last layer drops it.
 
-    Blocks are numbered in their order, from 0. An ordinary layer becomes a `SharedLayer` with `shared` and `delay`,
-    unless it is one already. x may be a tensor, or a tuple or dict of them.
+    Blocks are numbered in their order, starting at 0. An ordinary layer is wrapped in a `SharedLayer` with `shared` and
+    `delay`, unless it already is a `SharedLayer`. x may be a tensor, or a tuple or dict of tensors.
 
-    For a pipeline, let the LightningModule return the layers of a batch:
+    In a pipeline, the LightningModule must return the layers that a batch uses:
 
         def layers_of_batch(self, batch):
             return self.net.layers_of(batch[-1])
 
     Args:
-        layers: choice blocks, `Shared` layers and ordinary ones; or one OrderedDict of them.
-        shared: what becomes of ordinary layers, see `layers`. The default keeps the result of one subnet after another
-            and has each wait for the one before; the others let subnets overlap.
-        delay: for shared="delayed".
+        layers: choice blocks, `SharedLayer` modules and ordinary layers, or a single OrderedDict of them.
+        shared: how subnets share ordinary layers; see `lightning_pipes.supernets.layers`. The default gives the result
+            of training one subnet after another, but each subnet waits for the one before. With the other values,
+            subnets can overlap.
+        delay: the delay for shared="delayed".
+
+    Attributes:
+        space: the search space of all subnets.
 
     Raises:
-        InputError: a block occurs twice, is inside of an ordinary layer, or there is none; or see `Shared`.
+        InputError: there is no choice block, a block occurs twice or inside an ordinary layer, or `SharedLayer` rejects
+            a layer.
     """
 
     def __init__(
@@ -69,7 +75,7 @@ class Supernet(nn.Sequential):
         self.space = SearchSpace.from_sizes([len(block) for block in blocks.values()])
 
     def __getitem__(self, index: int | slice) -> Any:
-        """Return a layer; a slice gives a plain nn.Sequential of the layers, renumbered."""
+        """Return a layer, or for a slice, a plain nn.Sequential of renumbered layers."""
         return nn.Sequential(*list(self)[index]) if isinstance(index, slice) else super().__getitem__(index)
 
     def _last(self) -> Any:
@@ -77,17 +83,19 @@ class Supernet(nn.Sequential):
 
     @property
     def blocks(self) -> dict[str, ChoiceBlock]:
-        """The choice blocks by the names of their layers."""
+        """The choice blocks, by the names of their layers."""
         found = {n: m for n, m in self._modules.items() if isinstance(m, ChoiceBlock) and not isinstance(m, PerChoice)}
         return found
 
     def layers_of(self, subnet: Choices) -> dict[str, bool | Delayed]:
-        """Return the layers that a batch of this subnet uses, for `layers_of_batch`: "5.2" is candidate 2 of layer 5.
-        The value tells whether the batch steps the layer, or by how much it reads it late. Layers without state are
-        left out.
+        """Return the layers that a batch of this subnet uses, for `layers_of_batch`.
+
+        In the names, "5.2" is candidate 2 of layer 5. The value is True if the batch steps the layer, False if it only
+        reads the layer, and a Delayed if it steps the layer but reads it with a delay. Layers without state are
+        omitted.
 
         Raises:
-            InputError: a choice that there is not, or the subnet uses a layer twice, which several blocks share.
+            InputError: the subnet has an invalid choice, or uses a layer twice because several blocks share it.
         """
         choices = self.space.check(subnet.choices if isinstance(subnet, Subnet) else subnet)
         found: dict[str, bool | Delayed] = {}
@@ -103,13 +111,13 @@ class Supernet(nn.Sequential):
         return found
 
     def extract_subnet(self, subnet: Choices) -> nn.Sequential:
-        """Return the layers of one subnet as a module that takes x: the same layers, not copies."""
+        """Return the layers of one subnet as a module that maps x to y. They are the layers themselves, not copies."""
         choices = self.space.check(subnet.choices if isinstance(subnet, Subnet) else subnet)
         return nn.Sequential(*(m[choices[m.place]] if isinstance(m, ChoiceBlock) else m.layer for m in self))  # type: ignore[arg-type]
 
 
 def _wrap_layers(named: Mapping[str, nn.Module], shared: Sharing, delay: int | None) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers, ordinary ones as shared."""
+    """Yield the layers by name, with ordinary layers wrapped as shared layers."""
     seen: set[int] = set()
     made: dict[str, nn.Module] = {}
     for name, layer in named.items():
@@ -140,7 +148,7 @@ def _as_shared(layer: nn.Module, shared: Sharing, delay: int | None) -> SharedLa
 
 
 def _pair_with_blocks(layers: Mapping[str, nn.Module | None]) -> list[tuple[ChoiceBlock, nn.Module]]:
-    """Return each other layer with the block that follows, or with the last block."""
+    """Return each other layer with the block that follows it, or with the last block if none follows."""
     found: list[tuple[ChoiceBlock, nn.Module]] = []
     block: ChoiceBlock | None = None
     waiting: list[nn.Module] = []
@@ -156,7 +164,7 @@ def _pair_with_blocks(layers: Mapping[str, nn.Module | None]) -> list[tuple[Choi
 
 
 class _SharedState:
-    """Which layers share parameters and buffers."""
+    """Finds layers that have parameters or buffers in common."""
 
     def __init__(self, layers: Mapping[str, nn.Module | None]) -> None:
         owners: dict[int, set[str]] = defaultdict(set)
@@ -169,7 +177,7 @@ class _SharedState:
                     owners[id(tensor)].add(part)
                     self.stateful.add(part)
         self.within: set[str] = set()
-        """Blocks whose candidates have something in common: a subnet uses all of such a block."""
+        """Blocks whose candidates have parameters or buffers in common. A subnet uses such a block as a whole."""
         self._twice: dict[str, set[str]] = defaultdict(set)
         for parts_of in owners.values():
             for one in parts_of:
@@ -194,19 +202,22 @@ MAX_REPEATS = 1000
 
 
 def measure_layer_costs(net: Supernet, x: Any, repeats: int = 3) -> dict[str, float]:
-    """Return the seconds of forward and backward of every layer and candidate, by the names of `Supernet.layers_of`. A
-    block has the mean of its candidates. Use them in a module's `costs_of_layers`: `CSP(balanced=True)` cuts by them.
+    """Return the seconds of a forward and a backward of every layer and every candidate.
 
-    As many subnets are run as the largest block has candidates, so that each candidate is in one. Weights, buffers and
-    random numbers are afterwards as they were. Call it where the network is whole, as in the module's `__init__`: in a
-    pipeline each rank has its own layers only.
+    The names are the names of `Supernet.layers_of`. The cost of a block is the mean of its candidates. Return the costs
+    from a module's `costs_of_layers`, so that `CSP(balanced=True)` uses them for its cuts.
+
+    The number of subnets that are run is the number of candidates in the largest block, so that each candidate occurs
+    in one of them. Weights, buffers and random states are restored afterwards. Call this function where the network is
+    complete, for example in the module's `__init__`. In a pipeline, each rank has only its own layers.
 
     Args:
-        x: what enters the first layer, a micro-batch; axis 0 of its tensors counts samples.
-        repeats: runs of each, of which the median counts.
+        net: the supernet.
+        x: an input of the first layer, of the size of a micro-batch. Axis 0 of its tensors is samples.
+        repeats: number of runs of each layer, of which the median is used.
 
     Raises:
-        InputError: no samples, or layers that are not here.
+        InputError: `x` has no samples, or some layers are not on this rank.
     """
     check_type("net", net, Supernet)
     check_count("repeats", repeats, most=MAX_REPEATS)
@@ -231,25 +242,27 @@ def measure_layer_costs(net: Supernet, x: Any, repeats: int = 3) -> dict[str, fl
         )
         for name, layer in zip(names, profile.layers, strict=True):
             found.setdefault(name, sum(seconds for table in (layer.forward, layer.backward) for _, seconds in table))
-    for name, block in net.blocks.items():  # for blocks with shared state, which are used whole
+    for name, block in net.blocks.items():  # blocks with shared state are used as a whole
         found[name] = fmean(found[f"{name}.{choice}"] for choice in range(len(block)))
     return found
 
 
 def bulk_synchronous(layers: Mapping[str, bool | Delayed], number: int, bulk: int) -> dict[str, bool | Delayed]:
-    """Return the layers of subnet `number`, read at the start of its bulk. This is GPipe's bulk-synchronous order over
-    subnets (NASPipe, Zhao et al. 2022, S2.2, BSP). Updates come in the order of subnets, at the next bulk's start all
-    of them are there.
+    """Return the layers of subnet `number`, read as they were at the start of its bulk.
 
-    The result depends on `bulk`, which such systems take from the number of stages, and is another one than that of
-    subnets one after another.
+    This is the bulk-synchronous order of GPipe, applied to subnets (NASPipe, Zhao et al. 2022, S2.2, BSP). Updates are
+    applied in the order of subnets, and all of them are visible at the start of the next bulk.
+
+    The result depends on `bulk`, which such systems derive from the number of stages, and differs from the result of
+    training one subnet after another.
 
     Args:
         layers: the result of `Supernet.layers_of`.
-        bulk: how many subnets.
+        number: the number of the subnet, starting at 0.
+        bulk: number of subnets between two flushes.
 
     Raises:
-        InputError: these are no layers, or a number makes no sense.
+        InputError: `layers` has a wrong type, or a number is out of range.
     """
     check_type("layers", layers, Mapping[str, bool | Delayed])
     if check_type("number", number, int) < 0:
