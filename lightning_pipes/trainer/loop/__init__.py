@@ -1,1 +1,1 @@
-"""Batches through the pipeline."""
+"""The loops that run batches through the pipeline."""

@@ -1,4 +1,4 @@
-"""Another plan while training goes on: another order, or layers on other ranks."""
+"""Changes of the plan during training: another order, or layers on other ranks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,20 @@ def adopt_plan(
     microbatches: int | None = None,
     plan: Plan | None = None,
 ) -> None:
-    """Run the batches after this one by another plan, as `PipelineStrategy.adopt` does. Collective.
+    """Use another plan for the batches after the current one, as `PipelineStrategy.adopt` does. Collective.
+
+    Args:
+        run: the run of this training.
+        control: the collectives of all ranks.
+        schedule: the name of a schedule, or a schedule or policy, whose order is used from then on.
+        microbatches: number of micro-batches per batch. By default, it is the number that the user gave the strategy,
+            or the default of the schedule.
+        plan: how batches of the size of this plan are cut, or None if they are cut evenly.
 
     Raises:
-        PlanError: stages would have to move, or layers that can't, or one schedule flushes between batches and the
-            other does not.
-        PipelineError: the ranks want different things.
+        PlanError: stages or layers that cannot move would have to move, or only one of the two schedules flushes
+            between batches.
+        PipelineError: the ranks request different plans.
     """
     if isinstance(schedule, str) and schedule == AUTO:
         raise PlanError("schedule='auto' is chosen when training starts; adopt a schedule by its name, or an object")
@@ -47,9 +55,9 @@ def adopt_plan(
 
 
 def adopt_candidate(run: PipelineRun, chosen: Candidate) -> None:
-    """Adopt a candidate that one rank has chosen, verified and broadcast; it is not verified again.
+    """Adopt a candidate that one rank has chosen, verified and broadcast. It is not verified again.
 
-    Batches of its plan's size are cut by that plan. Layers stay where they are.
+    Batches of the size of its plan are cut by that plan. Layers stay on their ranks.
 
     Raises:
         PlanError: see `PipelineStrategy.adopt`.
@@ -59,12 +67,12 @@ def adopt_candidate(run: PipelineRun, chosen: Candidate) -> None:
 
 
 def adopt_cut(run: PipelineRun, layers: Sequence[Span], rows: int) -> None:
-    """Adopt a cut that all ranks know: the layers of the stages from the next batch on.
+    """Adopt a cut that all ranks have agreed on, which assigns layers to stages from the next batch on.
 
     Batches of `rows` samples keep their micro-batches.
 
     Raises:
-        PlanError: layers would move that can't.
+        PlanError: layers that cannot move would have to move.
     """
     if tuple(layers) != run.plans.layers:
         plan, _ = run.plans.for_rows(rows)

@@ -1,4 +1,4 @@
-"""Connections of a training with other ranks: its own, or those of the trainings with which it shares ranks."""
+"""Connections of a training to other ranks, either its own or the ones of the trainings that share its ranks."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from lightning_pipes.trainer.plan.request import RunRequest
 from lightning_pipes.trainer.ranks.control import Control
 
 Idle = Callable[[Callable[[], bool]], None] | None
-"""Does something while a condition is waited for."""
+"""Does other work until the given condition is true."""
 MakeControl = Callable[[FailureWatch, Idle], Control]
 """Returns the control of a training."""
 
 
 class Connections:
-    """Connections of a training on its own, from `setup_environment` of a strategy to its `teardown`.
+    """Connections of a training with ranks of its own, from `setup_environment` of a strategy to its `teardown`.
 
-    Trainings that share ranks override what is different for them.
+    Trainings that share ranks use a subclass that overrides the methods that differ.
 
     Attributes:
-        watch: sees failures of other ranks, and tells them of ours.
+        watch: detects failures of other ranks, and reports the failure of this rank.
     """
 
     def __init__(self, watch: FailureWatch) -> None:
@@ -40,110 +40,113 @@ class Connections:
         return 1
 
     def connect(self, make: MakeControl) -> Control:
-        """Return the control by which all ranks exchange objects from now on."""
+        """Return the control through which all ranks exchange objects from now on."""
         return make(self.watch, None)
 
     def connect_eagerly(self, pipeline: Control) -> None:
-        """Connect at once what `pipeline` connects on first use, if others would have to wait then."""
+        """Open the connections that `pipeline` would open on first use, if other trainings would have to wait at that
+        time."""
 
     def waits_at(self, barrier: str | None) -> bool:
-        """Return whether ranks wait for each other at the barrier of that name."""
+        """Return whether ranks wait for each other at the barrier of this name."""
         return True
 
     @property
     def is_terminated_by_signal(self) -> bool:
-        """Whether this process got SIGTERM, and the Trainer has no handler for it."""
+        """Whether this process received SIGTERM, and the Trainer does not handle it."""
         return False
 
     def complete_request(self, request: RunRequest, ranks: int) -> RunRequest:
-        """Complete the request of a training by settings of trainings that share its ranks."""
+        """Return the request of a training, completed by settings of the trainings that share its ranks."""
         return request
 
     def agree_on_container(self, module: pl.LightningModule, find: Callable[[], str]) -> str:
-        """Return the path of the container; one of the trainings calls `find`."""
+        """Return the path of the container. Only one of the trainings calls `find`."""
         return find()
 
     def agree_on_decision(
         self, module: pl.LightningModule, plain: Decision, decide: Callable[[], Decision]
     ) -> Decision:
-        """Return the decision; one of the trainings calls `decide`."""
+        """Return the decision. Only one of the trainings calls `decide`."""
         return decide()
 
     def check_asynchronous(self, schedule: str) -> None:
-        """Check whether a schedule will do that does not flush between batches.
+        """Check whether a schedule that does not flush between batches can be used.
 
         Raises:
-            PlanError: it will not.
+            PlanError: the schedule cannot be used.
         """
 
     def open_transport(self, make: Callable[[], Transport]) -> Transport:
-        """Return the transport of messages between stages; one of the trainings calls `make`."""
+        """Return the transport of the messages between stages. Only one of the trainings calls `make`."""
         return make()
 
     @property
     def engine_watch(self) -> Watch:
-        """Where the training's engine tells of failures."""
+        """The watch to which the training's engine reports failures."""
         return self.watch
 
     @property
     def turns(self) -> Turns | None:
-        """The turns that decide when the engine works; None where it has the rank for itself."""
+        """The turns that determine when the engine works, or None if the training does not share its ranks."""
         return None
 
     def check_later(self, is_ready: Callable[[], bool], check: Callable[[], object], max_turns: int) -> None:
-        """Call `check` when `is_ready()`, or at once where no other training needs the rank meanwhile.
+        """Call `check` when `is_ready()` is true, or immediately if no other training needs the rank in the meantime.
 
         Args:
-            max_turns: the number of turns of the training after which an error of `check` ends it on all ranks.
+            is_ready: returns whether `check` can be called without waiting.
+            check: raises an error if the training has to end.
+            max_turns: number of turns of the training after which an error of `check` ends it on all ranks.
         """
         check()
 
     def check(self) -> None:
-        """Finish all checks that were left for later."""
+        """Call all checks that `check_later` has deferred."""
 
     def make_agreement(self, trainer: pl.Trainer, stops: StopAgreement, control: Control) -> Callable[[], None]:
-        """Return a function by which the ranks of `control` agree on stopping; they are at the same batch."""
+        """Return a function with which the ranks of `control` agree on stops. All of them must be at the same batch."""
         return stops.agree_on_stop
 
     def release_state(self) -> None:
-        """Take the training's weights and optimizers out of memory that trainings share."""
+        """Move the training's weights and optimizers out of the memory that trainings share."""
 
     def release_control(self, control: Control | None, peers_ended: bool) -> None:
-        """Release what `connect` returned.
+        """Release the control that `connect` returned.
 
         Args:
-            control: the result of `connect`; None if it failed.
-            peers_ended: other ranks may have ended.
+            control: the control, or None if `connect` failed.
+            peers_ended: whether other ranks may have ended.
         """
         if control is not None:
             control.close()
-        self.watch.close()  # others may be gone before the rest is done
+        self.watch.close()  # other ranks may end before this rank has finished the rest
 
     def renew_control(self, control: Control) -> None:
-        """Close connections that were used after `release_control`, as by Trainer.save_checkpoint."""
+        """Close connections that were used after `release_control`, for example by Trainer.save_checkpoint."""
         control.close()
 
     def report_failure(self, error: BaseException) -> None:
-        """Report to the other ranks that the training ends by `error`."""
+        """Report to the other ranks that the training ends because of `error`."""
         if not isinstance(error, PeerFailure):
             self.watch.report_failure(error)
         self.watch.close()
 
 
 JoinTrainings = Callable[[pl.Trainer, int, int, Callable[[], FailureWatch]], Connections]
-"""Returns the connections of a training from its trainer, its rank, the number of ranks, and a factory of watches."""
+"""Returns the connections of a training, given its trainer, its rank, the number of ranks, and a factory of watches."""
 _shared_connections: ContextVar[JoinTrainings | None] = ContextVar("lightning_pipes_shared_connections", default=None)
 
 
 def make_connections(trainer: pl.Trainer, rank: int, ranks: int, make_watch: Callable[[], FailureWatch]) -> Connections:
-    """Return the connections of the next training: its own, or those that `share_connections` has set."""
+    """Return the connections of the next training: either its own, or the ones that `share_connections` specifies."""
     join = _shared_connections.get()
     return Connections(make_watch()) if join is None else join(trainer, rank, ranks, make_watch)
 
 
 @contextmanager
 def share_connections(join: JoinTrainings) -> Iterator[None]:
-    """Give trainings that begin in the block, in its thread, the connections that `join` returns."""
+    """Make trainings that begin in the block and in its thread use the connections that `join` returns."""
     token = _shared_connections.set(join)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Batches that are evaluated: forward through the pipeline, around it the user's step."""
+"""Evaluation of batches: a forward through the pipeline, embedded in the user's step."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from lightning_pipes.trainer.units.lazy_step import EarlierStageError
 
 
 class EvaluatedStep(NamedTuple):
-    """How an evaluation step goes through the layers, as its first batch has shown.
+    """How an evaluation step uses the layers, as observed in its first batch.
 
     Attributes:
-        with_layers: whether it calls them.
-        whole: whether batches go through whole, for samples are not on axis 0 of all tensors.
+        with_layers: whether the step calls the layers.
+        whole: whether batches go through the layers in one piece, because samples are not on axis 0 of all tensors.
     """
 
     with_layers: bool
@@ -36,12 +36,12 @@ class EvaluatedStep(NamedTuple):
 
 
 class _FurtherCall(NamedTuple):
-    """The message of the last stage where a step calls the layers once more, as one does that generates text.
+    """A message from the last stage that the step calls the layers again, as a step that generates text does.
 
     Attributes:
         x: the input of the layers.
-        changes: of the values that layers keep, since the call before.
-        generators: states of the module's own.
+        changes: the changes of values that layers keep, since the previous call.
+        generators: the states of the module's own random generators.
     """
 
     x: Any
@@ -50,20 +50,29 @@ class _FurtherCall(NamedTuple):
 
 
 class Evaluation:
-    """Evaluates batches in a run. Collective: all ranks make one, and the same calls of it."""
+    """Evaluate batches in a run. Collective: all ranks create one and make the same calls."""
 
     def __init__(self, run: PipelineRun) -> None:
         self._run = run
         self._steps: dict[tuple[Any, ...], EvaluatedStep] = {}
-        """Of the user's steps, by name and loader, how they call the layers."""
+        """How each of the user's steps uses the layers, by the key of `_key_of`."""
         self._joint_steps: set[tuple[Any, ...]] = set()
-        """Those of them that run on all stages together, because they return to earlier ones."""
+        """The keys of steps that run on all stages together, because they return to earlier stages."""
         self._unit_steps: set[tuple[Any, ...]] = set()
-        """Those that have run by units."""
+        """The keys of steps that have run by units."""
         self._trained, self._count = -1, 0
 
     def evaluate(self, step: Callable[..., Any], context: Context, batch: Any, arguments: tuple[Any, ...]) -> Any:
-        """Run one batch through the user's `step`, which runs once on the whole batch; its result is on every rank."""
+        """Evaluate one batch with the user's `step`, and return its result on every rank.
+
+        The step runs once, on the whole batch.
+
+        Args:
+            step: the user's step.
+            context: returns the context in which Lightning calls the step.
+            batch: the batch.
+            arguments: the arguments of the step after the batch.
+        """
         run, data = self._run, self._begin(step, context, batch, arguments)
         watchers = run.watchers.of_evaluation
         watchers.before_batch(data)
@@ -83,7 +92,7 @@ class Evaluation:
         return move_data_to_device(out, run.device)
 
     def _evaluate_jointly(self, item: Item) -> Any:
-        """Run one batch on all stages together."""
+        """Evaluate one batch on all stages together."""
         run, data = self._run, item.data
         around, weights = run.watchers.of_evaluation.around_batch(data), run.cut.scope.module_view(True)
         with around, data.context(), recorded(run.cut.module) as calls, weights:
@@ -95,7 +104,7 @@ class Evaluation:
         return move_data_to_device(out, run.device)
 
     def _repeat_jointly(self, item: Item) -> Any:
-        """Run a batch once more, on all stages together, and later batches of its step and loader as well."""
+        """Evaluate a batch again on all stages together. Later batches of its step and loader also run this way."""
         self._run.user_steps.apply_changes(([], {}, {}))  # as the batch began
         self._joint_steps.add(_key_of(item.data.step, item, item.data.arguments))
         rank_zero_info(
@@ -123,19 +132,19 @@ class Evaluation:
         )
 
     def _number(self) -> int:
-        """Return a number that differs from batch to batch, and is the same after a resume at the same place."""
+        """Return a number that differs from batch to batch, but is the same after a resume at the same place."""
         self._count += 1
         return (self._trained + 1 << 20) + self._count
 
     def _forward(self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...]) -> Any:
-        """Run the step, and return the message of the last stage, on every rank.
+        """Run the step, and return the message of the last stage on every rank.
 
-        None is returned where the step returns to earlier stages, so that it has to run on all of them together.
+        The result is None if the step returns to earlier stages, and therefore has to run on all of them together.
         """
         run, data = self._run, item.data
         if run.user_steps.runs_whole_evaluation:
             key = _key_of(step, item, arguments)
-            before = batch if key in self._unit_steps else copy_batch(batch)  # the step may change its batch
+            before = batch if key in self._unit_steps else copy_batch(batch)  # the step may modify its batch
             self._unit_steps.add(key)
             ended = run.engine.evaluate(item, 1)
             data.batch = before  # for a second run
@@ -151,7 +160,7 @@ class Evaluation:
         if not run.is_last_rank:
             return self._receive(item)
         with data.context(), recorded(run.cut.module) as calls:
-            if end is not None:  # it has run to its end here
+            if end is not None:  # the step has already run to its end on this rank
                 out, calls = end.out, end.calls
             elif with_layers:
                 out = run.user_steps.finish(step, item, batch, arguments, outputs, partial(self._call_again, item))
@@ -162,7 +171,10 @@ class Evaluation:
         return self._send(out, calls, item)
 
     def _send(self, out: Any, calls: list[LogCall], item: Item) -> Any:
-        """Send the message of the last stage to other ranks, and return it: result, changes of state, and logs."""
+        """Send the message of the last stage to the other ranks, and return it.
+
+        It consists of the result, the changes of the module's state, the logs, and the checksums of the batch.
+        """
         run = self._run
         logs = run.trainer.state.fn != TrainerFn.PREDICTING
         packed = run.replay.pack_calls(merge([calls], [item.rows])) if logs else []
@@ -171,7 +183,7 @@ class Evaluation:
         return message
 
     def _receive(self, item: Item) -> Any:
-        """Return the message of the last stage. Until it comes, run the layers for each further call of the step."""
+        """Return the message of the last stage. Before it arrives, run the layers for each further call of the step."""
         run = self._run
         while isinstance(message := run.control.broadcast(None, run.last_rank), _FurtherCall):
             run.user_steps.begin_call(message.changes)
@@ -179,14 +191,15 @@ class Evaluation:
         return message
 
     def _call_again(self, item: Item, x: Any, changes: Any, generators: States) -> tuple[Item, Outputs]:
-        """Run the layers of all stages for a further call by the step of this rank, and return their outputs."""
+        """Run the layers of all stages for a further call by the step on this rank, and return their outputs."""
         run = self._run
         run.control.broadcast(_FurtherCall(x, changes, generators), run.last_rank)
         run.user_steps.begin_call()
         return self._evaluate_again(item, x, generators)
 
     def _evaluate_again(self, item: Item, x: Any, generators: States) -> tuple[Item, Outputs]:
-        """Run the layers of this rank on `x`, all samples at once: the step may give other numbers of them."""
+        """Run the layers of this rank on `x` in one micro-batch, because the step may pass a different number of
+        samples."""
         data = replace(item.data, x=x, is_repeated=True, left={}, generators=generators)
         item = replace(item, number=self._number(), data=data)
         return item, self._run.engine.evaluate(item, 1)
@@ -196,9 +209,15 @@ class Evaluation:
     ) -> NoCallError | None:
         """Capture the input of the layers in an evaluation step, on the first stage.
 
-        In the first batch all ranks learn whether the step calls them: one that does not runs as it is, on the last
-        stage. They learn whether its samples are on axis 0 of all tensors: a batch goes through the layers whole
-        otherwise. Return how it ended without the call, where it need not run again.
+        In the first batch, all ranks learn two facts about the step. If the step does not call the layers, it runs
+        unchanged on the last stage. If its samples are not on axis 0 of all tensors, batches go through the layers in
+        one piece.
+
+        Returns:
+            The result of a step that ended without calling the layers, so that it does not have to run again, or None.
+
+        Raises:
+            PipelineError: samples are not on axis 0 in this batch, but were on axis 0 in the first one.
         """
         run, key, data, end = self._run, _key_of(step, item, arguments), item.data, None
         known = self._steps.get(key)
@@ -228,5 +247,8 @@ class Evaluation:
 
 
 def _key_of(step: Callable[..., Any], item: Item, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the name of the step and the number of its loader; single samples, which need no cut, by themselves."""
+    """Return the key of a step: its name, the number of its loader, and whether the batch has a single sample.
+
+    Batches of a single sample have separate keys, because they do not need to be cut.
+    """
     return step.__name__, *arguments[1:2], item.rows == 1

@@ -1,4 +1,4 @@
-"""The strategy as its callbacks see it, and what callbacks have in common."""
+"""The interface of the strategy that callbacks use, and a base class of callbacks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from lightning_pipes.trainer.reports.timing import Timing
 
 
 class PipelineHost(ParallelStrategy):
-    """The part of `PipelineStrategy` that callbacks of this package and the report use.
+    """The part of `PipelineStrategy` that the callbacks of this package and the report use.
 
     Attributes:
-        schedule: orders the batches from the next one on.
-        memory: keeps layers off the device until a batch uses them, from the next run on; None where all stay on it.
+        schedule: orders the batches, beginning with the next one.
+        memory: moves layers to the device when a batch uses them, beginning with the next run. With None, all layers
+            stay on the device.
     """
 
     schedule: Schedule | Policy
@@ -30,17 +31,17 @@ class PipelineHost(ParallelStrategy):
     @property
     @abstractmethod
     def grid(self) -> Grid:
-        """Where this rank is among the replicas and stages."""
+        """The position of this rank among the replicas and stages."""
 
     @property
     @abstractmethod
     def control(self) -> Control:
-        """The collective calls over all ranks."""
+        """The collectives of all ranks."""
 
     @property
     @abstractmethod
     def current_run(self) -> PipelineRun:
-        """The run under way."""
+        """The current run."""
 
     @property
     @abstractmethod
@@ -49,26 +50,26 @@ class PipelineHost(ParallelStrategy):
 
     @abstractmethod
     def adopt_decision(self, decision: Decision) -> None:
-        """Run by a decision from now on."""
+        """Use a decision from now on."""
 
     @property
     @abstractmethod
     def flushes(self) -> bool:
-        """Whether all stages end a batch before the next one begins."""
+        """Whether all stages finish a batch before the next batch begins."""
 
     @abstractmethod
     def last_timing(self) -> Timing | None:
-        """Return where the time of the last window went. Collective."""
+        """Return how the time of the last window was spent, or None if there is no window yet. Collective."""
 
 
 class PipelineCallback(pl.Callback):
     """A callback that works with PipelineStrategy only."""
 
     def pipeline(self, trainer: pl.Trainer) -> PipelineHost:
-        """Return the trainer's strategy.
+        """Return the strategy of the trainer.
 
         Raises:
-            PipelineError: it is no PipelineStrategy.
+            PipelineError: it is not a PipelineStrategy.
         """
         strategy = trainer.strategy
         if not isinstance(strategy, PipelineHost):

@@ -1,4 +1,4 @@
-"""Cuts of single batches. Copies of layers go from rank to rank where stages run other layers than the plan's."""
+"""Cuts of single batches. Layers are copied between ranks if the stages of a batch run other layers than the plan's."""
 
 from __future__ import annotations
 
@@ -22,34 +22,39 @@ from lightning_pipes.trainer.step.uses import ChoosesLayers, number_layers
 
 @runtime_checkable
 class CutsBatches(Protocol):
-    """A LightningModule that says which stage runs which layer, from batch to batch."""
+    """A LightningModule that assigns layers to stages separately for each batch."""
 
     def cut_of_batch(self, batch: Any) -> Sequence[int] | None:
-        """Return the number of the first layer of each stage but the first, for a training batch; None for those of the
-        plan. Called on every rank, which must all get the same."""
+        """Return the number of the first layer of each stage except the first one, for a training batch.
+
+        None selects the layers of the plan. The method is called on every rank and must return the same value on all of
+        them.
+        """
 
 
 @runtime_checkable
 class LayerCosts(Protocol):
-    """A LightningModule that knows how long parts of its layers take."""
+    """A LightningModule that provides the costs of its layers."""
 
     def costs_of_layers(self) -> Mapping[str, float]:
-        """Return seconds of forward and backward, or numbers in proportion, by the names of `layers_of_batch`.
+        """Return the cost of each layer, by the names of `layers_of_batch`.
 
-        Called once, when training begins; the numbers of the first rank count.
+        A cost is in seconds of forward and backward, or in any proportional unit. The method is called once when
+        training begins, and the result on the first rank is used.
         """
 
 
 class Cuts:
-    """The cuts of one training.
+    """The cuts of the batches of one training.
 
     Args:
-        policy: cuts batches, unless the module does it.
-        full: the pipelined layers, all of them.
-        costs: what the module says of them; where it says nothing, a layer costs as many as it has parameters.
+        module: the user's module.
+        full: all layers of the pipelined module.
+        policy: cuts batches, unless the module does.
+        costs: the costs that the module provides. With None, the cost of a layer is its number of parameters.
 
     Attributes:
-        cost: returns the cost of a layer by its name.
+        cost: returns the cost of a layer, given its name.
     """
 
     def __init__(
@@ -61,10 +66,10 @@ class Cuts:
 
     @staticmethod
     def are_needed(module: pl.LightningModule, policy: object) -> bool:
-        """Return whether batches get cuts of their own.
+        """Return whether batches have their own cuts.
 
         Raises:
-            PipelineError: the module wants to cut batches and does not say which layers they use.
+            PipelineError: the module cuts batches, but does not specify which layers they use.
         """
         if isinstance(module, CutsBatches) and not isinstance(module, ChoosesLayers):
             raise PipelineError(
@@ -75,10 +80,10 @@ class Cuts:
         return isinstance(module, ChoosesLayers) and (cuts or isinstance(module, CutsBatches))
 
     def apply(self, batch: Any, use: LayerUse, plan: Plan) -> LayerUse:
-        """`use` with the batch's own cut, if it has one.
+        """Return `use` with the batch's own cut, if the batch has one.
 
         Raises:
-            PlanError: a cut for other stages or layers.
+            PlanError: the cut has the wrong number of stages, or does not assign the layers in order.
         """
         if not isinstance(self._module, CutsBatches):
             cut = self._policy.cut(use, self.cost, plan)
@@ -104,13 +109,14 @@ class Cuts:
 
 
 class LayerCopies:
-    """Holds copies of layers for one training on this rank. Collective: all ranks make one.
+    """The copies of layers that one training has on this rank. Collective: all ranks create one.
 
     Args:
-        control: of all ranks, those of other replicas too, which cut batches alike.
+        run: the run of the training.
+        control: the collectives of all ranks, including the ranks of other replicas, which use the same cuts.
 
     Raises:
-        PipelineError: siblings share the ranks.
+        PipelineError: siblings of a job array share the ranks.
     """
 
     def __init__(self, run: PipelineRun, control: Control) -> None:
@@ -143,13 +149,13 @@ class LayerCopies:
         return self._cuts.apply(batch, use, plan)
 
     def trains_by(self, optimizers: Sequence[Optimizer]) -> None:
-        """These step the layers."""
+        """Set the optimizers that step the layers."""
         self._optimizers = optimizers
 
     def step_layers(self, names: Iterable[str]) -> AbstractContextManager[None]:
-        """Let optimizers step these layers in the block, also layers of other ranks."""
+        """Allow optimizers to step these layers in the block, including layers of other ranks."""
         return self._mirrors.in_optimizers(names)
 
     def show_layers(self, names: Iterable[str]) -> AbstractContextManager[None]:
-        """Show these layers to the user's hooks in the block, also layers of other ranks."""
+        """Make these layers visible to the user's hooks in the block, including layers of other ranks."""
         return self._mirrors.in_module(names)

@@ -1,4 +1,5 @@
-"""Manual optimization: the user's step calls backward and optimizers, and all stages run it together."""
+"""The training loop of manual optimization: the user's step calls backward and optimizers, and all stages run
+together."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from lightning_pipes.trainer.step.logs import recorded
 
 
 class ManualLoop(TrainingLoop):
-    """Trains by steps that call backward and optimizers themselves."""
+    """Train with steps that call backward and the optimizers themselves."""
 
     def __init__(self, run: PipelineRun) -> None:
         self._run = run
@@ -60,7 +61,7 @@ class ManualLoop(TrainingLoop):
     def run_backward(
         self, precision: Precision, loss: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> torch.Tensor:
-        """Run backward between Lightning's hooks, as its strategies do."""
+        """Run backward between Lightning's hooks, as Lightning's own strategies do."""
         module = self._run.cut.module
         loss = precision.pre_backward(loss, module)
         precision.backward(loss, module, None, *args, **kwargs)
@@ -77,7 +78,7 @@ class ManualLoop(TrainingLoop):
 
     @contextmanager
     def _paused_calls(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
-        """Run optimizers, schedulers and clipping of the step in pauses, on each stage with its own weights."""
+        """Run the optimizers, schedulers and clipping of the step in pauses, on each stage with its own weights."""
         run = self._run
         scope, module = run.cut.scope, run.cut.module
 
@@ -105,7 +106,10 @@ class ManualLoop(TrainingLoop):
             yield
 
     def _paused_step(self, optimizer: Optimizer) -> Callable[..., Any]:
-        """Return the `step` of an optimizer for calls that pass Lightning by: a pause of its own, and then local."""
+        """Return a `step` for an optimizer that is called without Lightning.
+
+        The call pauses the units, and then steps the weights of this stage only.
+        """
         original, run = optimizer.step, self._run
         joint = run.user_steps.joint
         assert joint is not None
@@ -131,14 +135,14 @@ class ManualLoop(TrainingLoop):
         return self._run.connections.make_agreement(self._run.trainer, stops, self._run.control)
 
     def batch_complete(self, stage: Stage, item: Item) -> None:
-        """No stage runs apart from the others."""
+        """Do nothing, because no stage runs apart from the others."""
 
     def give_back_gradients(self) -> None:
-        """They are where backward has left them."""
+        """Do nothing, because the gradients are already in place after backward."""
 
 
 class _Settings(NamedTuple):
-    """The settings of an optimizer as they were, of each group and by default, and its state."""
+    """The saved settings of an optimizer: the settings of its groups, its defaults, and its state."""
 
     optimizer: Optimizer
     groups: list[tuple[dict[str, Any], dict[str, Any]]]
@@ -151,7 +155,7 @@ class _Settings(NamedTuple):
         return cls(optimizer, groups, _copy_settings(optimizer.defaults), dict(optimizer.state))
 
     def restore(self) -> None:
-        """Give the optimizer its settings back."""
+        """Restore the settings of the optimizer."""
         optimizer = self.optimizer
         optimizer.param_groups[:] = [group for group, _ in self.groups]
         for table, kept in (*self.groups, (optimizer.defaults, self.defaults)):
@@ -160,7 +164,7 @@ class _Settings(NamedTuple):
             for name, (before, copied) in kept.items():
                 table[name] = before
                 if isinstance(before, torch.Tensor) and name != "params":
-                    before.detach().copy_(copied)  # schedulers hold it
+                    before.detach().copy_(copied)  # schedulers refer to this tensor
                 elif name != "params":
                     table[name] = copied
         optimizer.state.clear()
@@ -168,7 +172,7 @@ class _Settings(NamedTuple):
 
 
 def _copy_settings(table: dict[str, Any]) -> dict[str, Any]:
-    """Return each setting with a copy of it; parameters as they are."""
+    """Return each setting together with a copy of it. Parameters are not copied."""
     found = {}
     for name, value in table.items():
         if isinstance(value, torch.Tensor):
@@ -180,7 +184,7 @@ def _copy_settings(table: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def idle_optimizers(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
-    """Switch off steps of optimizers and schedulers in the block; backward is torch's own."""
+    """Disable the steps of optimizers and schedulers in the block. A backward is an ordinary backward of torch."""
 
     def step(closure: Callable[[], Any] | None = None, **_: Any) -> Any:
         return None if closure is None else closure()

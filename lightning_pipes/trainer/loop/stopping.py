@@ -1,4 +1,4 @@
-"""Stops that one rank wants become stops of all: `should_stop`, SIGTERM, a SLURM requeue."""
+"""Agreement of all ranks on a stop that one rank requests: `should_stop`, SIGTERM, or a SLURM requeue."""
 
 from __future__ import annotations
 
@@ -22,14 +22,18 @@ from lightning_pipes.trainer.ranks.control import Control
 
 
 class StopAgreement:
-    """Has all ranks stop after the same batch. Signal handlers set a flag, which `agree_on_stop` exchanges.
+    """Stop all ranks after the same batch. Signal handlers only set a flag, and `agree_on_stop` exchanges the flags.
 
     Args:
-        is_terminated: returns whether the process got SIGTERM without the Trainer's handler, as in a job array.
-        patches: Lightning's own signal handlers and broadcast are back when they are closed.
+        trainer: the trainer to stop.
+        control: the collectives of all ranks.
+        writing_at_once: returns a context in which checkpoints are written immediately.
+        is_terminated: returns whether the process received SIGTERM but the Trainer's handler did not, as in a job
+            array.
+        patches: restores Lightning's own signal handlers and broadcast when it is closed.
 
     Attributes:
-        terminated: Lightning is about to raise SIGTERMException, on every rank after the same batch.
+        terminated: whether Lightning is about to raise SIGTERMException, on every rank after the same batch.
     """
 
     def __init__(
@@ -53,7 +57,7 @@ class StopAgreement:
         patches.callback(private.restore_sigterm_broadcast, trainer)
 
     def agree_on_stop(self) -> None:
-        """Make every rank stop, or none.
+        """Stop all ranks or none of them.
 
         Raises:
             PipelineError: the epoch ends here on some ranks only.
@@ -66,10 +70,14 @@ class StopAgreement:
         return self._trainer.should_stop, self._is_to_end, self._requeue is not None, last, not last
 
     def apply_flags(self, found: Sequence[bool], batch: int | None = None) -> None:
-        """Apply the flags of all ranks, raised after batch number `batch`, by default this one.
+        """Apply the flags that all ranks exchanged.
+
+        Args:
+            found: for each flag of `stop_flags`, whether any rank has set it.
+            batch: the number of the batch after which the flags were set. By default, it is the current batch.
 
         Raises:
-            PipelineError: the epoch ends there on some ranks only.
+            PipelineError: the epoch ends with that batch on some ranks only.
         """
         requeue = self._requeue
         stop, sigterm, requeued, *_ = found
@@ -78,15 +86,15 @@ class StopAgreement:
             self._trainer.should_stop = True
         if requeued:
             self._requeue = None
-            with self._writing_at_once():  # the job is gone soon
+            with self._writing_at_once():  # the job ends soon
                 self._requeue_handler(*(requeue or (0, None)))
         if sigterm:
             self._terminate()
 
     def agree_to_leave(self, pipeline: Control) -> None:
-        """Agree on SIGTERM alone, where nothing is trained.
+        """Agree on SIGTERM alone, for methods that do not train.
 
-        Replicas may evaluate different numbers of batches, so each pipeline agrees by itself.
+        Replicas may evaluate different numbers of batches, so each pipeline agrees separately.
         """
         if any(pipeline.any(self._is_to_end)):
             self._terminate()
@@ -117,25 +125,29 @@ class StopAgreement:
 
 
 def end_as_terminated() -> None:
-    """End the process, or let it go on where it can't be in the thread that asks."""
+    """End the process as SIGTERM does, unless the calling thread is not the main thread and cannot do so."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def as_terminated(error: SIGTERMException) -> SIGTERMException:
-    """Give Lightning's exception, which exits with 0, the exit status of a terminated process."""
+    """Set the exit status of a terminated process in Lightning's exception, which would otherwise exit with 0."""
     error.code = TERMINATED
     return error
 
 
 def sigterm_error() -> SIGTERMException:
-    """Return the error that Lightning raises after SIGTERM, with its exit status."""
+    """Return the error that Lightning raises after SIGTERM, with the exit status of a terminated process."""
     return as_terminated(SIGTERMException())
 
 
 def check_ends(found: Sequence[bool], batch: int) -> None:
-    """Raise PipelineError if the epoch ends with that batch on some ranks only, by the flags of all."""
+    """Check the exchanged flags of all ranks for an end of the epoch.
+
+    Raises:
+        PipelineError: the epoch ends with this batch on some ranks only.
+    """
     *_, some_last, some_not = found
     if some_last and some_not:
         raise PipelineError(
@@ -145,15 +157,18 @@ def check_ends(found: Sequence[bool], batch: int) -> None:
 
 
 class LateAgreement:
-    """Has ranks agree on stops where they are not at the same batch.
+    """Stop all ranks after the same batch, although they are not at the same batch when they exchange flags.
 
-    A rank asks after each batch, and reads the answer some batches later, when all ranks have asked: so none waits.
-    After a flush they agree at once.
+    Each rank starts an exchange after each batch. It reads the result some batches later, when all ranks have started
+    the same exchange, so that no rank waits. After a flush, the ranks agree immediately.
 
     Args:
-        max_lag: batches that ranks may be apart.
-        is_flushed: whether all ranks are at the same batch, and through with it.
-        flush: brings them there.
+        trainer: the trainer to stop.
+        stops: the flags of this rank.
+        control: the collectives of all ranks.
+        max_lag: the largest number of batches between two ranks.
+        is_flushed: returns whether all ranks are at the same batch and have finished it.
+        flush: finishes all batches in flight.
     """
 
     def __init__(
@@ -171,22 +186,22 @@ class LateAgreement:
         self._max_lag = max_lag
         self._is_flushed = is_flushed
         self._flush = flush
-        self._pending: deque[tuple[int, Callable[[], list[bool]]]] = deque()  # by batch
+        self._pending: deque[tuple[int, Callable[[], list[bool]]]] = deque()  # the batch, and its exchange
 
     def agree_on_stop(self) -> None:
-        """Make every rank stop, or none.
+        """Stop all ranks or none of them.
 
         Raises:
             PipelineError: an epoch has ended on some ranks only.
         """
         flags = self._stops.stop_flags()
-        self._trainer.should_stop = False  # not before the others
+        self._trainer.should_stop = False  # all ranks stop together
         self._pending.append((self._trainer.fit_loop.batch_idx, self._control.start_any(*flags)))
         while self._pending and (self._is_flushed() or len(self._pending) > self._max_lag):
             batch, answer = self._pending.popleft()
             found = answer()
             if any(found[:3]):
-                self._flush()  # all ranks are here, and know it after the same batch
+                self._flush()  # all ranks read this answer after the same batch
                 found[:3] = [any(flags) for flags in zip(found[:3], *(a()[:3] for _, a in self._pending), strict=True)]
                 self._pending.clear()
             self._stops.apply_flags(found, batch)

@@ -1,4 +1,7 @@
-"""One batch after another: all stages end it before the next one begins, and Lightning steps the optimizers."""
+"""The training loop of schedules that flush: all stages finish a batch before the next batch begins.
+
+Lightning steps the optimizers.
+"""
 
 from __future__ import annotations
 
@@ -27,29 +30,34 @@ Gradients = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class FreshGradients:
-    """Keeps gradients of the pipeline from `zero_grad`, and gives them back in `backward`.
+    """Protect the gradients of the pipeline from `zero_grad`, and return them in `backward`.
 
-    Parameters that no optimizer has keep their gradients from batch to batch, as on one process. What they have from
-    earlier windows is not there while a batch makes its own, which several ranks may sum.
+    Parameters that do not belong to an optimizer keep their gradients from batch to batch, as on one process. Their
+    gradients of earlier windows are removed while a batch computes its own gradients, because several ranks may sum
+    these.
     """
 
     def __init__(self) -> None:
         self._fresh: Gradients | None = None
         self._others: list[torch.Tensor] = []
-        self._carried: Gradients = []  # what no optimizer clears, from before this accumulation window
+        self._carried: Gradients = []  # gradients from before this accumulation window that no optimizer clears
 
     @contextmanager
     def set_aside(
         self, optimizers: Iterable[Optimizer], unoptimized: Sequence[torch.Tensor], first: bool, keep_old: bool = False
     ) -> Iterator[None]:
-        """Set aside the gradients that the block makes.
+        """Set aside the gradients that the block computes.
 
-        On the `first` batch of an accumulation window the old ones of the optimizers' parameters go first, because
-        Lightning is about to clear them; with `keep_old` it decides, at the price of holding both. On later batches
-        gradients just add up.
+        On the `first` batch of an accumulation window, the old gradients of the optimizers' parameters are dropped
+        before the block, because Lightning is about to clear them. With `keep_old`, they are kept until Lightning
+        decides about them, which takes memory for both. On later batches of the window, gradients are accumulated as
+        usual.
 
         Args:
+            optimizers: the optimizers of this rank.
             unoptimized: parameters of this rank that no optimizer has.
+            first: whether this is the first batch of an accumulation window.
+            keep_old: whether to keep the old gradients.
         """
         self._fresh = None
         if not first:
@@ -71,7 +79,7 @@ class FreshGradients:
             p.grad = grad
 
     def give_back(self) -> None:
-        """Add the gradients set aside to the ones Lightning has left."""
+        """Add the gradients that were set aside to the gradients that Lightning has left."""
         if self._fresh is not None:
             self._carried = [(p, p.grad) for p in self._others if p.grad is not None]
         for p, grad in self._fresh or ():
@@ -80,7 +88,7 @@ class FreshGradients:
 
 
 class SynchronousLoop(TrainingLoop):
-    """Trains by a schedule that flushes."""
+    """Train with a schedule that flushes."""
 
     def __init__(self, run: PipelineRun) -> None:
         self._run = run
@@ -89,9 +97,11 @@ class SynchronousLoop(TrainingLoop):
         self._keep_old = is_overridden("optimizer_zero_grad", run.cut.module)
 
     def train(self, batch: Any, arguments: tuple[Any, ...], optimizers: Sequence[Optimizer], complete: bool) -> Any:
-        """Train one batch to its end: plan it, run it, sum its gradients, and log what the last stage has logged.
+        """Train one batch: choose its plan, run it, sum its gradients, and log the values that the last stage has
+        logged.
 
-        The gradients are set aside until `give_back_gradients`, for Lightning clears those of earlier batches between.
+        The gradients are set aside until `give_back_gradients`, because Lightning clears the gradients of earlier
+        batches in between.
         """
         watchers, step = self._run.watchers, self._begin(batch, arguments, complete)
         watchers.before_batch(step)
@@ -101,7 +111,7 @@ class SynchronousLoop(TrainingLoop):
             self._reduce_gradients(step)
         with self._run.local_layers.gathered.evaluation():  # watchers may run layers again
             watchers.before_optimizer_step(step)
-        step.item = None  # else both live until garbage is collected
+        step.item = None  # break the reference cycle, so that both are freed immediately
         out, logged = self._share_result(step)
         watchers.after_batch(step)
         return self._log_results(out, logged)
@@ -123,7 +133,8 @@ class SynchronousLoop(TrainingLoop):
         return step
 
     def _plan(self, step: TrainingStep) -> None:
-        """Switch to the plan of a batch of so many samples; layers that it has on other ranks move."""
+        """Switch to the plan for the number of samples in the batch. Layers that the plan places on other ranks
+        move."""
         run = self._run
         plan, step.order = (step.plans or run.plans).for_rows(step.rows)
         run.switch_plan(plan, step.order)
@@ -134,21 +145,21 @@ class SynchronousLoop(TrainingLoop):
         step.share = run.control.prepare_broadcast(run.last_rank)
 
     def _fresh_gradients(self, step: TrainingStep, optimizers: Sequence[Optimizer]) -> AbstractContextManager[None]:
-        """Keep the gradients of the batch out of the way of Lightning's `zero_grad`."""
+        """Protect the gradients of the batch from Lightning's `zero_grad`."""
         return self._gradients.set_aside(optimizers, self._run.local_layers.unoptimized, step.first, self._keep_old)
 
     def _deferred_hooks(self, step: TrainingStep) -> AbstractContextManager[None]:
-        """Run the user's hooks of parameters once for the batch, and not for each micro-batch."""
+        """Run the user's hooks of parameters once per batch instead of once per micro-batch."""
         part = self._run.local_layers
 
         def sum_of_hooked(parameters: Sequence[nn.Parameter]) -> None:
-            if not step.complete:  # else they are summed with all others
+            if not step.complete:  # otherwise, they are summed with all others
                 part.shared.sum_gradients_of(parameters)
 
         return self._hooks.defer_hooks(part.parameters, part.reducer, step.first and step.complete, sum_of_hooked)
 
     def _run_batch(self, step: TrainingStep) -> None:
-        """Run forward and backward of all micro-batches; the user's step runs on the last stage."""
+        """Run the forwards and backwards of all micro-batches. The user's step runs on the last stage."""
         run = self._run
         run.inject(step)
         with run.user_steps.around_batch():
@@ -177,7 +188,7 @@ class SynchronousLoop(TrainingLoop):
     def _log_results(self, out: Any, logged: Sequence[LogCall]) -> Any:
         """Replay the logs of the user's step, and return its result."""
         run = self._run
-        with run.trainer.precision_plugin.train_step_context():  # numbers become tensors of its default type
+        with run.trainer.precision_plugin.train_step_context():  # numbers become tensors of its default dtype
             run.replay.replay_calls(logged)
         return move_data_to_device(out, run.device)
 
@@ -196,7 +207,7 @@ class SynchronousLoop(TrainingLoop):
         return then_settle
 
     def batch_complete(self, stage: Stage, item: Item) -> None:
-        """Lightning steps when the gradients of all stages are complete."""
+        """Do nothing, because Lightning steps when the gradients of all stages are complete."""
 
     def give_back_gradients(self) -> None:
         self._gradients.give_back()

@@ -1,18 +1,19 @@
-"""Watchers: checks, statistics and safety nets beside the step; and the step that they see.
+"""Watchers, which are checks, statistics and safeguards around the step, and the step objects that they receive.
 
-A watcher is a class of its own in `trainer/watchers/`, with up to four moments. Ranks call `before_batch` and
-`around_batch` for the same batches in the same order; where schedules flush, the other two as well. Watchers are called
-in the order of `trainer/watchers/default.py`:
+Each watcher is a class in `trainer/watchers/` with up to four methods, which are called at four moments of a batch. All
+ranks call `before_batch` and `around_batch` for the same batches in the same order. With schedules that flush, this
+also holds for the other two methods. Watchers are called in the order in which `trainer/watchers/default.py` lists
+them:
 
-    before_batch            No plan is chosen yet. Collective calls are allowed.
-    around_batch            The batch has a plan and is about to run. It runs in the context that is returned, if any.
-                            Collective calls are allowed.
-    before_optimizer_step   Gradients are complete, and no optimizer has stepped by them. Where batches overlap, it is
-                            called for each stage of this rank, and other ranks may be at other batches.
-    after_batch             This rank knows the result and logs it next. Where batches overlap, the batch is an earlier
-                            one.
+    before_batch            No plan has been chosen yet. Collective calls are allowed.
+    around_batch            The batch has a plan and is about to run, in the context that the method returns, if
+                            any. Collective calls are allowed.
+    before_optimizer_step   Gradients are complete, and no optimizer has used them yet. If batches overlap, the method
+                            is called for each stage of this rank, and other ranks may be at other batches.
+    after_batch             This rank has the result and is about to log it. If batches overlap, this is an earlier
+                            batch than the current one.
 
-A collective call must be made by all ranks, in the same order. A moment that a class does not override costs nothing.
+A collective call must be made by all ranks, in the same order. A method that a class does not override has no cost.
 """
 
 from __future__ import annotations
@@ -31,27 +32,28 @@ from lightning_pipes.trainer.step.steps import EvaluationBatch, TrainingBatch
 
 TRAINING = "training"
 Mark = tuple[int, int] | None
-"""Checksums of a batch, and of the layers that it uses."""
+"""Checksums of a batch and of the layers that it uses, or None."""
 
 
 @dataclass
 class TrainingStep(TrainingBatch):
-    """A training batch on its way through the pipeline, as the training loop and watchers see it.
+    """A training batch in the pipeline, as the training loop and watchers see it.
 
-    It adds to `TrainingBatch` where the batch is in training: its number, its plan, and what ranks compare.
+    It extends `TrainingBatch` by the position of the batch in the training: its number, its plan, and the values that
+    ranks compare.
 
     Attributes:
-        number: counts batches since training began.
-        batch_idx: the one that Lightning counts in an epoch.
-        first: whether gradients begin to add up with this batch.
-        plans: of the batch; None for those of the run.
-        order: of the batch, as its schedule gives it.
-        share: takes the message of the last stage, and returns it on every rank.
-        use: the layers that the batch uses; None for all.
-        item: the batch as the engine has it, once it has a plan.
-        window: the events of the batch, where stages end it before the next one begins.
-        mark: checksums of this rank's batch, which ranks compare; None where they do not.
-        last_mark: those of the last stage.
+        number: the number of the batch since the beginning of training.
+        batch_idx: Lightning's index of the batch in its epoch.
+        first: whether the batch is the first one of an accumulation window.
+        plans: the plans for the batch, or None for the plans of the run.
+        order: the order of the batch, as its schedule returns it.
+        share: broadcasts the message of the last stage, and returns it on every rank.
+        use: the layers that the batch uses, or None for all layers.
+        item: the batch in the form of the engine, after its plan has been chosen.
+        window: the events of the batch, if all stages finish it before the next batch begins.
+        mark: checksums of this rank's batch, which ranks compare, or None if they do not compare them.
+        last_mark: checksums of the last stage's batch.
     """
 
     name: ClassVar[str] = TRAINING
@@ -71,12 +73,13 @@ class TrainingStep(TrainingBatch):
 
 @dataclass
 class AsynchronousStep(TrainingStep):
-    """A training batch among others that are under way.
+    """A training batch that overlaps with other batches.
 
     Attributes:
-        settings: of the optimizers when the batch began, for schedulers go on meanwhile.
-        message: on the last stage, the result that the other stages get.
-        stepped: the number of stages of this rank that have ended the batch.
+        settings: the settings of the optimizers when the batch began, because schedulers may change them before its
+            step.
+        message: the result that the last stage sends to the other stages.
+        stepped: the number of stages of this rank that have finished the batch.
     """
 
     settings: list[GroupSettings] = field(default_factory=list)
@@ -89,9 +92,14 @@ class EvaluationStep(EvaluationBatch):
     """A batch that is evaluated.
 
     Attributes:
-        batch: on this rank.
-        name: of the user's step.
-        first: whether it is the first one since a training batch.
+        batch: the batch on this rank.
+        rows: number of samples in the batch.
+        name: the name of the user's step.
+        batch_idx: Lightning's index of the batch.
+        first: whether it is the first evaluated batch since a training batch.
+        use: the layers that the batch uses, or None for all layers.
+        mark: checksums of this rank's batch, which ranks compare, or None if they do not compare them.
+        last_mark: checksums of the last stage's batch.
     """
 
     training: ClassVar[bool] = False
@@ -113,39 +121,46 @@ _NOTHING = nullcontext()
 
 
 class Watcher:
-    """Watches the training batches of a run. Override the moments that you need."""
+    """Base class of watchers of the training batches of a run. Override the methods that you need."""
 
     def before_batch(self, step: TrainingStep) -> None:
-        """Watch a batch before its plan is chosen."""
+        """Handle a batch before its plan is chosen."""
 
     def around_batch(self, step: TrainingStep) -> Around:
-        """Watch a batch before it runs; return a context to run it in, or None."""
+        """Handle a batch before it runs, and return a context in which it runs, or None."""
 
     def before_optimizer_step(self, step: TrainingStep) -> None:
-        """Watch a batch with complete gradients, before an optimizer steps by them."""
+        """Handle a batch with complete gradients, before an optimizer uses them."""
 
     def after_batch(self, step: TrainingStep) -> None:
-        """Watch a batch with a known result, before it is logged."""
+        """Handle a batch whose result is available, before the result is logged."""
 
 
 class EvaluationWatcher(Watcher):
-    """Watches batches that are evaluated, too: `before_batch`, `around_batch` and `after_batch`."""
+    """Base class of watchers that also watch evaluated batches.
+
+    For these, `before_batch`, `around_batch` and `after_batch` are called.
+    """
 
     def before_batch(self, step: Step) -> None:
-        """Watch a batch before its plan is chosen."""
+        """Handle a batch before its plan is chosen."""
 
     def around_batch(self, step: Step) -> Around:
-        """Watch a batch before it runs; return a context to run it in, or None."""
+        """Handle a batch before it runs, and return a context in which it runs, or None."""
 
     def after_batch(self, step: Step) -> None:
-        """Watch a batch with a known result, before it is logged."""
+        """Handle a batch whose result is available, before the result is logged."""
 
 
 class Watchers:
     """The watchers of a run, in their order.
 
+    Args:
+        watchers: the watchers.
+        evaluation: whether these watchers are only used for evaluated batches.
+
     Attributes:
-        of_evaluation: those that watch batches that are evaluated, too.
+        of_evaluation: the watchers that also watch evaluated batches.
     """
 
     def __init__(self, watchers: Sequence[Watcher] = (), evaluation: bool = False) -> None:
@@ -162,7 +177,7 @@ class Watchers:
             watch(step)
 
     def around_batch(self, step: Any) -> AbstractContextManager[Any]:
-        """Call `around_batch` of each watcher, and return one context made of theirs."""
+        """Call `around_batch` of each watcher, and return a single context that combines the returned contexts."""
         contexts: list[AbstractContextManager[None]] = []
         for watch in self._around_batch:
             context = watch(step)
@@ -187,11 +202,12 @@ class Watchers:
 
 
 def _overridden(watchers: Sequence[Watcher], moment: str) -> list[Callable[[Any], Any]]:
-    """Return the bound methods of watchers with an override of this moment."""
+    """Return the bound methods of the watchers whose class overrides this method."""
     own = {vars(base)[moment] for base in (Watcher, EvaluationWatcher) if moment in vars(base)}
     return [getattr(each, moment) for each in watchers if getattr(type(each), moment) not in own]
 
 
 def is_due(number: int) -> bool:
-    """Return whether the batch with this number is looked at by checks that go on: 0, 1, 2, 4, 8, ..."""
+    """Return whether checks that are repeated during training apply to the batch with this number: 0, 1, 2, 4, 8,
+    ..."""
     return number & (number - 1) == 0
