@@ -1,9 +1,10 @@
-"""Batches that overlap: schedules that do not flush between them, inside Lightning's loop.
+"""The training loop for batches that overlap: schedules that do not flush between batches, inside Lightning's loop.
 
-`train` returns as soon as there is nothing to do without another batch, while earlier ones are still on their way back.
-So the ranks are at different batches, and nothing may make them wait for each other there: every stage steps its own
-optimizers, results go through the store, stops are agreed on late. Before whatever needs all ranks at one place, and
-weights that are up to date, the window is drained: validation, checkpoints, the end of an epoch, stops.
+`train` returns as soon as no further work is possible without another batch, while earlier batches are still in flight.
+The ranks are therefore at different batches, and must not wait for each other between batches. Every stage steps its
+own optimizers, results are exchanged through the store, and ranks agree on stops with a delay. The window is drained
+before every operation that requires all ranks to be at one place with up-to-date weights: a validation, a checkpoint,
+the end of an epoch, and a stop.
 """
 
 from __future__ import annotations
@@ -56,19 +57,21 @@ from lightning_pipes.trainer.step.uses import (
 
 
 class AsynchronousLoop(TrainingLoop):
-    """Trains by a schedule that does not flush.
+    """Train with a schedule that does not flush.
 
     Args:
-        control: of all ranks, those of other replicas too.
-        memory: where layers that batches choose take turns, or where a schedule of a fixed order stashes weights;
-            None where all stay.
+        run: the run of the training.
+        control: the collectives of all ranks, including the ranks of other replicas.
+        memory: the memory in which layers that batches choose are swapped, or weight versions of a schedule with a
+            fixed order. With None, all of them stay on the device.
 
     Attributes:
-        between: refuses hooks that change what batches in flight use.
-        statistics: what ranks tell each other for planners.
-        orders_uses: results are those of one batch after another, for a policy orders the uses of layers.
-        serialized: batches run one by one, for memory is short.
-        unstepped_batches: batches under way, by number, which may have left gradients.
+        between: rejects hooks that change values that batches in flight use.
+        statistics: the statistics that ranks exchange for planners.
+        orders_uses: whether a policy orders the uses of layers, so that results equal the results of one batch after
+            another.
+        serialized: whether batches run one by one, because memory is short.
+        unstepped_batches: batches in flight, by number, that may have gradients.
     """
 
     is_asynchronous = True
@@ -83,7 +86,7 @@ class AsynchronousLoop(TrainingLoop):
         self._memory = None if memory is None else enable_offload(run, memory)
         run.local_layers.average_by_batch(run.engine)
 
-        # What ranks exchange while they are at different batches.
+        # Data that ranks exchange while they are at different batches.
         depth = schedule.depth if isinstance(schedule, Policy) else 0
         self._max_lag = run.relocation.max_lag = max(len(run.global_ranks), depth)
         notices, rank = Notices(run.control), run.global_ranks[run.local_layers.holdings.rank]
@@ -94,7 +97,7 @@ class AsynchronousLoop(TrainingLoop):
         if self._mirroring is not None:
             run.relocation.check_layers_stay("batches have cuts of their own")
 
-        # What hooks may see and change while batches are under way.
+        # Values that hooks may see and change while batches are in flight.
         overrides_hooks = partial(has_hooks, run.cut.module, private.callbacks(run.trainer))
         self.between = BetweenSteps(
             schedule.name,
@@ -113,32 +116,39 @@ class AsynchronousLoop(TrainingLoop):
         run.state.expect_overlap(schedule.name, alone=not several)
         run.user_steps.left.expect_overlap(schedule.name)
 
-        # Batches under way, the oldest first.
+        # Batches in flight, the oldest first.
         self._under_way: deque[AsynchronousStep] = deque()
-        self._unpublished: deque[AsynchronousStep] = deque()  # the last stage has not sent their results
+        self._unpublished: deque[AsynchronousStep] = deque()  # batches whose results the last stage has not sent
         self.unstepped_batches: dict[int, Item] = {}
-        self._recent: dict[int, Item] = {}  # those, and later ones that have overtaken them
+        self._recent: dict[int, Item] = {}  # these batches, and later ones that have overtaken them
         self._last_number = -1
         self._latest: Any = torch.full((), torch.nan, device=run.device)
         self._window = WindowRecorder()
         self._window_plans = run.plans
         self.serialized = False
 
-        # Optimizers, and the gradients by which they step.
+        # Optimizers, and the gradients that they use.
         self._optimizers: Sequence[Optimizer] = ()
-        self._groups: dict[int, tuple[int, int]] = {}  # by id of a parameter, its optimizer and its group there
-        self._steps: PartialSteps | None = None  # of this window: layers move between windows
-        self._stepped_ids: set[int] | None = None  # ids of the parameters that a batch steps now
+        self._groups: dict[int, tuple[int, int]] = {}  # by the id of a parameter: its optimizer and its group
+        self._steps: PartialSteps | None = None  # for this window only, because layers move between windows
+        self._stepped_ids: set[int] | None = None  # ids of the parameters that a batch is stepping
         self._kept_gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._step_gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Gradients by which the latest batch was stepped, where no other rank is in this pipeline."""
+        """The gradients that were used to step the latest batch, if this pipeline has no other rank."""
         self._shows_gradients = False
 
     def train(self, batch: Any, arguments: tuple[Any, ...], optimizers: Sequence[Optimizer], complete: bool) -> Any:
-        """Start one batch, and run what can run without another.
+        """Start one batch, and run everything that can run without another batch.
 
-        Return the latest result known here: on the last stage that of this batch, if it is through. Before the first
-        result, return NaN.
+        Args:
+            batch: the batch.
+            arguments: the arguments of training_step after the batch.
+            optimizers: the optimizers of this rank.
+            complete: whether an optimizer step follows this batch.
+
+        Returns:
+            The latest result that is available on this rank. On the last stage, it is the result of this batch if the
+                batch has finished. Before the first result, it is NaN.
         """
         watchers, step = self._run.watchers, self._begin(batch, arguments, complete)
         self._hide_gradients()
@@ -167,7 +177,7 @@ class AsynchronousLoop(TrainingLoop):
         )
 
     def _plan(self, step: AsynchronousStep, optimizers: Sequence[Optimizer]) -> None:
-        """Switch to the plan of the batch; another plan ends the window."""
+        """Switch to the plan of the batch. If it is another plan than before, the window ends first."""
         run, engine, plans = self._run, self._run.engine, step.plans or self._run.plans
         if engine.is_open and (
             step.rows > engine.plan.jobs[0].rows or plans is not self._window_plans or self.serialized
@@ -175,7 +185,7 @@ class AsynchronousLoop(TrainingLoop):
             self.drain()
         if not engine.is_open:
             self._window_plans = plans
-            with self.own_gradients():  # those that are accumulated move with their layers
+            with self.own_gradients():  # accumulated gradients move with their layers
                 run.switch_plan(*plans.for_rows(step.rows))
             self.between.forget_layers()
             self._steps = None
@@ -200,7 +210,7 @@ class AsynchronousLoop(TrainingLoop):
         step.use = use_of(run.cut.module, run.cut.full, step.batch, engine.plan)
 
     def _predict_changes(self, item: Item) -> Change:
-        """Return what predicts updates of parameters, by the settings that the batch's own one will have."""
+        """Return a function that predicts the updates of parameters, using the optimizer settings of the batch."""
         optimizers = [private.plain_optimizer(o) for o in self._optimizers]
         if not self._groups:
             self._groups = {
@@ -219,7 +229,7 @@ class AsynchronousLoop(TrainingLoop):
         return predict
 
     def _inject(self, step: AsynchronousStep) -> None:
-        """Add the batch to those under way."""
+        """Add the batch to the batches in flight."""
         run, plan, use = self._run, self._run.engine.plan, step.use
         self._under_way.append(step)
         if run.is_last_rank:
@@ -256,22 +266,22 @@ class AsynchronousLoop(TrainingLoop):
         return late.agree_on_stop
 
     def batch_complete(self, stage: Stage, item: Item) -> None:
-        """Step the parameters of a batch on this stage, by the settings that its optimizers had when it began.
+        """Step the parameters of a batch on this stage, with the settings that its optimizers had when the batch began.
 
-        Accumulated batches are stepped together.
+        Batches of one accumulation window are stepped together.
         """
         run, step = self._run, item.data
         run.watchers.before_optimizer_step(step)
         step.stepped += 1
         if step.stepped == len(run.stages):
-            step.item = None  # else both live until garbage is collected
+            step.item = None  # break the reference cycle, so that both are freed immediately
         if run.has_last_stage and not run.is_last_rank:
             self._results.send_part(run.results_for_last_rank(step))
         stage.average_gradients(item)
         if step.complete and run.local_layers.reducer is not None:
             run.local_layers.reducer.finish()
         elif step.complete and run.local_layers.replica_averages is None:
-            run.local_layers.shared.sum_gradients()  # over the ranks of the stage, where it has several
+            run.local_layers.shared.sum_gradients()  # over the ranks of the stage, if it has several
         with self._own_gradients_of(stage, item) as mine, self._shown(stage, item):
             with self._hooks(item, mine):
                 run.trainer.precision_plugin.post_backward(torch.zeros(()), run.cut.module)
@@ -286,7 +296,7 @@ class AsynchronousLoop(TrainingLoop):
 
     @contextmanager
     def _own_gradients_of(self, stage: Stage, item: Item) -> Iterator[list[nn.Parameter]]:
-        """Give the parameters that `item` steps on a stage their gradients in the block, and no others."""
+        """Give only the parameters that `item` steps on a stage their gradients inside the block."""
         with_gradients, mine = self._with_gradients(), stage.stepped_parameters(item)
         if item.use is not None:
             self.between.check_gradients(item.number, with_gradients)
@@ -302,7 +312,8 @@ class AsynchronousLoop(TrainingLoop):
 
     @contextmanager
     def _hooks(self, item: Item, mine: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Let the user's hooks in the block change what `item` steps here; they see the module's state as of `item`."""
+        """Let the user's hooks in the block change only what `item` steps here. They see the state of the module as of
+        `item`."""
         others = [each.use for each in self._recent.values() if each is not item] if self.orders_uses else ()
         with (
             self.between.step_hooks(others, mine, self._optimizers),
@@ -341,7 +352,10 @@ class AsynchronousLoop(TrainingLoop):
         return self._mirroring.show_layers(item.use.stepped_layers(stage.number))
 
     def give_back_gradients(self) -> None:
-        """Let hooks see gradients as on one process, which clears them in the next batch, where all layers are here."""
+        """Show hooks the same gradients as on one process, if all layers are on this rank.
+
+        On one process, gradients are cleared in the next batch.
+        """
         if not self._has_other_ranks:
             self._shows_gradients = True
             for p, gradient in (*self._accumulated(), *self._step_gradients):
@@ -351,7 +365,7 @@ class AsynchronousLoop(TrainingLoop):
         schedule = self._run.plans.schedule.name
         foreign = isinstance(parameter, RemoteTensor)
         if not self.orders_uses or (foreign and not self._names_layers):
-            return ""  # stages miss steps, or what is done to each state by itself is done where it is
+            return ""  # stages miss steps, or each state is changed on its own rank
         if foreign or (parameter is None and self._names_layers and self._has_other_ranks):
             return (
                 f": which layers of other ranks have states there depends on the batches so far, and with schedule "
@@ -368,8 +382,8 @@ class AsynchronousLoop(TrainingLoop):
         )
 
     def _is_settled(self, parameter: torch.Tensor | None) -> bool:
-        """Return whether all batches so far have stepped a parameter, or all parameters, of this rank, and none
-        more."""
+        """Return whether the state of a parameter, or of all parameters for None, is the state after all batches so
+        far."""
         if self._stepped_ids is not None:
             alone = parameter is None and not self._has_other_ranks and len(self.unstepped_batches) == 1
             return alone or id(parameter) in self._stepped_ids
@@ -379,7 +393,7 @@ class AsynchronousLoop(TrainingLoop):
         return parameter is not None and not self.between.is_used(parameter, uses)
 
     def _warn_of_old_weights(self) -> None:
-        """Warn of a hook that looks at layers between two batches, on the rank that notices it."""
+        """Warn about a hook that looks at layers between two batches, on the rank that detects it."""
         scope = self._run.cut.scope
         if self._stepped_ids is not None or not self._run.engine.is_open:
             return
@@ -404,11 +418,11 @@ class AsynchronousLoop(TrainingLoop):
 
     @contextmanager
     def own_gradients(self) -> Iterator[None]:
-        """Give parameters their accumulated gradients in the block; outside of it they have none.
+        """Give parameters their accumulated gradients inside the block. Outside of it, they have none.
 
-        Lightning clears gradients when it steps an optimizer, and stages step at other times. So the gradients of
-        batches that wait for a step are kept here between two calls of `train`. Those that hooks see meanwhile, by
-        `give_back_gradients`, are hidden first and shown again.
+        Lightning clears gradients when it steps an optimizer, but stages step at other times. The gradients of batches
+        that wait for a step are therefore kept here between two calls of `train`. Gradients that `give_back_gradients`
+        shows to hooks in the meantime are hidden first and shown again after the block.
         """
         shown = self._hide_gradients()
         for p, gradient in self._kept_gradients:
@@ -421,9 +435,9 @@ class AsynchronousLoop(TrainingLoop):
             self.give_back_gradients()
 
     def _hide_gradients(self) -> bool:
-        """Take the gradients away that hooks may see between batches, and return whether there were any.
+        """Remove the gradients that hooks may see between batches, and return whether there were any.
 
-        What a hook has changed in gradients that still wait for a step is kept.
+        Changes that a hook made to gradients that still wait for a step are kept.
         """
         shown, self._shows_gradients = self._shows_gradients, False
         if shown:
@@ -438,7 +452,7 @@ class AsynchronousLoop(TrainingLoop):
         return [] if any(item.data.complete for item in self.unstepped_batches.values()) else self._kept_gradients
 
     def _with_gradients(self) -> list[torch.Tensor]:
-        """Return the parameters of this rank that have a gradient of a batch under way."""
+        """Return the parameters of this rank that have a gradient of a batch in flight."""
         stages, batches = self._run.stages.values(), self.unstepped_batches.values()
         found = {
             id(p): p
@@ -450,9 +464,9 @@ class AsynchronousLoop(TrainingLoop):
         return list(found.values())
 
     def _send_results(self) -> None:
-        """Send the results of finished batches from the last stage to the others, as soon as it knows them.
+        """Send the results of finished batches from the last stage to the other stages, as soon as they are complete.
 
-        The others wait for a result once they have stepped, and the last stage may wait for what they compute.
+        The other stages wait for a result after they have stepped, and the last stage may wait for their computations.
         """
         several = len(self._run.last_stage_ranks) > 1
         while self._unpublished and (
@@ -466,7 +480,7 @@ class AsynchronousLoop(TrainingLoop):
             self._results.send_result(step.message)
 
     def _log_results(self) -> None:
-        """Log finished batches."""
+        """Log the batches whose results are available."""
         run = self._run
         self._send_results()
         while self._under_way and self._is_known(self._under_way[0]):
@@ -489,15 +503,17 @@ class AsynchronousLoop(TrainingLoop):
 
 
 class Results:
-    """The results of each batch: the last stage publishes them and goes on, and the others read them when they are that
-    far.
+    """Exchange the results of batches. The last stage publishes each result and continues. The other stages read it
+    later.
 
-    By the time a rank has stepped for a batch its result is there.
+    When a rank has stepped for a batch, the result of the batch is already available.
 
     Args:
-        pipeline: a name of it, for replicas have one store.
-        max_lag: batches that ranks may be apart.
-        last_stage: the global ranks of the last stage; the first one publishes the result, of which each has a part.
+        notices: the messages between ranks.
+        pipeline: a number that identifies the pipeline, because all replicas share one store.
+        max_lag: the largest number of batches between two ranks.
+        last_stage: the global ranks of the last stage. Each of them has a part of the result, and the first one
+            publishes the whole.
     """
 
     def __init__(self, notices: Notices, pipeline: int, max_lag: int, last_stage: Sequence[int]) -> None:
@@ -511,7 +527,10 @@ class Results:
         self._n_parts += 1
 
     def receive_parts(self) -> list[Any]:
-        """Return what other ranks of the last stage have of the next batch: they know it when gradients are summed."""
+        """Return the parts that other ranks of the last stage have of the next batch's result.
+
+        These ranks have sent their parts before gradients are summed.
+        """
         names = [f"{rank}/{self._name(self._n_parts)}" for rank in self._others]
         self._n_parts += 1
         found = [self._notices.get(name) for name in names]
@@ -525,7 +544,7 @@ class Results:
         old = self._n_sent - self._max_lag - 1
         self._n_sent += 1
         if old >= 0:
-            self._notices.remove(self._name(old))  # all have read it: what they sent since needed its gradient
+            self._notices.remove(self._name(old))  # all have read it: their later messages depend on it
 
     def receive_result(self) -> Any:
         """Return the result of the next batch, on ranks without the last stage.
@@ -541,17 +560,20 @@ class Results:
 
 
 def check_trainer_settings(trainer: pl.Trainer, schedule: Schedule | Policy, grid: Grid, shared: Sequence[str]) -> None:
-    """Refuse what needs all stages at one batch, for a schedule which never has them there.
+    """Check for settings that need all stages at one batch, which never happens with a schedule that does not flush.
 
     Args:
+        trainer: the trainer whose settings are checked.
+        schedule: the schedule, which does not flush.
+        grid: the replicas and stages.
         shared: names of the parameters that several ranks train.
 
     Raises:
-        PipelineError: names the setting, and a way out.
+        PipelineError: a setting cannot be used. The message names it and suggests an alternative.
     """
     name, flush = schedule.name, "or a schedule that flushes between batches, such as '1f1b'"
     by_norm = trainer.gradient_clip_val is not None and trainer.gradient_clip_algorithm != "value"
-    chooses = isinstance(schedule, Policy)  # what runs next, by what is there
+    chooses = isinstance(schedule, Policy)  # a policy selects the next instruction among the ready ones
     refused = {
         "accumulate_grad_batches": (
             chooses and trainer.accumulate_grad_batches > 1,
@@ -587,10 +609,13 @@ def check_trainer_settings(trainer: pl.Trainer, schedule: Schedule | Policy, gri
 
 
 def enable_offload(run: PipelineRun, memory: StateMemory) -> LayerMemory | None:
-    """Have weights take turns on the device, and return the memory of layers; None where versions of weights do.
+    """Swap weights between host and device.
+
+    Returns:
+        The memory of the layers, or None if weight versions are swapped instead of layers.
 
     Raises:
-        PipelineError: the run, the module or its optimizers don't allow it.
+        PipelineError: the run, the module or its optimizers do not allow it.
     """
     if isinstance(run.plans.schedule, Schedule):
         check_stash(run)
@@ -608,7 +633,10 @@ def enable_offload(run: PipelineRun, memory: StateMemory) -> LayerMemory | None:
 
 
 def choose_predictor(run: PipelineRun, name: str) -> PredictorChoice | None:
-    """Return what predicts the next layers of a rank, with the costs that cut batches; None for the default."""
+    """Return the predictor of the next layers of a rank, with the same costs that are used to cut batches.
+
+    None selects the default predictor.
+    """
     module, policy = run.cut.module, run.plans.schedule
     if name == PREDICTORS[0]:
         return None
@@ -620,11 +648,11 @@ def choose_predictor(run: PipelineRun, name: str) -> PredictorChoice | None:
 
 
 def check_turns(run: PipelineRun) -> None:
-    """Refuse runs in which layers can't take turns on the device.
+    """Check whether the layers of the run can be swapped between host and device.
 
     Raises:
-        PipelineError: the module does not say which layers batches use, or forwards keep them, or one half of a
-            backward does for the other.
+        PipelineError: the module does not specify the layers that batches use, forwards keep layers on the device, or
+            the two halves of a split backward need the same layers.
     """
     module, plan = run.cut.module, run.engine.plan
     if not isinstance(module, ChoosesLayers):
@@ -646,10 +674,10 @@ def check_turns(run: PipelineRun) -> None:
 
 
 def check_prediction(run: PipelineRun, memory: StateMemory | None) -> None:
-    """Refuse runs in which weights can't be predicted.
+    """Check whether weights can be predicted in this run.
 
     Raises:
-        PipelineError: versions are not copied, or batches are read before an update that are not counted as updates.
+        PipelineError: an option prevents that versions are copied, or that each batch is followed by one update.
     """
     refused = {
         "MemorySwap": memory is not None,
@@ -665,10 +693,11 @@ def check_prediction(run: PipelineRun, memory: StateMemory | None) -> None:
 
 
 def check_stash(run: PipelineRun) -> None:
-    """Refuse runs in which weight versions can't take turns on the device.
+    """Check whether the weight versions of the run can be swapped between host and device.
 
     Raises:
-        PipelineError: something refers to them from forward to backward, or from one half of a backward to the other.
+        PipelineError: a forward keeps its version on the device until the backward, or the two halves of a split
+            backward need the same version.
     """
     plan, name = run.engine.plan, run.plans.schedule.name
     if not _recomputes(plan):
@@ -684,5 +713,6 @@ def check_stash(run: PipelineRun) -> None:
 
 
 def _recomputes(plan: Plan) -> bool:
-    """Return whether forwards that wait keep only their input; on the last stage none waits."""
+    """Return whether forwards that wait for their backward keep only their input. On the last stage, no forward
+    waits."""
     return plan.n_stages == 1 or (bool(plan.recompute) and all(plan.recompute[:-1]))

@@ -1,4 +1,4 @@
-"""One run of a Trainer method: the cut module, its engine, and the batches that go through."""
+"""One run of a Trainer method: the cut module, its engine, and the batches that go through the pipeline."""
 
 from __future__ import annotations
 
@@ -44,123 +44,141 @@ _log = logging.getLogger(__name__)
 
 
 class TrainingLoop(ABC):
-    """How a run trains: the part in which schedules that flush and those that do not differ. All of it is collective.
+    """The part of a run that differs between schedules that flush and schedules that do not.
+
+    All methods are collective.
 
     Attributes:
-        is_asynchronous: stages step apart, for batches overlap.
+        is_asynchronous: whether batches overlap, so that stages step at different times.
     """
 
     is_asynchronous: ClassVar[bool] = False
 
     @abstractmethod
     def train(self, batch: Any, arguments: tuple[Any, ...], optimizers: Sequence[Optimizer], complete: bool) -> Any:
-        """Run forward and backward of one batch, and return the result of the user's step, logged and with its loss, on
-        every rank.
+        """Run the forward and backward of one batch, and log the values of the user's step.
 
         Args:
-            arguments: of training_step after the batch.
-            complete: whether an optimizer step may follow: gradients are summed over all ranks that hold a parameter.
+            batch: the batch.
+            arguments: the arguments of training_step after the batch.
+            optimizers: the optimizers of this rank.
+            complete: whether an optimizer step may follow, so that gradients are summed over all ranks that hold a
+                parameter.
+
+        Returns:
+            The result of the user's step with its loss, on every rank.
         """
 
     @abstractmethod
     def drain(self) -> None:
-        """Finish what `train` has left for later."""
+        """Finish the work that `train` has deferred."""
 
     @abstractmethod
     def make_agreement(self, stops: StopAgreement) -> Callable[[], None]:
-        """Return a function by which ranks agree on stopping after a batch."""
+        """Return a function with which ranks agree on a stop after a batch."""
 
     @abstractmethod
     def batch_complete(self, stage: Stage, item: Item) -> None:
-        """Called when the gradients of a batch are complete on a stage of this rank."""
+        """Handle a batch whose gradients are complete on a stage of this rank."""
 
     @abstractmethod
     def give_back_gradients(self) -> None:
-        """Put the gradients where the optimizer looks for them."""
+        """Put the gradients where the optimizers expect them."""
 
     def pause_step(self) -> AbstractContextManager[None]:
-        """Run the block, which steps an optimizer, at the same place of a step on all stages."""
+        """Run the block, which steps an optimizer, at the same place of the user's step on all stages."""
         return nullcontext()
 
     def resume_step(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return the user's `closure` as it runs in a step that is paused."""
+        """Return a version of the user's `closure` that can run while the step is paused."""
         return closure
 
     def own_gradients(self) -> AbstractContextManager[None]:
-        """Give parameters their accumulated gradients in the block."""
+        """Give parameters their accumulated gradients inside the block."""
         return nullcontext()
 
     def why_no_state(self, parameter: torch.Tensor | None) -> str:
-        """Return why hooks can't read an optimizer's state of a parameter, or of all; empty where they can."""
+        """Return the reason why hooks cannot read the optimizer state of a parameter, or of all parameters for None.
+
+        The reason is empty if hooks can read it.
+        """
         return ""
 
     def layer_use(self, batch: Any) -> LayerUse | None:
-        """Return the layers that an evaluated batch needs on the device; None keeps those that are there."""
+        """Return the layers that an evaluated batch needs on the device, or None to leave the layers as they are."""
         return None
 
-    def close(self) -> None:  # noqa: B027  # most keep nothing
-        """The run is over."""
+    def close(self) -> None:  # noqa: B027  # most loops hold no resources
+        """Release resources at the end of the run."""
 
 
 class StageListener:
-    """Observes a run on its rank; where batches overlap, ranks may be at different batches."""
+    """Observes a run on its rank. If batches overlap, ranks may be at different batches."""
 
     def before_inject(self, item: Item) -> None:
-        """A training batch is about to be added to the window."""
+        """Handle a training batch that is about to be added to the window."""
 
     def before_forward(self, stage: Stage, item: Item, span: Span) -> None:
-        """A micro-batch is about to go forward through a stage."""
+        """Handle a micro-batch that is about to go forward through a stage."""
 
     def before_first_forward(self, stage: Stage, item: Item) -> None:
-        """The first forward of a training batch on a stage is about to run."""
+        """Handle a training batch whose first forward on a stage is about to run."""
 
     def before_optimizer_step(self, stage: Stage, item: Item) -> None:
-        """A batch is about to step its layers on a stage."""
+        """Handle a batch that is about to step its layers on a stage."""
 
     def after_optimizer_step(self, stage: Stage, item: Item) -> None:
-        """A batch has stepped its layers on a stage."""
+        """Handle a batch that has stepped its layers on a stage."""
 
     def after_result(self, number: int, batch: Any, out: Any) -> None:
-        """The result of batch `number` is known here: what the user's step gave. In the order of batches."""
+        """Handle the result of batch `number`, which is now available on this rank. Called in the order of batches.
+
+        Args:
+            number: the number of the batch since the beginning of training.
+            batch: the batch.
+            out: the value that the user's step returned.
+        """
 
 
 class PipelineRun:
-    """Takes batches through the pipeline, from `setup` to `teardown` of the strategy.
+    """Run batches through the pipeline, from `setup` to `teardown` of the strategy.
 
-    Collective: all ranks make one, and the same calls of it, in the same order.
+    Collective: all ranks create a run and make the same calls of it in the same order.
 
     Args:
-        trainer: whose `fit`, `validate`, `test` or `predict` this is.
-        connections: to the other ranks.
+        trainer: the trainer whose `fit`, `validate`, `test` or `predict` this run executes.
+        ranks: the ranks of the job, and the collectives between them.
+        connections: the connections to the other ranks.
         part: the layers and parameters of this rank.
-        plans: how batches are cut and ordered.
+        plans: determines how batches are cut and ordered.
         steps: runs the user's steps.
-        seed: what the random streams of the layers start from.
-        transport: how messages travel, as `make_transport` names it.
-        check_loss: find out in the first batches how losses of micro-batches are weighed.
-        ruled_out: candidates for these weights that don't make the loss; None if none were compared.
-        make_training_loop: factory of the training loop, called last.
-        relocation: how layers move while training goes on.
+        seed: the seed of the random streams of the layers.
+        transport: the name of the transport of messages, as in `make_transport`.
+        check_loss: whether to determine in the first batches how losses of micro-batches are weighted.
+        make_training_loop: creates the training loop. Called at the end of the construction.
+        relocation: how layers move during training.
+        ruled_out: weightings of the micro-batches that are known not to give the loss of the batch, or None if none
+            were compared.
 
     Attributes:
-        windows: the last batches.
-        local_layers: of this rank, with their optimizers.
-        user_steps: run the user's code around the layers.
+        windows: the last windows of batches.
+        local_layers: the layers of this rank, with their optimizers.
+        user_steps: runs the user's code around the layers.
         is_last_rank: whether this is the first rank of the last stage, which returns results.
-        last_rank: the global rank of that one.
+        last_rank: the global rank of the first rank of the last stage.
         is_first_rank: whether this is the first rank of stage 0.
         took: nanoseconds of the first batches on this rank.
-        listeners: called at each stage's steps; see `StageListener`.
-        statistics: what planners get to see of the last batches.
-        relocation: the moves of layers.
+        listeners: objects that are called at the steps of each stage; see `StageListener`.
+        statistics: the statistics of the last batches, for planners.
+        relocation: moves layers between ranks.
         training_loop: trains the batches.
-        decision: the one that first steps have called for; None while they agree with that of the run.
-        watchers: checks, statistics and safety nets beside the step; set after the run is made.
-        loss_weights: weighs the losses of micro-batches, on the rank of the last stage.
-        awaits_batch: whether an optimizer is to step by a batch that has not begun.
+        decision: the decision that the first steps led to, or None while they confirm the decision of the run.
+        watchers: checks, statistics and safeguards around the step. They are set after the run is created.
+        loss_weights: weights the losses of micro-batches, on ranks of the last stage.
+        awaits_batch: whether an optimizer is about to step by a batch that has not begun.
 
     Raises:
-        PlanError: the transport can't be had here.
+        PlanError: the transport is not available here.
     """
 
     def __init__(
@@ -215,7 +233,7 @@ class PipelineRun:
         if self.is_fitting and LossWeights.are_needed(cut.module, check_loss or ruled_out is not None):
             sums = (
                 self._sums_over_replicas(ranks) if part.replica_averages is None else None
-            )  # else each weighs its own batch
+            )  # otherwise, each replica weights its own batch
             if self.has_last_stage:
                 replicas = ranks.grid.replicas if sums is not None else 1
                 self.loss_weights = LossWeights(cut.module, check_loss, sums, replicas)
@@ -243,10 +261,10 @@ class PipelineRun:
 
     @contextmanager
     def expect_batch(self) -> Iterator[None]:
-        """Have an optimizer step in the block by the batch that is trained in it, where batches overlap.
+        """Let an optimizer step in the block by the batch that is trained in the block, if batches overlap.
 
         Raises:
-            PipelineError: no batch has run in the block.
+            PipelineError: no batch was trained in the block.
         """
         self.awaits_batch = True
         try:
@@ -263,35 +281,36 @@ class PipelineRun:
             self.awaits_batch = False
 
     def finish_batches(self) -> None:
-        """Finish the batches under way. Collective."""
+        """Finish the batches in flight. Collective."""
         with self.cut.scope.suspend_hooks():  # a hook may save a checkpoint
             self.training_loop.drain()
 
     def drain(self) -> None:
-        """Finish the batches under way, and bring weights up to date. Collective."""
+        """Finish the batches in flight, and bring weights up to date. Collective."""
         with self.cut.scope.suspend_hooks():
             self.finish_batches()
             if self.relocation.may_defer_steps:
                 self.finish_move()
 
     def finish_move(self, number: int | None = None) -> None:
-        """Wait until layers that travel have arrived, and go on with the plans that they travel for. Collective.
+        """Wait until the layers that are moving have arrived, and continue with the plans for which they moved.
+        Collective.
 
         Args:
-            number: of the next batch; by default the one after that of the Trainer.
+            number: the number of the next batch. By default, it is the batch after the Trainer's current one.
         """
         moving = self.relocation
         if not moving.is_moving:
             return
         self.finish_batches()
         moving.stop_sending()
-        with self.training_loop.own_gradients():  # those that are accumulated move with their layers
+        with self.training_loop.own_gradients():  # accumulated gradients move with their layers
             plans = moving.finish_move()
             self.switch_plan(*plans.for_rows(self.engine.plan.jobs[0].rows))
         moving.record_end(self.trainer.fit_loop.total_batch_idx + 1 if number is None else number)
 
     def make_agreement(self, stops: StopAgreement) -> Callable[[], None]:
-        """Return a function by which ranks agree on stopping; layers that travel arrive before the end."""
+        """Return a function with which ranks agree on a stop. Layers that are moving arrive before the end."""
         agree = self.training_loop.make_agreement(stops)
 
         def then_finish() -> None:
@@ -307,13 +326,17 @@ class PipelineRun:
         return self.training_loop.is_asynchronous
 
     def list_parameters(self) -> dict[int, tuple[str, torch.Tensor]]:
-        """Return the parameters that a hook may give an optimizer, as `CutModule.list_parameters`; none where batches
-        overlap."""
+        """Return the parameters that a hook may add to an optimizer, as `CutModule.list_parameters` does.
+
+        If batches overlap, there are no such parameters.
+        """
         return {} if self.is_asynchronous else self.cut.list_parameters()
 
     def switch_plan(self, plan: Plan, order: Program | Policy) -> None:
-        """Use another plan from the next window on; layers that it places on other ranks move. Collective where any
-        do."""
+        """Use another plan, beginning with the next window. Layers that the plan places on other ranks move.
+
+        Collective if layers move.
+        """
         if plan is self.engine.plan:
             return
         _log.debug("plan: batches of %d samples, layers %s on ranks %s", plan.jobs[0].rows, plan.layers, plan.ranks)
@@ -342,7 +365,7 @@ class PipelineRun:
                 named=layers,
             )
             made[number].show_version = self.user_steps.show_version
-            if self.plans.every and self.device.type == "cpu":  # on a GPU a forward returns before it has run
+            if self.plans.every and self.device.type == "cpu":  # on a GPU, a forward returns before it has finished
                 made[number].clock = self.statistics.add_layer
         return made
 
@@ -350,7 +373,7 @@ class PipelineRun:
         return self.local_layers.around_last_backward(stage, item.data.complete)
 
     def _watch_body(self, number: int, body: Body) -> Body:
-        """Return the body of a stage that calls listeners and measures its first micro-batch."""
+        """Return the body of a stage with calls of the listeners, and with a measurement of its first micro-batch."""
         measured, seen = self.saved_bytes.watch_body(number, body), self.saved_bytes.seen
 
         def run(stage: Stage, item: Item, span: Span, received: Any) -> Any:
@@ -363,10 +386,14 @@ class PipelineRun:
         return run
 
     def inject(self, step: TrainingStep, use: LayerUse | None = None) -> Item:
-        """Add a training batch to the window; its size has the plan of the engine.
+        """Add a training batch to the window. Its size must be the size in the plan of the engine.
 
         Args:
-            use: the layers that it uses; None for all.
+            step: the batch.
+            use: the layers that the batch uses, or None for all layers.
+
+        Returns:
+            The batch in the form of the engine.
         """
         plan = self.engine.plan
         step.item = item = Item(step.number, step.rows, step, use=use)
@@ -380,7 +407,7 @@ class PipelineRun:
         return item
 
     def weigh_losses(self, step: TrainingStep) -> None:
-        """Decide how much the loss of each micro-batch counts, on the rank of the last stage."""
+        """Determine the weight of the loss of each micro-batch, on the ranks of the last stage."""
         if self.loss_weights is None:
             return
         plan = self.engine.plan
@@ -390,10 +417,10 @@ class PipelineRun:
         step.weights = self.loss_weights.weigh_batch(step.batch, step.rows, [span for span in spans if span.rows])
 
     def results_for_last_rank(self, step: TrainingStep) -> dict[Span, StepResult]:
-        """Return the step's results for the samples of this rank, if ranks share the samples of a batch.
+        """Return the step's results for the samples of this rank, if several ranks share the samples of a batch.
 
         Raises:
-            PipelineError: the step logs a metric, whose state has the samples of this rank alone.
+            PipelineError: the step logs a metric whose state contains the samples of this rank only.
         """
         if self.is_last_rank or not self.has_last_stage:
             return {}
@@ -411,7 +438,8 @@ class PipelineRun:
         return found
 
     def _sums_over_replicas(self, ranks: Ranks) -> Sums | None:
-        """Return what adds up numbers of the replicas' last stages; None without replicas. Collective."""
+        """Return a function that sums numbers over the last stages of all replicas, or None without replicas.
+        Collective."""
         if ranks.grid.replicas == 1:
             return None
         place = ranks.grid.pipeline.index(self.last_rank)
@@ -421,22 +449,22 @@ class PipelineRun:
 
     @property
     def weighed_by(self) -> str:
-        """The name of the weights of micro-batch losses; empty on ranks without the last stage."""
+        """The name of the weighting of micro-batch losses. It is empty on ranks without the last stage."""
         return "" if self.loss_weights is None else self.loss_weights.name
 
     def _batch_complete(self, number: int, item: Item) -> None:
         self.training_loop.batch_complete(self.stages[number], item)
 
     def stage_bytes(self, optimizers: Sequence[Optimizer]) -> dict[int, StageBytes]:
-        """Return the bytes that the stages of this rank hold, once one batch was trained."""
+        """Return the bytes that the stages of this rank hold, after one batch has been trained."""
         held = {number: stage.layers.values() for number, stage in self.stages.items()}
         return self.saved_bytes.measured_stages(held, optimizers)
 
     def settle_layers(self) -> None:
-        """Give layers that took turns on the device tensors of their own again, after training."""
+        """Give layers that were moved to and from the device their own tensors again, after training."""
         self.training_loop.close()
 
     def close(self) -> None:
-        """End the connections to the neighbours."""
+        """Close the connections to the neighboring ranks."""
         self.engine.close()
         self.local_layers.close()

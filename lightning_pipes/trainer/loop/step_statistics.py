@@ -1,7 +1,8 @@
-"""Observations of the last batches by all ranks, for planners. Where batches overlap, no rank waits for them:
+"""Observations of the last batches on all ranks, for planners. If batches overlap, no rank waits for these
+observations:
 
-batch 50    every rank publishes its statistics since the last time        a few numbers, in the store
-batch 54    all have published: every rank reads the parts of all, and asks its planner
+    batch 50    every rank publishes its statistics since the last observation, a few numbers in the store
+    batch 54    all ranks have published; every rank reads the statistics of all ranks, and calls its planner
 """
 
 from __future__ import annotations
@@ -34,32 +35,40 @@ from lightning_pipes.trainer.reports.report import Window
 
 Array = npt.NDArray[np.float64]
 LOOKED_AT = 64
-"""Most windows that a rank keeps from one observation to the next."""
+"""The largest number of windows that a rank keeps from one observation to the next."""
 AVERAGED = WINDOW + 2
-"""Windows that averages are made of: the first one only says when the next begins, and of that one times still count
-what is done once."""
+"""The number of windows that averages use.
+
+The first window only determines when the next one begins. In the next one, the times of work that is done only once
+still count.
+"""
 
 
 class DeviceMonitor(Protocol):
-    """Watches the device of this rank."""
+    """Monitors the device of this rank."""
 
     def since_last(self) -> tuple[Mapping[str, float], int | None]:
-        """Return means by name since the last call, NaN without samples, and the device's free bytes or None."""
+        """Return the means of all metrics since the last call, and the free bytes of the device.
+
+        A mean is NaN if its metric has no samples. The free bytes are None if they are unknown.
+        """
 
     def free_bytes(self) -> int | None:
-        """Return the device's free bytes at the last sample, or None."""
+        """Return the free bytes of the device at the last sample, or None."""
 
     def to_curves(self) -> Curves:
-        """Return every sample over time."""
+        """Return all samples over time."""
 
 
 class RankStatistics(NamedTuple):
     """The part of one rank in an observation.
 
     Attributes:
-        samples: of its last windows, but for the first.
-        operations: as in `Observation`, of its own stages.
-        layers: as in `Observation`, its own ones.
+        samples: one sample for each of the rank's last windows, except the first.
+        operations: seconds of the computations of the rank's own stages, as in `Observation`.
+        device: means of the device's metrics, by name.
+        free: free bytes of the device, or None.
+        layers: mean seconds per sample of the rank's own layers, as in `Observation`.
     """
 
     samples: list[StepSample]
@@ -72,10 +81,13 @@ class RankStatistics(NamedTuple):
 class StepStatistics:
     """Observations of the running plan by all ranks.
 
-    Collective: all ranks make one, and call it after the same batch.
+    Collective: all ranks create one and make the same calls after the same batch.
+
+    Args:
+        ranks: the ranks of the job.
 
     Attributes:
-        monitor: of this rank's device; None where none was set.
+        monitor: the monitor of this rank's device, or None if there is none.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -93,8 +105,9 @@ class StepStatistics:
     def observe_plan(self, plan: Plan) -> tuple[Observation, ...]:
         """Return all observations of `plan`, the oldest first.
 
-        Two windows since the last call make a new one. A plan that has not run, as for the short last batch of an
-        epoch, leaves its windows for the next call.
+        A new observation is made if at least two windows of `plan` have been added since the last one. A call for a
+        plan that has not run keeps all windows for the next call. This happens for a plan of the short last batch of an
+        epoch.
         """
         own = [window for window in self._windows if window.plan is plan]
         if len(own) < 2:
@@ -103,7 +116,7 @@ class StepStatistics:
         return self.merge_observations(self._ranks.control.all_gather(self.own_statistics(own)), plan)
 
     def recall_plan(self, plan: Plan) -> tuple[Observation, ...]:
-        """Return the observations of `plan` so far, the oldest first. Not collective."""
+        """Return the existing observations of `plan`, the oldest first. Not collective."""
         return tuple(self._seen) if plan is self._plan else ()
 
     def own_free_bytes(self) -> int | None:
@@ -111,11 +124,16 @@ class StepStatistics:
         return None if self.monitor is None else self.monitor.free_bytes()
 
     def gather_free_bytes(self, plan: Plan) -> FreeBytes:
-        """Return the free bytes of the devices of `plan`."""
+        """Return the free bytes of the devices in the order of the ranks of `plan`. Collective."""
         return self.merge_free_bytes(self._ranks.control.all_gather(self.own_free_bytes()), plan)
 
     def merge_free_bytes(self, free: Sequence[int | None], plan: Plan) -> FreeBytes:
-        """Return the least free bytes of all replicas, by rank of `plan`; `free` has those of all global ranks."""
+        """Return the smallest number of free bytes over all replicas, in the order of the ranks of `plan`.
+
+        Args:
+            free: the free bytes on each global rank.
+            plan: the plan.
+        """
         pipelines = self._ranks.grid.pipelines
         order = positions_of_ranks(plan.ranks, len(pipelines[0]))
         return tuple(
@@ -124,7 +142,7 @@ class StepStatistics:
         )
 
     def own_statistics(self, own: Sequence[Window]) -> RankStatistics:
-        """Return this rank's part of an observation by its windows of `plan`. Not collective."""
+        """Return this rank's part of an observation, given its windows of the plan. Not collective."""
         device, free = ({}, None) if self.monitor is None else self.monitor.since_last()
         layers = {number: seconds / rows for number, (seconds, rows) in self._layers.items()}
         self._layers.clear()
@@ -132,12 +150,12 @@ class StepStatistics:
         return RankStatistics(samples, operations_of(own), device, free, layers)
 
     def add_layer(self, number: int, rows: int, seconds: float) -> None:
-        """Add a forward of `rows` samples through a layer of this rank."""
+        """Add the seconds of a forward of `rows` samples through a layer of this rank."""
         before, samples = self._layers.get(number, (0.0, 0))
         self._layers[number] = before + seconds, samples + rows
 
     def merge_observations(self, of_ranks: Sequence[RankStatistics], plan: Plan) -> tuple[Observation, ...]:
-        """Return all observations of `plan`, with a new one made of the parts of all ranks."""
+        """Return all observations of `plan`, including a new one from the parts of all ranks."""
         if plan is not self._plan:
             self._plan = plan
             self._seen.clear()
@@ -150,14 +168,16 @@ class StepStatistics:
 def merge_statistics(
     of_ranks: Sequence[RankStatistics], pipelines: Sequence[Sequence[int]], plan: Plan
 ) -> Observation | None:
-    """Merge the parts of all ranks; None where some rank has fewer than two windows.
+    """Merge the parts of all ranks to an observation, or return None if a rank has fewer than two windows.
 
-    The slowest replica counts, as replicas wait for each other at every step. Where batches overlap, ranks are at
-    different ones: the last ones of each count, as many as all have seen.
+    The slowest replica determines each time, because replicas wait for each other at every step. If batches overlap,
+    ranks are at different batches. In this case, the last batches of each rank are used, and their number is the
+    smallest number on any rank.
 
     Args:
-        of_ranks: of all processes, by global rank.
+        of_ranks: the parts of all processes, by global rank.
         pipelines: the global ranks of every replica.
+        plan: the plan that was running.
     """
     positions = positions_of_ranks(plan.ranks, len(pipelines[0]))
     groups = [[positions[r] for r in ranks] for ranks in plan.replicas] or [[at] for at in positions]
@@ -183,7 +203,8 @@ def merge_statistics(
 
 
 def _sample_seconds(part: RankStatistics, plan: Plan, stage: int) -> float:
-    """Return a rank's mean seconds of a sample's forward and backward on a stage; NaN where it had none."""
+    """Return a rank's mean seconds of the forward and backward of one sample on a stage, or NaN if it had no
+    samples."""
     total = 0.0
     for kind in plan.compute_kinds:
         table, rows = part.operations[kind, stage], [span.rows for span in plan.spans(kind, stage)]
@@ -193,7 +214,7 @@ def _sample_seconds(part: RankStatistics, plan: Plan, stage: int) -> float:
 
 
 def operations_of(windows: Sequence[Window]) -> dict[tuple[Kind, int], Array]:
-    """Return the seconds of every computation in windows of one plan, as in `Observation`."""
+    """Return the seconds of every computation in windows of one plan, in the form of `Observation`."""
     batches = [max((e.instruction.batch for e in w.events), default=-1) + 1 for w in windows]
     found: dict[tuple[Kind, int], Array] = {}
     columns: dict[tuple[Kind, int], dict[object, int]] = {}
@@ -212,13 +233,13 @@ def operations_of(windows: Sequence[Window]) -> dict[tuple[Kind, int], Array]:
 
 
 def sample_of(before: Window, window: Window) -> StepSample:
-    """Return the sample of this rank's `window`, which follows `before`."""
+    """Return a sample of `window` on this rank, given the window `before` it."""
     ended = max((e.end for e in before.events if e.instruction.kind in (Kind.B, Kind.I)), default=0)
     return StepSample.from_events(window.events, window.plan, ended, chosen=not isinstance(window.order, Program))
 
 
 def _slowest(samples: Sequence[StepSample]) -> StepSample:
-    """Return the first of one rank's samples in all replicas, with the longest means of all."""
+    """Return the first of the samples that one rank has in all replicas, with the longest means over all of them."""
     means = dict(samples[0].means)
     for sample in samples[1:]:
         means |= {key: max(mean, means.get(key, mean)) for key, mean in sample.means.items()}
@@ -226,14 +247,17 @@ def _slowest(samples: Sequence[StepSample]) -> StepSample:
 
 
 def _mean(devices: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return means by name, without NaN."""
+    """Return the means by name, ignoring NaN."""
     names = dict.fromkeys(name for device in devices for name in device)
     known = {name: [d[name] for d in devices if name in d and not isnan(d[name])] for name in names}
     return {name: fmean(values) if values else float("nan") for name, values in known.items()}
 
 
 def batches_left(trainer: pl.Trainer) -> int | None:
-    """Return the batches until a limit of the Trainer ends the run, this one included; None without a limit."""
+    """Return the number of batches until a limit of the Trainer ends the run, including the current one.
+
+    The result is None if there is no limit.
+    """
     limits: list[float] = []
     if trainer.max_steps > -1:
         limits.append((trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
@@ -245,7 +269,8 @@ def batches_left(trainer: pl.Trainer) -> int | None:
 
 
 SHOWN_BATCHES = 50
-"""Batches of a window that a policy ordered: predicting thousands by the policy takes minutes."""
+"""The number of recorded batches in a window that a policy orders, because predicting thousands of batches takes
+minutes."""
 
 
 class WindowRecorder:
@@ -262,7 +287,7 @@ class WindowRecorder:
         self._uses.append(use)
 
     def last_window(self, engine: Engine, plans: Plans) -> Window:
-        """Return the window of this rank's last batches, counted from 0, ordered by `plans`."""
+        """Return the window of this rank's last batches, which are numbered from 0, in the order of `plans`."""
         plan, batches, uses = engine.plan, self._batches, tuple(self._uses)
         self._batches = 0
         self._uses.clear()
@@ -281,16 +306,16 @@ class WindowRecorder:
 
 
 class AsynchronousStatistics:
-    """Observations of a stream, one at a time.
+    """Observations of overlapping batches, one observation at a time.
 
-    Collective: all ranks make one, and the same calls for the same batches.
+    Collective: all ranks create one and make the same calls for the same batches.
 
     Args:
-        statistics: what all ranks have seen so far.
-        notices: by which they tell each other.
-        ranks: global ones, of all replicas.
-        rank: this one.
-        max_lag: batches that ranks may be apart.
+        statistics: collects the observations.
+        notices: the messages with which ranks exchange their statistics.
+        ranks: the global ranks of all replicas.
+        rank: the global rank of this process.
+        max_lag: the largest number of batches between two ranks.
     """
 
     def __init__(
@@ -304,39 +329,40 @@ class AsynchronousStatistics:
             max_lag,
         )
         self._begun: tuple[int, Plan, RankStatistics] | None = None
-        self._left: deque[int] = deque()  # batches of observations whose notices are there
+        self._left: deque[int] = deque()  # batches of observations whose notices still exist
         self._counted_batches: deque[int] = deque()  # batches before which free bytes were published
         self._ended: list[Window] = []
-        self._from = 0  # events that end before were looked at
+        self._from = 0  # earlier events belong to previous observations
 
     def add_window(self, window: Window) -> None:
-        """Add a window of the rank that a flush has ended; windows since the last observation count."""
+        """Add a window that a flush has ended on this rank. Only events since the last observation are used."""
         events = complete_events(window.events, self._from)
         if events:
             self._ended.append(replace(window, events=events))
 
     @property
     def is_pending(self) -> bool:
-        """Whether an observation waits for other ranks."""
+        """Whether an observation is waiting for other ranks."""
         return self._begun is not None
 
     def drop_observation(self) -> None:
-        """Drop the observation that waits for other ranks."""
+        """Drop the pending observation."""
         self._begun = None
 
     def start_observation(self, batch: int, window: Window) -> None:
-        """Send this rank's part of an observation, before batch number `batch`; none is pending.
+        """Publish this rank's part of an observation, before batch number `batch`. No observation may be pending.
 
         Args:
-            window: the one that goes on.
+            batch: the number of the next batch.
+            window: the current window, which continues.
         """
         plan = window.plan
         self.add_window(window)
         self._from = max((e.end for each in (*self._ended, window) for e in each.events), default=self._from)
-        first = replace(window, events=[])  # a sample is that of a window after another one
+        first = replace(window, events=[])  # a sample needs the window before it
         part = self._statistics.own_statistics([first, *(each for each in self._ended if each.plan is plan)])
         self._ended.clear()
-        # The one after it has begun everywhere, so all have read it.
+        # All ranks have begun the next observation, so all of them have read this one.
         while len(self._left) > 1 and self._left[1] <= batch - self._max_lag:
             self._notices.remove(self._name(self._left.popleft(), self._rank))
         self._left.append(batch)
@@ -344,9 +370,12 @@ class AsynchronousStatistics:
         self._begun = batch, plan, part
 
     def collect_observations(self, batch: int, rows: int, flushed: bool) -> tuple[Observation, ...] | None:
-        """Return observations of the plan for `rows` samples, before batch number `batch`; None without a new one.
+        """Return the observations of the plan for `rows` samples, before batch number `batch`, or None if there is no
+        new one.
 
         Args:
+            batch: the number of the next batch.
+            rows: number of samples in the batch.
             flushed: whether all ranks are at this batch.
         """
         if self._begun is None or self._begun[1].jobs[0].rows != rows:
@@ -359,9 +388,11 @@ class AsynchronousStatistics:
         return self._statistics.merge_observations(of_ranks, plan)
 
     def collect_free_bytes(self, batch: int, plan: Plan) -> FreeBytes | None:
-        """Exchange free bytes before batch number `batch`, and return one number for each device of `plan`.
+        """Exchange free bytes before batch number `batch`, and return the free bytes of each device of `plan`.
 
-        They were free about `max_lag` batches before; None until all ranks are sure to have sent theirs."""
+        The values are from about `max_lag` batches before. The result is None until all ranks are guaranteed to have
+        published their values.
+        """
         self._counted_batches.append(batch)
         self._notices.put(f"free/{batch}/{self._rank}", self._statistics.own_free_bytes())
         while self._counted_batches[0] < batch - 2 * self._max_lag - 1:
@@ -377,11 +408,16 @@ class AsynchronousStatistics:
 
 
 def complete_events(events: Sequence[Event], since: int) -> list[Event]:
-    """Return events of batches that began and ended since a time of the rank's clock, with batches counted from 0."""
+    """Return the events of batches that began and ended after the time `since`, with batches numbered from 0.
+
+    Args:
+        events: the events of this rank.
+        since: nanoseconds of the rank's clock.
+    """
     events = [e for e in events if e.start > since]
     ended = {e.instruction.batch for e in events if e.instruction.kind is Kind.STEP}
     forwards = [e.instruction for e in events if e.instruction.kind is Kind.F]
-    first = min((i.span.start for i in forwards), default=0)  # replicas of a stage begin with later samples
+    first = min((i.span.start for i in forwards), default=0)  # some replicas of a stage begin with later samples
     begun = {i.batch for i in forwards if i.span.start == first}
     numbers = {batch: n for n, batch in enumerate(sorted(ended & begun))}
     return [
