@@ -1,1 +1,1 @@
-"""The first batches of a training beside one plain process of Lightning."""
+"""Verification of the first batches of a training against one plain process of Lightning."""

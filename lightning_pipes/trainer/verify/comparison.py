@@ -1,5 +1,8 @@
-"""Comparison of a pipeline's values with one process, up to rounding: the first difference, its place and
-likely reason in words, and results in a file for the command `lightning-pipes verify`."""
+"""Comparison of a pipeline's values with the values of one process, up to rounding.
+
+It finds the first difference and describes its place and its likely reason. Results are written to a file for the
+command `lightning-pipes verify`.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +21,20 @@ from lightning_pipes.trainer.verify.record import OUTSIDE, Phase, ValueKey
 
 GRADIENTS = (Phase.GRADIENT, Phase.STEP_GRADIENT)
 _SIDES = 3.0
-"""A pipeline may take the other side of this number of times as many jumps as a repetition."""
+"""The allowed ratio of the number of jumps that a pipeline takes on the other side to this number in a repetition."""
 _NOISE = 10.0
-"""Of the largest value of a kind so many roundings are no difference: sums of many numbers may cancel out."""
+"""The number of roundings of the largest value of a kind that do not count as a difference.
+
+It is larger than 1 because sums of many numbers may cancel.
+"""
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """The rounding of the numbers that a batch is computed from.
+    """The rounding of the numbers from which a batch is computed.
 
     Attributes:
-        eps: the distance from 1 to the next number, of the coarsest type.
+        eps: the distance from 1 to the next larger number, for the coarsest dtype.
         largest: the largest absolute value, by kind.
     """
 
@@ -37,7 +43,12 @@ class Rounding:
 
     @classmethod
     def from_record(cls, values: Mapping[ValueKey, Any], cast: torch.dtype | None) -> Rounding:
-        """Return the rounding of a record; `cast` is the type of autocast operations, if there are any."""
+        """Return the rounding of a record.
+
+        Args:
+            values: the values of the record.
+            cast: the dtype of autocast operations, or None without autocast.
+        """
         eps = 0.0 if cast is None else torch.finfo(cast).eps
         largest = dict.fromkeys(Phase, 0.0)
         for key, tensor in _tensors(values):
@@ -50,7 +61,7 @@ class Rounding:
         return cls(eps, largest)
 
     def allowed_difference(self, phase: Phase, theirs: torch.Tensor) -> float:
-        """Return by how much a value may differ from one of the tensor `theirs`."""
+        """Return the largest difference that is allowed for a value in the tensor `theirs`."""
         eps = max(self.eps, torch.finfo(theirs.dtype).eps)
         finite = theirs[torch.isfinite(theirs)]
         scale = float(finite.abs().max()) if finite.numel() else 0.0
@@ -66,15 +77,18 @@ def _tensors(values: Mapping[ValueKey, Any]) -> Iterator[tuple[ValueKey, torch.T
 
 
 class RepetitionSpread:
-    """How far the values of one process are apart in repetitions of a batch, with weights that are rounded in other
-    ways. A value that depends on the side of many jumps is as far from that of a pipeline."""
+    """The largest differences between repetitions of a batch in one process, with weights that are rounded differently.
+
+    A value that depends on the sides of many jumps differs from the pipeline's value by a similar amount.
+    """
 
     def __init__(self) -> None:
         self._first: dict[ValueKey, torch.Tensor] = {}
         self._most: dict[ValueKey, torch.Tensor] = {}
 
     def add(self, values: Mapping[ValueKey, Any]) -> None:
-        """Add values of a repetition; the first ones are those that others are compared with."""
+        """Add the values of a repetition. The values that are added first are the ones with which later values are
+        compared."""
         for key, tensor in _tensors(values):
             first = self._first.setdefault(key, tensor)
             if tensor.is_floating_point() and tensor.shape == first.shape:
@@ -82,7 +96,7 @@ class RepetitionSpread:
                 self._most[key] = torch.maximum(apart, self._most.get(key, apart))
 
     def allowed_difference(self, key: ValueKey, like: torch.Tensor) -> torch.Tensor:
-        """Return by how much each element of a value may differ from the first one; 0 if that is not known."""
+        """Return the largest allowed difference of each element from its first value, or 0 if it is unknown."""
         most = self._most.get(key)
         return torch.zeros(()) if most is None or most.shape != like.shape else _SIDES * most
 
@@ -92,10 +106,12 @@ class Difference:
     """A value that differs.
 
     Attributes:
-        number: of the batch.
-        ours, theirs: the value here and in one process, as text.
-        where: the place in a tensor; empty where the whole value differs.
-        rank: the global rank that has it.
+        number: the number of the batch.
+        key: the key of the value.
+        ours: the value on this rank, as text.
+        theirs: the value in one process, as text.
+        where: the position in a tensor, or an empty string if the whole value differs.
+        rank: the global rank that found the difference.
         several: whether the batch is cut into several micro-batches.
     """
 
@@ -109,20 +125,20 @@ class Difference:
 
     @property
     def order(self) -> tuple[int, int, int, str]:
-        """The order of two differences: gradients are made from the last layer to the first one."""
+        """The sort key of differences. Gradients are computed from the last layer to the first layer."""
         phase, layer, name = self.key
         return self.number, phase, -layer if phase in GRADIENTS else layer, name
 
 
 @dataclass
 class Comparison:
-    """Compares the values of this rank with the reference's, batch after batch.
+    """Compare the values of this rank with the values of the reference, batch by batch.
 
     Args:
         rank: the global rank, for messages.
 
     Attributes:
-        compared: tensors so far.
+        compared: number of tensors that have been compared.
         largest: the largest difference so far, relative to the largest value of the tensor.
     """
 
@@ -136,21 +152,21 @@ class Comparison:
     _spread: RepetitionSpread = field(default_factory=RepetitionSpread)
 
     def remember_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Learn the weights before the first batch."""
+        """Store the weights before the first batch."""
         self._before.update(weights)
 
     def forget_weights(self) -> None:
-        """Let go of the weights; nothing else is compared."""
+        """Drop the stored weights, after which nothing else is compared."""
         for values in (self._noise, self._before, self._longest_step, self._allowed):
             values.clear()
 
     def copy_state(self) -> tuple[Any, ...]:
-        """Return what comparing a batch changes, for `set_state`."""
+        """Return a copy of the state that the comparison of a batch changes, for `set_state`."""
         tables = (self._noise, self._before, self._longest_step, self._allowed)
         return self.compared, self.largest, *map(dict, tables)
 
     def set_state(self, state: tuple[Any, ...]) -> None:
-        """Forget the comparisons since `copy_state`."""
+        """Restore the state that `copy_state` returned, which undoes the comparisons since then."""
         self.compared, self.largest, self._noise, self._before, self._longest_step, self._allowed = state
 
     def compare_values(
@@ -161,10 +177,14 @@ class Comparison:
         rounding: Rounding,
         spread: RepetitionSpread | None = None,
     ) -> list[Difference]:
-        """Return the differences among the values of both.
+        """Return the differences between the values that both sides have.
 
         Args:
-            spread: of repetitions, by which values may differ besides rounding.
+            number: the number of the batch.
+            ours: the values on this rank.
+            theirs: the values in one process.
+            rounding: the rounding of the numbers from which the batch is computed.
+            spread: the spread of repetitions, by which values may differ in addition to rounding.
         """
         self._spread = spread or RepetitionSpread()
         found = []
@@ -245,11 +265,14 @@ class Comparison:
         return None
 
     def _noise_of_step(self, name: str, ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
-        """Return the allowed difference of a weight: Adam makes a whole step of a gradient that is rounding, as that of
-        the bias of keys in attention is.
+        """Return the allowed difference of a weight after a step.
 
-        Differences of earlier steps stay in the weight, and in the momentum, which may make later steps shorter. So
-        allowances add up, and each goes by the longest step so far.
+        A gradient that consists of rounding only, such as the gradient of the bias of keys in attention, still makes
+        Adam take a full step.
+
+        Differences of earlier steps remain in the weight. They also remain in the momentum, which may make later steps
+        shorter. The allowed differences of all steps are therefore added, and each of them is based on the longest step
+        so far.
         """
         before = self._before.get(name)
         self._before[name] = theirs
@@ -312,12 +335,13 @@ REASONS = {
 def likely_reason(
     difference: Difference, notes: Sequence[str], layers: Sequence[Any], names: Sequence[str] = ()
 ) -> str:
-    """Return what most likely makes the difference.
+    """Return the most likely reason for a difference.
 
     Args:
-        notes: of the reference about the batch: the random operations that are not by sample.
-        layers: the layers of the whole module by number.
-        names: paths of the layers, if there is no container that numbers them.
+        difference: the difference.
+        notes: the notes of the reference about the batch, which name random operations that are not done per sample.
+        layers: the layers of the whole module, by number.
+        names: the paths of the layers, if there is no container that numbers them.
     """
     phase = difference.key.phase
     if notes and phase not in (Phase.BATCH, Phase.MODE, Phase.FROZEN, Phase.SETTING):
@@ -364,7 +388,7 @@ def _reason_of_input(difference: Difference, layers: Sequence[Any], names: Seque
 
 
 def place_of(difference: Difference, names: Sequence[str] = ()) -> str:
-    """Return where the value is, for a sentence."""
+    """Return a description of the place of a difference, for a sentence."""
     phase, layer, name = difference.key
     inside = "" if layer == OUTSIDE or names else f"layer {layer}, "
     called = repr(names[layer]) if names and layer != OUTSIDE else f"layer {layer}"
@@ -387,7 +411,8 @@ def place_of(difference: Difference, names: Sequence[str] = ()) -> str:
 def describe_difference(
     difference: Difference, notes: Sequence[str], layers: Sequence[Any], names: Sequence[str] = ()
 ) -> str:
-    """Return what differs, where, and the likely reason; for the arguments see `likely_reason`."""
+    """Return a description of a difference, its place, and its likely reason. The arguments are as in
+    `likely_reason`."""
     where = f"on rank {difference.rank}" + (f" ({difference.where})" if difference.where else "")
     return (
         f"batch {difference.number} is not what one plain process trains. First differs {place_of(difference, names)}, "
@@ -397,19 +422,20 @@ def describe_difference(
 
 
 FINDINGS_VARIABLE = "LIGHTNING_PIPES_VERIFY_FINDINGS"
-"""The environment variable with the file; training ends after the batches that are compared where it is set."""
+"""The environment variable that names the file of the results. If it is set, training ends after the compared
+batches."""
 
 
 @dataclass(frozen=True)
 class ComparisonResult:
-    """The result of one comparison, as a sentence."""
+    """The result of one comparison, with a sentence that describes it."""
 
     equal: bool
     text: str
 
 
 def save_finding(finding: ComparisonResult) -> None:
-    """Append a result to the file, if there is one."""
+    """Append a result to the file of the results, if there is one."""
     path = os.environ.get(FINDINGS_VARIABLE)
     if path:
         with open(path, "a", encoding="utf-8") as file:
@@ -417,11 +443,11 @@ def save_finding(finding: ComparisonResult) -> None:
 
 
 def load_findings(path: Path) -> list[ComparisonResult]:
-    """Return the results in a file; none where there is no file."""
+    """Return the results in a file, or an empty list if the file does not exist."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return [ComparisonResult(**json.loads(line)) for line in lines]
 
 
 def is_awaited() -> bool:
-    """Return whether a command waits for the result, and for nothing after it."""
+    """Return whether a command waits for the result only, so that training can end after it."""
     return bool(os.environ.get(FINDINGS_VARIABLE))

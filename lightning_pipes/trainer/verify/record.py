@@ -1,4 +1,4 @@
-"""The values of one training batch that a pipeline and one plain process are compared by."""
+"""The values of one training batch that are compared between a pipeline and one plain process."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lightning_pipes.engine.private_torch import NoFunctionModes
 from lightning_pipes.ir import Span
 
 OUTSIDE = -1
-"""In place of a layer's number: the rest of the module."""
+"""The number that stands for all parts of the module outside of the layers."""
 
 
 class Phase(IntEnum):
-    """Kinds of values, in the order in which a batch makes them."""
+    """Kinds of values, in the order in which a batch produces them."""
 
     BATCH = 0
     MODE = 1
@@ -37,7 +37,7 @@ class Phase(IntEnum):
 
 
 class ValueKey(NamedTuple):
-    """The place of a value: its kind, the number of the layer, and its name."""
+    """The key of a value: its kind, the number of its layer, and its name."""
 
     phase: Phase
     layer: int
@@ -49,9 +49,9 @@ class Record:
     """The values of one batch.
 
     Attributes:
-        number: of the batch, counted since training began.
-        values: tensors, numbers and strings; an input of a layer is a dict by the span of its samples.
-        complete: whether an optimizer step may follow.
+        number: the number of the batch since the beginning of training.
+        values: tensors, numbers and strings. The input of a layer is a dict with the spans of its samples as keys.
+        complete: whether an optimizer step may follow the batch.
     """
 
     number: int
@@ -59,7 +59,7 @@ class Record:
     complete: bool = True
 
     def add(self, phase: Phase, layer: int, name: str, value: Any) -> None:
-        """Keep a value; of a tensor a copy on the CPU."""
+        """Add a value. A tensor is copied to the CPU."""
         self.values[ValueKey(phase, layer, name)] = copy_value(value)
 
     def layers(self) -> list[int]:
@@ -72,7 +72,7 @@ class Record:
 
 
 def copy_value(value: Any) -> Any:
-    """Return a copy of a tensor on the CPU, without a graph; everything else as it is."""
+    """Return a copy of a tensor on the CPU without its graph, and any other value unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
     plain = value.detach()
@@ -80,7 +80,7 @@ def copy_value(value: Any) -> Any:
 
 
 def tensors_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return the tensors that a layer is called with, by their place in the call."""
+    """Yield the tensors with which a layer is called, with their position in the call."""
     for path, leaf in pytree.tree_flatten_with_path((args, dict(kwargs)))[0]:
         if isinstance(leaf, torch.Tensor):
             yield "input" + pytree.keystr(path[1:]), leaf
@@ -90,10 +90,10 @@ class ModuleParts:
     """The layers of a module and the rest of it, by the names of its state dict.
 
     Args:
-        module: the whole module, or one that is cut.
-        path: of the container of the layers; None if `names` are whole paths.
-        layers: the layers that are looked at, by number.
-        names: of all layers.
+        module: the whole module, or a module that has been cut.
+        path: the path of the container of the layers, or None if `names` contains complete paths.
+        layers: the layers to record, by number.
+        names: the names of all layers.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class ModuleParts:
         self.module, self.path, self.layers, self.names = module, path, layers, list(names)
 
     def add_modes(self, record: Record) -> None:
-        """Keep which parts are in training mode, and which parameters are trained."""
+        """Record which parts are in training mode, and which parameters are trained."""
         for layer, part in self._modules():
             for name, inner in part.items():
                 record.add(Phase.MODE, layer, name, "training" if inner.training else "evaluation")
@@ -114,16 +114,17 @@ class ModuleParts:
                     record.add(Phase.FROZEN, layer, join_names(name, parameter_name), _trained(parameter))
 
     def add_gradients(self, record: Record, phase: Phase) -> None:
-        """Keep the gradient of each parameter that has one."""
+        """Record the gradient of each parameter that has one."""
         for layer, name, parameter in self.parameters():
             if parameter.grad is not None:
                 record.add(phase, layer, name, parameter.grad)
 
     def add_weights(self, record: Record, has_buffer: Callable[[str], bool]) -> None:
-        """Keep weights and buffers.
+        """Record the weights and buffers.
 
         Args:
-            has_buffer: returns whether a buffer outside of the layers is kept, by its name in the module.
+            record: the record to which they are added.
+            has_buffer: returns whether a buffer outside of the layers is recorded, given its name in the module.
         """
         for layer, name, parameter in self.parameters():
             record.add(Phase.WEIGHT, layer, name, parameter)
@@ -135,7 +136,7 @@ class ModuleParts:
                         record.add(Phase.BUFFER, layer, whole_name, buffer)
 
     def parameters(self) -> Iterator[tuple[int, str, nn.Parameter]]:
-        """Return layer, name and tensor of each parameter."""
+        """Yield the layer, the name and the tensor of each parameter."""
         for layer, part in self._modules():
             for name, inner in part.items():
                 for parameter_name, parameter in inner.named_parameters(recurse=False):
@@ -162,12 +163,12 @@ def _trained(parameter: nn.Parameter) -> str:
 
 
 def join_names(*names: str) -> str:
-    """Return names as one with dots."""
+    """Return the non-empty names, joined by dots."""
     return ".".join(name for name in names if name)
 
 
 def add_settings(record: Record, number: int, optimizer: Optimizer) -> None:
-    """Keep the numbers by which an optimizer is about to step."""
+    """Record the numerical settings with which an optimizer is about to step."""
     for group, settings in enumerate(optimizer.param_groups):
         for name, value in settings.items():
             if name != "params" and isinstance(value, (int, float, torch.Tensor)):
@@ -176,7 +177,7 @@ def add_settings(record: Record, number: int, optimizer: Optimizer) -> None:
 
 
 def add_results(record: Record, out: Any) -> None:
-    """Keep the loss of a training step, and the tensors, numbers and words beside it."""
+    """Record the loss of a training step, and other tensors, numbers and strings that the step returns."""
     if not isinstance(out, dict):
         out = {"loss": out}
     for name, value in out.items():
@@ -186,11 +187,12 @@ def add_results(record: Record, out: Any) -> None:
 
 
 class LayerInputs:
-    """Keeps what goes into each layer, by hooks on the layers.
+    """Record the inputs of each layer with hooks on the layers.
 
     Args:
-        layers: by number.
-        where: gives the record and the span of the samples that go through now; None where nothing is kept.
+        layers: the layers, by number.
+        where: returns the record and the span of the samples that are currently processed, or None if nothing is
+            recorded.
     """
 
     def __init__(self, layers: Mapping[int, nn.Module], where: Callable[[], tuple[Record, Span] | None]) -> None:
@@ -201,7 +203,7 @@ class LayerInputs:
         ]
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -213,8 +215,8 @@ class LayerInputs:
             record, span = found
             for name, tensor in tensors_of_call(args, kwargs):
                 parts = record.values.setdefault(ValueKey(Phase.INPUT, number, name), {})
-                with NoFunctionModes():  # copying is not part of the user's step, which runs in such a mode
-                    if span not in parts and not tensor.is_meta:  # a placeholder for a value of another rank
+                with NoFunctionModes():  # the user's step runs in a function mode, which must not see the copies
+                    if span not in parts and not tensor.is_meta:  # meta: a placeholder for a value of another rank
                         parts[span] = copy_value(tensor)
 
         return keep_inputs

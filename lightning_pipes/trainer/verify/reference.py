@@ -1,7 +1,8 @@
-"""One plain process of Lightning beside rank 0: it trains the same batches and answers with its values.
+"""The reference: one plain process of Lightning that trains the same batches on the host of rank 0 and sends its
+values.
 
-It is forked when a fit begins, before anything of the pipeline is set up, and goes on with the user's `fit` under
-Lightning's own strategy for one device. It shares nothing with the pipeline but the seeds of random numbers.
+Rank 0 forks the process when a fit begins, before anything of the pipeline is set up. The process continues the user's
+`fit` with Lightning's own strategy for one device. It shares only the seeds of random numbers with the pipeline.
 """
 
 from __future__ import annotations
@@ -55,23 +56,28 @@ from lightning_pipes.trainer.verify.sample_draws import SampleDraws
 CPU = torch.device("cpu")
 _POLL_SECONDS = 0.2
 _TENSORS_PER_WEIGHT = 6
-"""Weights, which are copied when they are stepped, their snapshot, gradients, what an optimizer keeps, and what is
-sent."""
+"""Number of tensors of the size of a weight that the reference needs.
+
+They are the weights, which are copied when they are stepped, their snapshot, the gradients, the optimizer states, and
+the values that are sent.
+"""
 _AMPLITUDES = (2.0, 4.0, 8.0, 16.0)
-"""By how many roundings weights are perturbed when a batch is repeated, in turns."""
+"""The number of roundings by which weights are perturbed when a batch is repeated. Repetitions use these numbers in
+turn."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """One batch for the reference to train.
+    """A request to train one batch.
 
     Attributes:
-        number: of the batch, counted since training began.
-        rows: its samples.
-        path: of the container of the layers; None where the module is cut by units.
-        seed, job: of the random streams.
-        spans: of the micro-batches, by layer, and before and after the layers.
-        units: the units of the step; None where the module is cut between layers.
+        number: the number of the batch since the beginning of training.
+        rows: number of samples in the batch.
+        path: the path of the container of the layers, or None if the module is cut by units.
+        seed: the seed of the random streams.
+        job: the job of the random streams.
+        spans: the spans of the micro-batches, by layer, and for the code before and after the layers.
+        units: the units of the step, or None if the module is cut between layers.
     """
 
     number: int
@@ -85,10 +91,10 @@ class Order:
 
 @dataclass(frozen=True)
 class Repetition:
-    """The last batch, to be trained again from the same state, with weights that are rounded in another way.
+    """A request to train the last batch again from the same state, with weights that are rounded differently.
 
     Attributes:
-        attempt: the number of repetitions before.
+        attempt: the number of earlier repetitions of the batch.
     """
 
     attempt: int
@@ -99,13 +105,14 @@ class Answer:
     """A part of the reference's record.
 
     Attributes:
-        layer: whose values they are.
-        values: by key.
-        rounding: of the numbers that the batch is computed from.
+        number: the number of the batch.
+        layer: the number of the layer to which the values belong.
+        values: the values, by key.
+        rounding: the rounding of the numbers from which the batch is computed.
         notes: remarks about the whole batch.
-        last: whether no other part follows.
-        continues: whether the process can train the batches after this one. A repetition can't if loader workers
-            belong to another process.
+        last: whether no other part of the record follows.
+        continues: whether the process can train the batches after this one. A repetition cannot if the workers of a
+            loader belong to another process.
     """
 
     number: int
@@ -122,8 +129,9 @@ class ReferenceEnded:
     """The reference has ended.
 
     Attributes:
-        error: a traceback.
-        too_large: whether one process has no room for the module.
+        reason: the reason, for messages.
+        error: a traceback, or an empty string.
+        too_large: whether one process does not have enough memory for the module.
     """
 
     reason: str
@@ -132,12 +140,12 @@ class ReferenceEnded:
 
 
 class ReferenceProcess:
-    """The reference as rank 0 sees it.
+    """The reference as seen by rank 0.
 
     Args:
-        pid: of the process.
-        connection: to it.
-        folder: an empty one that it may write to; it goes with the process.
+        pid: the process ID of the reference.
+        connection: the connection to the reference.
+        folder: an empty folder to which the reference may write. It is deleted with the process.
     """
 
     def __init__(self, pid: int, connection: Connection, folder: tempfile.TemporaryDirectory[str]) -> None:
@@ -147,15 +155,15 @@ class ReferenceProcess:
         self._ended: ReferenceEnded | None = None
 
     def send(self, order: Order | Repetition) -> None:
-        """Make it train another batch, or the last one again."""
-        with suppress(OSError):  # `receive` says why
+        """Request another batch from the reference, or a repetition of the last one."""
+        with suppress(OSError):  # `receive` returns the reason
             self._connection.send(order)
 
     def receive(self, check: Callable[[], object]) -> Answer | ReferenceEnded:
-        """Return its next answer.
+        """Return the next answer of the reference.
 
         Args:
-            check: called while there is none; raises where other ranks have failed.
+            check: called repeatedly while the call waits. It raises an error if other ranks have failed.
         """
         if self._ended is not None:
             return self._ended
@@ -170,18 +178,26 @@ class ReferenceProcess:
         return answer  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """End the process."""
+        """Kill the reference, including its snapshots and repetitions."""
         self._connection.close()
         with suppress(ProcessLookupError):
-            os.killpg(self._pid, signal.SIGKILL)  # with its snapshots and repetitions
+            os.killpg(self._pid, signal.SIGKILL)  # the process group, with snapshots and repetitions
         with suppress(ChildProcessError):
             os.waitpid(self._pid, 0)
         self._folder.cleanup()
 
 
 def fork_reference(strategy: Strategy, trainer: pl.Trainer, module: pl.LightningModule) -> ReferenceProcess | None:
-    """Fork the reference. It returns twice: with its process, and in that process with None, where the Trainer has a
-    plain strategy from then on."""
+    """Fork the reference.
+
+    Args:
+        strategy: the strategy of the pipeline.
+        trainer: the trainer. In the reference, it gets a plain strategy.
+        module: the module to train.
+
+    Returns:
+        The reference in the calling process, and None in the reference.
+    """
     here, there = Pipe()
     folder = tempfile.TemporaryDirectory(prefix="lightning_pipes_verify_", ignore_cleanup_errors=True)
     sys.stdout.flush()
@@ -189,11 +205,11 @@ def fork_reference(strategy: Strategy, trainer: pl.Trainer, module: pl.Lightning
     pid = os.fork()
     if pid:
         there.close()
-        with suppress(OSError):  # it has done so itself
+        with suppress(OSError):  # the reference may have done so already
             os.setpgid(pid, pid)
         return ReferenceProcess(pid, here, folder)
     os.setpgid(0, 0)
-    gc.freeze()  # garbage of the other process may have process groups in it, whose end waits for their threads
+    gc.freeze()  # process groups in the other process's garbage would wait for threads that do not exist here
     try:
         here.close()
         _become_reference(strategy, trainer, module, there, folder.name)
@@ -206,7 +222,7 @@ def _become_reference(
     strategy: Strategy, trainer: pl.Trainer, module: pl.LightningModule, connection: Connection, folder: str
 ) -> None:
     _die_with_parent()
-    torch.set_num_threads(1)  # the threads of the other process are not here
+    torch.set_num_threads(1)  # a fork does not copy the threads of the other process
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
@@ -244,7 +260,7 @@ class SilentLogger(DummyLogger):
     """A logger that writes nothing.
 
     Args:
-        folder: an empty one, for code that asks where logs are.
+        folder: an empty folder, for code that requests the folder of the logs.
     """
 
     def __init__(self, folder: str) -> None:
@@ -265,13 +281,14 @@ class SilentLogger(DummyLogger):
 
 
 class ReferenceStrategy(SingleDeviceStrategy):
-    """Lightning's strategy for one device: it keeps the values of a batch and sends them to rank 0.
+    """Lightning's strategy for one device, which additionally records the values of each batch and sends them to rank
+    0.
 
-    It saves nothing and removes nothing: files belong to the other process.
+    It does not save or remove files, because they belong to the other process.
 
     Args:
-        connection: to rank 0.
-        pipeline: the strategy in whose place it is.
+        connection: the connection to rank 0.
+        pipeline: the strategy that this one replaces.
     """
 
     def __init__(self, connection: Connection, pipeline: Strategy) -> None:
@@ -287,7 +304,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
         self._snapshot: Snapshot | None = None
         self._has_workers = False
 
-    # ---- what Lightning calls
+    # ---- called by Lightning
 
     def setup(self, trainer: pl.Trainer) -> None:
         module = self.lightning_module
@@ -337,7 +354,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
             return super().validation_step(*args, **kwargs)
 
     def backward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with self._draws.draw_by_sample():  # forwards that run again draw again
+        with self._draws.draw_by_sample():  # recomputed forwards draw again
             loss = super().backward(*args, **kwargs)
         if self._record is not None and self._parts is not None:
             self._parts.add_gradients(self._record, Phase.GRADIENT)
@@ -356,7 +373,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
         call_after(module, "on_train_batch_end", lambda *_, **__: self._send())
 
     def on_train_end(self) -> None:
-        self._next_order()  # it may be to repeat the last batch
+        self._next_order()  # this may be a repetition of the last batch
         _leave(self._connection, ReferenceEnded("its training ends after fewer batches"))
 
     def on_exception(self, exception: BaseException) -> None:
@@ -366,7 +383,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
     def teardown(self) -> None:
         _leave(self._connection, ReferenceEnded("its training ends after fewer batches"))
 
-    # ---- what is kept
+    # ---- recording
 
     def _next_order(self) -> Order:
         try:
@@ -379,7 +396,8 @@ class ReferenceStrategy(SingleDeviceStrategy):
         return order
 
     def _take_snapshot(self, module: nn.Module) -> None:
-        """Keep the state before a batch in a process of its own. It returns again in each repetition of the batch."""
+        """Keep the state before a batch in a forked process. In each repetition of the batch, this method returns
+        again."""
         if self._snapshot is not None:
             self._snapshot.close()
         else:
@@ -444,12 +462,12 @@ class ReferenceStrategy(SingleDeviceStrategy):
 class Snapshot:
     """The state of the reference before a batch, in a process that waits.
 
-    Asked by a byte, the process forks one that trains the batch again. That asks in the same way, or goes on as the
-    reference.
+    On request, which is a byte in a pipe, this process forks a process that trains the batch again. The new process can
+    be asked for another repetition in the same way, or continues as the reference.
 
     Args:
-        pipe: to the process that waits; its end means that nothing will be repeated.
-        is_repetition: whether this process trains the batch again.
+        pipe: the pipe to the waiting process. Closing it means that the batch will not be repeated.
+        is_repetition: whether the current process trains a batch again.
     """
 
     def __init__(self, pipe: int, is_repetition: bool) -> None:
@@ -457,24 +475,28 @@ class Snapshot:
         self.is_repetition = is_repetition
 
     def repeat(self, attempt: int) -> NoReturn:
-        """Have the batch trained again. This process ends, or waits for the end if others depend on it."""
+        """Train the batch again in another process. The current process ends, or waits to be ended if other processes
+        need it."""
         os.write(self._pipe, bytes([attempt]))
         os.close(self._pipe)
         if self.is_repetition:
             os._exit(0)
-        while True:  # its workers serve it, and the process group is ended as a whole
+        while True:  # its loader workers belong to it, and the process group is killed as a whole
             signal.pause()
 
     def close(self) -> None:
-        """End the process that waits."""
+        """End the waiting process."""
         os.close(self._pipe)
 
 
 def fork_snapshot(before: Snapshot | None) -> tuple[int | None, Snapshot]:
-    """Fork a process that keeps this moment. Return None and the snapshot; in a repetition the number of the attempt.
+    """Fork a process that keeps the current state.
 
     Args:
-        before: the last snapshot, which has been closed.
+        before: the last snapshot, which has been closed, or None.
+
+    Returns:
+        None and the snapshot. In a repetition, the number of the attempt and the snapshot.
     """
     repeated = before is not None and before.is_repetition
     wait, ask = os.pipe()
@@ -494,7 +516,7 @@ def fork_snapshot(before: Snapshot | None) -> tuple[int | None, Snapshot]:
 
 
 def perturb_weights(module: nn.Module, amplitude: float, seed: int) -> None:
-    """Change each weight by up to `amplitude` roundings, at random."""
+    """Change each weight by a random number of up to `amplitude` roundings."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -505,7 +527,7 @@ def perturb_weights(module: nn.Module, amplitude: float, seed: int) -> None:
 
 
 def no_room_for(module: nn.Module) -> str:
-    """Return why a process can't train the whole module; nothing if it can."""
+    """Return the reason why a process cannot train the whole module, or an empty string if it can."""
     if has_meta(module):
         return "the module is made on meta, and no process has its weights"
     needed = _TENSORS_PER_WEIGHT * sum(p.nbytes for p in module.parameters())
@@ -516,7 +538,7 @@ def no_room_for(module: nn.Module) -> str:
 
 
 def call_after(module: nn.Module, name: str, then: Callable[..., None]) -> Callable[[], None]:
-    """Have `then` called after a hook of the module, with its arguments; return what undoes it."""
+    """Call `then` after a hook of the module, with the arguments of the hook. Return a function that undoes this."""
     hook, own = getattr(module, name), module.__dict__.get(name)
 
     @wraps(hook)

@@ -1,7 +1,7 @@
-"""Random numbers of a whole batch as micro-batches draw them.
+"""Random numbers for a whole batch that equal the random numbers of its micro-batches.
 
-A pipeline gives each (job, layer, batch, span) a random stream of its own, see `engine.compute.rng`. One process that
-runs a batch whole draws the same numbers if each random operation is done span by span, each from its own stream.
+A pipeline uses a separate random stream for each (job, layer, batch, span); see `engine.compute.rng`. A process that
+runs the whole batch draws the same numbers if it executes each random operation span by span, each with its own stream.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ State = list[torch.Tensor]
 
 
 class SampleDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Does random operations on the samples of a batch span by span.
+    """Execute random operations on the samples of a batch span by span.
 
-    The seed of torch's generator names the streams that are drawn from: code that puts an earlier state of the
-    generator back, as `torch.utils.checkpoint` does, draws the same numbers again.
+    The seed of torch's generator identifies the streams to draw from. Code that restores an earlier state of the
+    generator, such as `torch.utils.checkpoint`, therefore draws the same numbers again.
 
     Args:
-        device: of the samples.
+        device: the device of the samples.
 
     Attributes:
-        common: operations that drew numbers for no sample in particular; each micro-batch draws its own.
+        common: operations whose random numbers do not belong to particular samples. Each micro-batch draws its own
+            numbers for them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -40,13 +41,21 @@ class SampleDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.common: list[str] = []
 
     def begin_batch(self, seed: int, job: int, number: int, rows: int, spans: Mapping[int, Sequence[Span]]) -> None:
-        """Forget earlier streams; from now on batch `number` is drawn for, whose spans are given by layer."""
+        """Drop earlier streams, and start the streams of batch number `number`.
+
+        Args:
+            seed: the seed of the random streams.
+            job: the job of the random streams.
+            number: the number of the batch.
+            rows: number of samples in the batch.
+            spans: the spans of the micro-batches, by layer.
+        """
         self._seed, self._job, self._number, self._rows, self._spans = seed, job, number, rows, spans
         self._streams.clear()
         self.common.clear()
 
     def enter(self, layer: int) -> None:
-        """Draw from the streams of that layer, or of the code before or after the layers, from now on."""
+        """Draw from the streams of this layer from now on, or of the code before or after the layers."""
         states, spans = [], self._spans[layer]
         for span in reversed(spans):
             seed_for_layer(layer, stream_seed(self._seed, self._job, layer, self._number, span), self._device)
@@ -55,14 +64,14 @@ class SampleDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._name((self._rows, spans, states[::-1]))
 
     def enter_whole(self, layer: int) -> None:
-        """Draw from now on from the stream that a whole batch has for that layer."""
+        """Draw from the stream that a whole batch uses for this layer from now on."""
         seed_for_layer(
             layer, stream_seed(self._seed, self._job, layer, self._number, Span(0, self._rows)), self._device
         )
 
     @contextmanager
     def draw_by_sample(self) -> Iterator[None]:
-        """Have operations in the block draw so; random states are those of before afterwards."""
+        """Execute random operations in the block span by span. Random states are restored afterwards."""
         with forked_rng(self._device), self:
             yield
 
@@ -116,7 +125,8 @@ class SampleDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def sample_axis(shape: Sequence[int] | None, rows: int) -> int | None:
-    """Return the axis that counts samples, each of which may have several entries in a row; None if there is none."""
+    """Return the axis of the samples, or None if there is none. A sample may have several consecutive entries on this
+    axis."""
     if not shape:
         return None
     if shape[0] and shape[0] % rows == 0:
@@ -131,7 +141,7 @@ def _shape(name: str, value: Any) -> Sequence[int] | None:
 
 
 def _cut(name: str, value: Any, axis: int | None, span: Span, rows: int) -> Any:
-    """Return the part of an argument that belongs to the samples of a span; of a tensor a copy."""
+    """Return the part of an argument that belongs to the samples of a span. A tensor is copied."""
     tensor = isinstance(value, torch.Tensor)
     if axis is None:
         return value.clone() if tensor else value

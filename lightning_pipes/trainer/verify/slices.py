@@ -1,4 +1,7 @@
-"""Layers alone: each layer of a stage beside the same layer on the whole batch, where no process has room for all."""
+"""Comparison of each layer of a stage with the same layer on the whole batch.
+
+It is used if no process has room for the whole module.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,13 @@ from lightning_pipes.trainer.verify.sample_draws import SampleDraws
 
 
 class LayerSlices:
-    """Keeps what goes into each layer, out of it, and back into it, by hooks on the layers.
+    """Record the inputs, outputs and output gradients of each layer with hooks on the layers.
 
     Args:
-        layers: of this rank, by number.
-        where: gives the span of the samples that go through now, also for the second time; None where nothing is kept.
-        device: of the layers.
+        layers: the layers of this rank, by number.
+        where: returns the span of the samples that are currently processed, also during recomputation, or None if
+            nothing is recorded.
+        device: the device of the layers.
     """
 
     def __init__(self, layers: Mapping[int, nn.Module], where: Callable[[], Span | None], device: torch.device) -> None:
@@ -38,24 +42,25 @@ class LayerSlices:
             self._handles.append(layer.register_forward_hook(keep_output))
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
     def begin_batch(self) -> None:
-        """Forget the batch before."""
+        """Drop the values of the previous batch."""
         for table in (self._inputs, self._outputs, self._gradients):
             table.clear()
 
     def compare_with(
         self, draws: SampleDraws, rows: int, gradients: Mapping[ValueKey, torch.Tensor], prefix: Callable[[int], str]
     ) -> tuple[dict[ValueKey, Any], dict[ValueKey, Any]]:
-        """Return the values of the layers in the pipeline, and their values for the batch alone.
+        """Return the values of the layers in the pipeline, and the values of the same layers on the whole batch.
 
         Args:
-            draws: random streams, begun for the batch.
-            gradients: of the weights here.
-            prefix: the name of a layer in the module.
+            draws: the random streams, which have been started for the batch.
+            rows: number of samples in the batch.
+            gradients: the gradients of the weights on this rank.
+            prefix: returns the name of a layer in the module.
         """
         ours: dict[ValueKey, Any] = {}
         theirs: dict[ValueKey, Any] = {}

@@ -1,4 +1,4 @@
-"""Verification of a pipeline's first batches by one plain process, which trains beside it."""
+"""Verification of the first batches of a pipeline against one plain process that trains the same batches."""
 
 from __future__ import annotations
 
@@ -59,20 +59,21 @@ from lightning_pipes.trainer.verify.slices import LayerSlices
 
 NAME = "PipelineStrategy(verify={})"
 REPETITIONS = 16
-"""How often one process repeats a batch that differs, with weights that are rounded in another way."""
+"""The number of times that one process repeats a batch that differs, with weights that are rounded differently."""
 NEGLIGIBLE_EPS = 1e-12
-"""The rounding of float64 is smaller: hardly any value is so close to a jump."""
+"""A rounding that is too small to matter, because hardly any value is so close to a jump. The rounding of float64 is
+smaller."""
 
 
 class VerificationError(PipelineError):
-    """A batch of a pipeline is not what one plain process trains."""
+    """A batch of a pipeline differs from the batch that one plain process trains."""
 
 
 def check_verifiable(schedule: Schedule | Policy) -> None:
-    """Refuse to verify a schedule that trains other weights than one process.
+    """Check whether a schedule trains the same weights as one process, so that it can be verified.
 
     Raises:
-        PipelineError: stages read weights that miss updates.
+        PipelineError: stages read stale weights.
     """
     if isinstance(schedule, Schedule) and not schedule.flushes:
         raise PipelineError(
@@ -83,14 +84,16 @@ def check_verifiable(schedule: Schedule | Policy) -> None:
 
 
 class Verifier(StageListener):
-    """Keeps the values of the first batches on this rank, and compares them with the reference's.
+    """Record the values of the first batches on this rank, and compare them with the values of the reference.
 
-    Collective: all ranks make one, and the same calls of it.
+    Collective: all ranks create one and make the same calls.
 
     Args:
-        wanted: how many batches, and what follows from a difference.
+        wanted: the number of batches to verify, and the reaction to a difference.
         reference: the plain process, on rank 0.
-        seed: of the random streams.
+        trainer: the trainer.
+        run: the run of the pipeline.
+        seed: the seed of the random streams.
     """
 
     def __init__(
@@ -115,7 +118,7 @@ class Verifier(StageListener):
             names = list(cut.full._modules)
             local = {n: layer for n, layer in enumerate(cut.full) if n in cut.local}
             self._parts = ModuleParts(cut.module, cut.path, local, names)
-            layers = dict(enumerate(cut.full)) if run.is_asynchronous else local  # a stream may run others' layers here
+            layers = dict(enumerate(cut.full)) if run.is_asynchronous else local  # streams may run layers of others
         else:
             names = self._units.modules
             every = self._units.number_modules(cut.module)
@@ -132,10 +135,11 @@ class Verifier(StageListener):
         ]
         run.listeners.append(self)
 
-    # ---- what the run says
+    # ---- called by the run
 
     def before_inject(self, item: Item) -> None:
-        """A batch is about to go through."""
+        """Begin the record of a batch that is about to go through the pipeline, and send the batch's order to the
+        reference."""
         if self._over or not item.training:
             return
         record = self._records[item.number] = Record(item.number, complete=item.data.complete)
@@ -155,7 +159,7 @@ class Verifier(StageListener):
             self._reference.send(order)
 
     def before_forward(self, stage: Stage, item: Item, span: Span) -> None:
-        """A micro-batch is about to go through a stage."""
+        """Select the record and the span of a micro-batch that is about to go through a stage."""
         record = self._records.get(item.number)
         new = item.training and not stage.recomputing and record is not None
         self._current = (record, span) if new and record is not None else None
@@ -165,7 +169,7 @@ class Verifier(StageListener):
         self._keep_result(number, out)
 
     def before_optimizer_step(self, stage: Stage, item: Item) -> None:
-        """A stage of a stream is about to step by the gradients of a batch."""
+        """Record the gradients of a batch that a stage of a stream is about to step."""
         record = self._records.get(item.number)
         self._stepping = {}
         if record is None:
@@ -186,7 +190,7 @@ class Verifier(StageListener):
             record.add(phase, *key, tensor)
 
     def _stage_tensors(self, stage: Stage, item: Item, kind: type) -> list[tuple[tuple[int, str], Any]]:
-        """Return the tensors of the layers that a batch steps on a stage, each with layer and name."""
+        """Return the tensors of the layers that a batch steps on a stage, each with its layer and its name."""
         use = item.use
         layers = map(str, stage.layers) if use is None else use.stepped_layers(stage.number)
         found = []
@@ -200,15 +204,15 @@ class Verifier(StageListener):
             ]
         return found
 
-    # ---- what the strategy says
+    # ---- called by the strategy
 
     def training_step_ended(self, out: Any) -> None:
-        """The step of a batch has given `out`."""
+        """Record the result of the training step of a batch."""
         if not self._run.is_asynchronous and self._records:
             self._keep_result(max(self._records), out)
 
     def backward_ended(self) -> None:
-        """Hooks around the backward of a batch have run."""
+        """Record the gradients of a batch, after the hooks around its backward have run."""
         if self._run.is_asynchronous or not self._records:
             return
         record = self._records[max(self._records)]
@@ -218,10 +222,10 @@ class Verifier(StageListener):
             self._compare_slices(record, self._slices)
 
     def batch_ended(self) -> None:
-        """All hooks after a batch have run. Compares; collective.
+        """Compare a batch after all of its hooks have run. Collective.
 
         Raises:
-            VerificationError: the batch is not what one process trains.
+            VerificationError: the batch differs from the batch that one process trains.
         """
         if self._over or not self._records:
             return
@@ -246,7 +250,7 @@ class Verifier(StageListener):
             self._finish()
 
     def training_ended(self) -> None:
-        """Training ends, perhaps before as many batches as wanted."""
+        """Finish the comparison at the end of training, which may come after fewer batches than requested."""
         if self._over:
             return
         self.batch_ended()
@@ -255,7 +259,7 @@ class Verifier(StageListener):
             self._finish()
 
     def close(self) -> None:
-        """End the reference, and forget the kept values."""
+        """End the reference, and drop the recorded values."""
         self._over = True
         self._records.clear()
         self._weights.clear()
@@ -271,10 +275,10 @@ class Verifier(StageListener):
             self._reference.close()
             self._reference = None
 
-    # ---- comparing
+    # ---- comparison
 
     def _has_buffer(self, name: str) -> bool:
-        """Return whether this rank compares a buffer outside of the layers; others may have a stale copy."""
+        """Return whether this rank compares a buffer outside of the layers. Other ranks may have a stale copy of it."""
         owned = self._run.cut.owns(name)
         return self._run.is_last_rank if owned is None else owned
 
@@ -301,7 +305,7 @@ class Verifier(StageListener):
             add_settings(record, which, plain)
 
     def _compare(self, record: Record) -> bool:
-        """Compare one batch with the reference's; return whether anything differs."""
+        """Compare one batch with the batch of the reference, and return whether the verification ends here."""
         control, source = self._control, self._run.last_rank
         own = {key for key in record.values if key.phase in GRADIENTS or key.phase is Phase.WEIGHT}
         known = set().union(*control.all_gather(own))
@@ -342,22 +346,26 @@ class Verifier(StageListener):
         return True
 
     def _first_difference(self, found: Sequence[Difference]) -> Difference | None:
-        """Return the first difference of all ranks. Collective."""
+        """Return the first of the differences on all ranks. Collective."""
         of_ranks = self._control.all_gather(min(found, key=lambda each: each.order, default=None))
         return min((each for each in of_ranks if each is not None), key=lambda each: each.order, default=None)
 
     def _may_be_rounding(self, difference: Difference, rounding: Rounding) -> bool:
-        """Return whether a difference may come from a jump: where a function jumps, as the slope of ReLU does at 0,
-        rounding decides the side. Then one process gives the same if its weights are rounded in another way."""
+        """Return whether a difference may come from a jump of a function.
+
+        At a jump, such as the jump of the slope of ReLU at 0, rounding decides which side a value is on. In this case,
+        one process can produce the same difference if its weights are rounded differently.
+        """
         exact = (Phase.BATCH, Phase.MODE, Phase.FROZEN, Phase.SETTING)
         return not self._run.is_asynchronous and rounding.eps > NEGLIGIBLE_EPS and difference.key.phase not in exact
 
     def _accept(self, record: Record, repeated: bool, continues: bool) -> bool:
-        """Take note of an equal batch; return whether the comparison ends here.
+        """Record that a batch is equal, and return whether the comparison ends here.
 
         Args:
-            repeated: whether it is equal to repetitions only.
-            continues: whether the reference has the weights of the pipeline from here on.
+            record: the record of the batch.
+            repeated: whether the batch is equal only to a repetition.
+            continues: whether the reference continues with the weights of the pipeline.
         """
         if repeated:
             self._jumps.append(record.number)
@@ -374,7 +382,7 @@ class Verifier(StageListener):
         return describe_difference(first, notes, modules, self._units.modules)
 
     def _turn_to_slices(self, reason: str) -> None:
-        """Compare each layer alone from the next batch on."""
+        """Compare each layer separately from the next batch on."""
         if self._units is not None:
             raise PipelineError(
                 f"verify: {reason}, and a module that is cut by units can't be compared layer by layer. Verify a "
@@ -395,7 +403,7 @@ class Verifier(StageListener):
         self._undo.insert(0, self._slices.remove)
 
     def _compare_slices(self, record: Record, slices: LayerSlices) -> None:
-        """Compare the layers of this rank with the same layers alone, before anything steps."""
+        """Compare the layers of this rank with the same layers on the whole batch, before an optimizer steps."""
         run, first = self._run, self._trainer.fit_loop.batch_idx % self._trainer.accumulate_grad_batches == 0
         tied = {name for _, name, p in self._parts.parameters() if not run.local_layers.holdings.in_one_stage(p)}
         gradients = {key: value for key, value in _gradients(record.values).items() if key.name not in tied and first}
@@ -410,7 +418,8 @@ class Verifier(StageListener):
         self._found = self._comparison.compare_values(record.number, ours, theirs, Rounding.from_record(theirs, cast))
 
     def _report_slices(self) -> bool:
-        """Report the first difference between layers of all ranks and the same layers alone."""
+        """Report the first difference between a layer on any rank and the same layer on the whole batch, if there is
+        one."""
         of_ranks = self._control.all_gather(min(self._found, key=lambda each: each.order, default=None))
         first = min((each for each in of_ranks if each is not None), key=lambda each: each.order, default=None)
         if first is not None:
@@ -418,7 +427,8 @@ class Verifier(StageListener):
         return first is not None
 
     def _carry_weights(self, record: Record, known: set[ValueKey]) -> None:
-        """Give a batch of a stream the weights of this rank that no stage has stepped for it."""
+        """Add weights to the record of a batch of a stream: the weights of this rank that no stage has stepped for this
+        batch."""
         own = record.values
         self._weights |= {key: value for key, value in own.items() if key.phase is Phase.WEIGHT}
         self._weights = {key: value for key, value in self._weights.items() if key in own or key not in known}
@@ -430,7 +440,7 @@ class Verifier(StageListener):
         ours, theirs = record.of_layer(answer.layer), answer.values
         found = self._comparison.compare_values(record.number, ours, theirs, answer.rounding, spread)
         missing = _gradients(theirs).keys() - ours.keys() if record.complete else set()
-        if self._run.is_asynchronous:  # a batch steps its layers anywhere
+        if self._run.is_asynchronous:  # any rank may step the layers of a batch
             missing = missing - known if self._run.is_last_rank else set()
         else:
             missing = {key for key in missing if key._replace(phase=Phase.WEIGHT) in ours}
@@ -472,7 +482,7 @@ class Verifier(StageListener):
 
     @property
     def _jumps_text(self) -> str:
-        """What is said about batches that were equal only to a repetition."""
+        """The sentences about batches that were equal only to a repetition."""
         if not self._jumps:
             return ""
         numbers = ", ".join(map(str, self._jumps))
@@ -511,7 +521,7 @@ def _gradients(values: Mapping[ValueKey, Any]) -> dict[ValueKey, Any]:
 
 
 def spans_of_units(plan: Plan, rows: int) -> Mapping[int, Sequence[Span]]:
-    """Return the spans in which a batch goes through the units of a step, which are the same for each stream."""
+    """Return the spans in which a batch goes through the units of a step. They are the same for each stream."""
     spans = [span for whole in plan.spans(Kind.F, 0) if (span := whole.clip_to(rows)).rows]
     return defaultdict(partial(list, spans))
 
