@@ -18,8 +18,10 @@ with harmless("the configuration schemas"):
 
 
 class Schemas(SearchPathPlugin):
-    """A plugin that adds no search path. It exists so that Hydra imports this module if it finds plugins by entry
-    points."""
+    """A plugin that adds no search path.
+
+    It exists so that Hydra imports this module if it finds plugins by entry points.
+    """
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         pass

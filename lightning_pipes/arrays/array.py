@@ -113,8 +113,10 @@ class JobArray(Generic[T]):
         self._record = ArrayRecord()
         self.shared = SharedConnections()
         self._queue: deque[Sibling[T] | None] = deque()
-        """Siblings in the order of their next turns. An entry is None if its sibling ended one turn earlier than on
-        other ranks."""
+        """Siblings in the order of their next turns.
+
+        An entry is None if its sibling ended one turn earlier than on other ranks.
+        """
         self._arrivals: Arrivals[Sibling[T]] = Arrivals()
         self._running: dict[int, Sibling[T]] = {}
         self._news_of_peers: defaultdict[int, list[tuple[int, Failure | Return, float]]] = defaultdict(list)
@@ -215,7 +217,8 @@ class JobArray(Generic[T]):
     def count_default_microbatches(self, stages: int) -> int:
         """Return the default number of micro-batches per batch.
 
-        It is the smallest number that keeps all stages busy, even if siblings have batches of different sizes.
+        It is the smallest number that keeps all stages busy, even if siblings have batches of different sizes. In
+        rounds, and if the array decides its size, it is 1.
         """
         return 1 if self._rounds is not None or self._decides is not None else choose_microbatches(stages, self.size)
 

@@ -1,8 +1,8 @@
-"""States that take turns on a device because they do not all fit: siblings with their optimizers, layers, or weight
-versions.
+"""States that take turns on a device: siblings with their optimizers, layers of a supernet, or weight versions.
 
-For job arrays, the available memory can also decide the number of siblings. After a run, a log message reports whether
-moving the states was hidden by computations.
+States are kept on the host or on another device if they do not all fit on the device. For job arrays, the available
+memory can also decide the number of siblings. After a run, a log message reports whether moving the states was hidden
+by computations.
 """
 
 from __future__ import annotations
@@ -52,8 +52,10 @@ class Switching:
 
     @property
     def visible_seconds(self) -> float:
-        """Seconds of a switch that are not hidden if every block is as short as the shortest one. Longer blocks hide
-        more."""
+        """Seconds of a switch that are not hidden if every block is as short as the shortest one.
+
+        Longer blocks hide more.
+        """
         return max(0.0, self.transfer - self.block)
 
     def __str__(self) -> str:

@@ -51,8 +51,10 @@ class Rounds(Generic[S]):
         self._rows: list[list[tuple[int, bool]]] = []
         """The order of the last round, as sent by rank 0."""
         self._usual: list[int] = []
-        """Indices of the siblings in the order of this rank's blocks in the last round, which is probably the order of
-        the next round."""
+        """Indices of the siblings in the order of this rank's blocks in the last round.
+
+        The order of the next round is probably the same.
+        """
         self._warned = False
 
     def begin_round(

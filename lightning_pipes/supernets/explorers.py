@@ -35,8 +35,9 @@ class Explorer(ABC):
 
     @abstractmethod
     def choose_subnet(self, number: int) -> Choices:
-        """Return the choices of subnet `number`. All results that `results_needed(number)` counts have been reported
-        before.
+        """Return the choices of subnet `number`.
+
+        All results that `results_needed(number)` counts have been reported before.
 
         Raises:
             InputError: there are no more subnets, or the source of the subnets has failed.
@@ -116,8 +117,9 @@ class FromList(Explorer):
 
 
 class FromIterable(Explorer):
-    """Choose the subnets that a generator or another iterable yields. A resumed training requests earlier subnets
-    again.
+    """Choose the subnets that a generator or another iterable yields.
+
+    A resumed training requests earlier subnets again.
 
     Args:
         subnets: an iterable of subnets, each with one choice per block.

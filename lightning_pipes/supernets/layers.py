@@ -170,6 +170,8 @@ def split_input(given: Any) -> tuple[Any, Any]:
 
 
 def has_state(layer: nn.Module) -> bool:
-    """Return whether the layer has parameters or buffers. If it has, the order of the subnets that use it may
-    matter."""
+    """Return whether the layer has parameters or buffers.
+
+    If it has, the order of the subnets that use it may matter.
+    """
     return any(True for _ in (*layer.parameters(), *layer.buffers()))

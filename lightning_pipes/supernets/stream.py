@@ -89,8 +89,10 @@ class SubnetStream(Iterable[Subnet]):
         return CombinedLoader([loader, self], "min_size")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the stream and the state of the explorer, for a checkpoint. A Trainer calls this
-        automatically."""
+        """Return the position of the stream and the state of the explorer, for a checkpoint.
+
+        A Trainer calls this automatically.
+        """
         return {"next": self.next, "told": self.n_reported, "explorer": self.explorer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,5 +1,7 @@
-"""Measurements of stages next to processes that compete for the same core. A predictor of interference learns from
-them."""
+"""Measurements of stages next to processes that compete for the same core.
+
+A predictor of interference learns from them.
+"""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from lightning_pipes.ir import InputError, PipelineError, PlanError
 from lightning_pipes.tune.private_hydra import value_of
 
-HYDRA_RAISES = "HYDRA_FULL_ERROR"  # Hydra then raises instead of printing
+HYDRA_RAISES = "HYDRA_FULL_ERROR"  # if it is 1, Hydra raises errors instead of printing them
 OURS = "LIGHTNING_PIPES_SET_HYDRA_FULL_ERROR"  # marks for child processes that HYDRA_FULL_ERROR is not the user's
 
 

@@ -359,8 +359,10 @@ def _difference(own: Sequence[str], first: Sequence[str]) -> str:
 
 
 def _failed(error: BaseException, overrides: Sequence[str]) -> JobReturn:
-    """Return the result of a failed job. Hydra does not store errors such as SystemExit, so a RuntimeError replaces
-    them."""
+    """Return the result of a failed job.
+
+    Hydra does not store errors such as SystemExit, so a RuntimeError replaces them.
+    """
     kept = error if isinstance(error, Exception) else RuntimeError(_text(error))
     result = JobReturn(overrides=list(overrides), status=JobStatus.FAILED)
     result.return_value = kept

@@ -1,5 +1,6 @@
-"""The schema of conf/, with one dataclass per file. A mistyped key or a wrong type raises an error before training
-starts.
+"""The schema of conf/, with one dataclass per file.
+
+A mistyped key or a wrong type raises an error before training starts.
 
 Names and types are checked here. Ranges of values are checked where the values are used; for example, each schedule
 checks its own fields. This module does not import torch, because Hydra loads it at the start of every app in the

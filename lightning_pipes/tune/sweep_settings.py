@@ -26,8 +26,10 @@ class JobArraySettings:
 
 @dataclass
 class OptunaSettings:
-    """A search with Optuna. The search space is given by sweeps, such as
-    `optimizer.lr=tag(log,interval(1e-4,1e-1))`."""
+    """A search with Optuna.
+
+    The search space is given by sweeps, such as `optimizer.lr=tag(log,interval(1e-4,1e-1))`.
+    """
 
     _target_: str = f"{_PLUGINS}.optuna_sweeper.OptunaSweeper"
     _recursive_: bool = False
@@ -40,7 +42,7 @@ class OptunaSettings:
     n_trials: int = 20  # includes trials that ended in earlier runs of the study
     timeout: float | None = None  # seconds after which no trial is started
     max_failure_rate: float = 0.0  # share of ended trials; above it, no further trial is started
-    reuse: bool = False  # whether a trial takes the values of a finished one with the same parameters
+    reuse: bool = False  # whether a trial takes over the values of a finished one with equal parameters
     params: dict[str, Any] = field(default_factory=dict)  # sweeps; sweeps on the command line take precedence
     custom_search_space: str | None = None  # dotted path of a function (overrides, trial) that suggests more
 

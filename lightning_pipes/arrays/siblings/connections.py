@@ -29,8 +29,10 @@ from lightning_pipes.trainer.step.hooks import HOOKS
 def join(
     sibling: Sibling[Any], trainer: pl.Trainer, rank: int, ranks: int, make_watch: Callable[[], FailureWatch]
 ) -> Connections:
-    """Return the connections for a sibling's run. They are created when they are needed, except for the watch, which
-    the first sibling creates."""
+    """Return the connections for a sibling's run.
+
+    They are created when they are needed, except for the watch, which the first sibling creates.
+    """
     return SiblingConnections(sibling, trainer, sibling.array.shared.get_watch(make_watch, rank, ranks))
 
 
@@ -184,8 +186,10 @@ def _agreed(batch: int, answer: PendingGather[list[bool]]) -> list[bool]:
 
 
 _AFTER = {"run-stage": (), **{row.barrier: (row.name,) for row in HOOKS if row.barrier is not None}}
-"""The hooks that run before each barrier, by the name of the barrier: the hooks since the previous barrier, or since
-the exchange of the starting weights."""
+"""The hooks that run before each barrier, by the name of the barrier.
+
+These are the hooks since the previous barrier, or since the exchange of the starting weights.
+"""
 _OWN = ("lightning.", "lightning_pipes.")
 
 

@@ -159,8 +159,10 @@ class Sibling(Generic[T]):
         self.array.record_window(self.index, engine)
 
     def wait_until(self, ready: Callable[[], bool]) -> None:
-        """Return when `ready()` is true. The turn continues, and this rank computes for other siblings in the
-        meantime."""
+        """Return when `ready()` is true.
+
+        The turn continues, and this rank computes for other siblings in the meantime.
+        """
         if self._runner.is_current_thread and not ready():
             self._pause(ready)
 
@@ -230,8 +232,10 @@ class Sibling(Generic[T]):
 
     @property
     def has_failed(self) -> bool:
-        """Whether the sibling has failed on any rank, as far as this rank knows. It stays True if the function catches
-        the error."""
+        """Whether the sibling has failed on any rank, as far as this rank knows.
+
+        It stays True if the function catches the error.
+        """
         return self._failed or self._error_of_peer is not None
 
     def _pause(self, ready: Callable[[], bool]) -> None:
@@ -346,8 +350,10 @@ class Sibling(Generic[T]):
                 self._runner.resume_thread()
 
     def _check_failed(self, patience: float = 0.0) -> bool:
-        """Run the pending checks whose answers have arrived. Return whether one of them failed, so that the sibling is
-        failing."""
+        """Run the pending checks whose answers have arrived.
+
+        Return whether one of them failed, so that the sibling is failing.
+        """
         until = time.monotonic() + patience
         while self._checks and self._end is None:
             turn, is_ready, check = self._checks[0]
@@ -392,8 +398,10 @@ class SiblingWatch:
 
 
 def wait_in_turn(ready: Callable[[], bool]) -> None:
-    """Return when `ready()` is true, or immediately if no sibling is running. Other siblings' batches are computed
-    meanwhile."""
+    """Return when `ready()` is true, or immediately if no sibling is running.
+
+    Other siblings' batches are computed meanwhile.
+    """
     sibling = current_sibling()
     if sibling is not None:
         sibling.wait_until(ready)

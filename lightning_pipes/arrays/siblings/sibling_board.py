@@ -1,5 +1,7 @@
-"""A key-value board on which the ranks of an array publish the state of their siblings, including the errors of failed
-ones."""
+"""A key-value board on which the ranks of an array publish the state of their siblings.
+
+The state includes the errors of failed siblings.
+"""
 
 from __future__ import annotations
 
@@ -184,7 +186,7 @@ def packed_error(error: BaseException) -> bytes:
     """
     kind = type(error)
     with suppress(Exception):
-        args = error.__reduce__()[1] if isinstance(error, OSError) else error.args  # which lack its path
+        args = error.__reduce__()[1] if isinstance(error, OSError) else error.args  # an OSError's args lack its path
         data = plain.dumps((kind.__module__, kind.__qualname__, args, vars(error)))
         if str(_made(data)) == str(error):
             return data

@@ -312,8 +312,10 @@ class AsynchronousLoop(TrainingLoop):
 
     @contextmanager
     def _hooks(self, item: Item, mine: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Let the user's hooks in the block change only what `item` steps here. They see the state of the module as of
-        `item`."""
+        """Let the user's hooks in the block change only what `item` steps here.
+
+        They see the state of the module as of `item`.
+        """
         others = [each.use for each in self._recent.values() if each is not item] if self.orders_uses else ()
         with (
             self.between.step_hooks(others, mine, self._optimizers),
@@ -503,8 +505,9 @@ class AsynchronousLoop(TrainingLoop):
 
 
 class Results:
-    """Exchange the results of batches. The last stage publishes each result and continues. The other stages read it
-    later.
+    """Exchange the results of batches.
+
+    The last stage publishes each result and continues. The other stages read it later.
 
     When a rank has stepped for a batch, the result of the batch is already available.
 
@@ -713,6 +716,8 @@ def check_stash(run: PipelineRun) -> None:
 
 
 def _recomputes(plan: Plan) -> bool:
-    """Return whether forwards that wait for their backward keep only their input. On the last stage, no forward
-    waits."""
+    """Return whether forwards that wait for their backward keep only their input.
+
+    On the last stage, no forward waits.
+    """
     return plan.n_stages == 1 or (bool(plan.recompute) and all(plan.recompute[:-1]))

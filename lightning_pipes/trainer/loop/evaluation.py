@@ -105,7 +105,7 @@ class Evaluation:
 
     def _repeat_jointly(self, item: Item) -> Any:
         """Evaluate a batch again on all stages together. Later batches of its step and loader also run this way."""
-        self._run.user_steps.apply_changes(([], {}, {}))  # as the batch began
+        self._run.user_steps.apply_changes(([], {}, {}))  # restores the state at the start of the batch
         self._joint_steps.add(_key_of(item.data.step, item, item.data.arguments))
         rank_zero_info(
             f"{item.data.name} calls modules of the first stages again after those of later stages, as decoding does: "
@@ -147,7 +147,7 @@ class Evaluation:
             before = batch if key in self._unit_steps else copy_batch(batch)  # the step may modify its batch
             self._unit_steps.add(key)
             ended = run.engine.evaluate(item, 1)
-            data.batch = before  # for a second run
+            data.batch = before  # kept for a second run
             if not run.is_last_rank:
                 return self._receive(item)
             out, calls = ended[0][1]

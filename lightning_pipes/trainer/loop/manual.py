@@ -1,5 +1,7 @@
-"""The training loop of manual optimization: the user's step calls backward and optimizers, and all stages run
-together."""
+"""The training loop of manual optimization.
+
+The user's step calls backward and the optimizers, and all stages run it together.
+"""
 
 from __future__ import annotations
 

@@ -294,6 +294,7 @@ class PipelineRun:
 
     def finish_move(self, number: int | None = None) -> None:
         """Wait until the layers that are moving have arrived, and continue with the plans for which they moved.
+
         Collective.
 
         Args:
@@ -439,7 +440,9 @@ class PipelineRun:
 
     def _sums_over_replicas(self, ranks: Ranks) -> Sums | None:
         """Return a function that sums numbers over the last stages of all replicas, or None without replicas.
-        Collective."""
+
+        Collective.
+        """
         if ranks.grid.replicas == 1:
             return None
         place = ranks.grid.pipeline.index(self.last_rank)

@@ -1,5 +1,6 @@
-"""Observations of the last batches on all ranks, for planners. If batches overlap, no rank waits for these
-observations:
+"""Observations of the last batches on all ranks, for planners.
+
+If batches overlap, no rank waits for an observation:
 
     batch 50    every rank publishes its statistics since the last observation, a few numbers in the store
     batch 54    all ranks have published; every rank reads the statistics of all ranks, and calls its planner

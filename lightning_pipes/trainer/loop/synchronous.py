@@ -133,8 +133,10 @@ class SynchronousLoop(TrainingLoop):
         return step
 
     def _plan(self, step: TrainingStep) -> None:
-        """Switch to the plan for the number of samples in the batch. Layers that the plan places on other ranks
-        move."""
+        """Switch to the plan for the number of samples in the batch.
+
+        Layers that the plan places on other ranks move.
+        """
         run = self._run
         plan, step.order = (step.plans or run.plans).for_rows(step.rows)
         run.switch_plan(plan, step.order)

@@ -87,8 +87,10 @@ class RepetitionSpread:
         self._most: dict[ValueKey, torch.Tensor] = {}
 
     def add(self, values: Mapping[ValueKey, Any]) -> None:
-        """Add the values of a repetition. The values that are added first are the ones with which later values are
-        compared."""
+        """Add the values of a repetition.
+
+        The values that are added first are the ones with which later values are compared.
+        """
         for key, tensor in _tensors(values):
             first = self._first.setdefault(key, tensor)
             if tensor.is_floating_point() and tensor.shape == first.shape:
@@ -411,8 +413,10 @@ def place_of(difference: Difference, names: Sequence[str] = ()) -> str:
 def describe_difference(
     difference: Difference, notes: Sequence[str], layers: Sequence[Any], names: Sequence[str] = ()
 ) -> str:
-    """Return a description of a difference, its place, and its likely reason. The arguments are as in
-    `likely_reason`."""
+    """Return a description of a difference, its place, and its likely reason.
+
+    The arguments are as in `likely_reason`.
+    """
     where = f"on rank {difference.rank}" + (f" ({difference.where})" if difference.where else "")
     return (
         f"batch {difference.number} is not what one plain process trains. First differs {place_of(difference, names)}, "
@@ -422,8 +426,10 @@ def describe_difference(
 
 
 FINDINGS_VARIABLE = "LIGHTNING_PIPES_VERIFY_FINDINGS"
-"""The environment variable that names the file of the results. If it is set, training ends after the compared
-batches."""
+"""The environment variable that names the file of the results.
+
+If it is set, training ends after the compared batches.
+"""
 
 
 @dataclass(frozen=True)

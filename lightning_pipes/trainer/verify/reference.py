@@ -1,5 +1,4 @@
-"""The reference: one plain process of Lightning that trains the same batches on the host of rank 0 and sends its
-values.
+"""The reference, which is one plain process of Lightning that trains the same batches and sends its values to rank 0.
 
 Rank 0 forks the process when a fit begins, before anything of the pipeline is set up. The process continues the user's
 `fit` with Lightning's own strategy for one device. It shares only the seeds of random numbers with the pipeline.
@@ -62,8 +61,10 @@ They are the weights, which are copied when they are stepped, their snapshot, th
 the values that are sent.
 """
 _AMPLITUDES = (2.0, 4.0, 8.0, 16.0)
-"""The number of roundings by which weights are perturbed when a batch is repeated. Repetitions use these numbers in
-turn."""
+"""The number of roundings by which weights are perturbed when a batch is repeated.
+
+Repetitions use these numbers in turn.
+"""
 
 
 @dataclass(frozen=True)
@@ -396,8 +397,10 @@ class ReferenceStrategy(SingleDeviceStrategy):
         return order
 
     def _take_snapshot(self, module: nn.Module) -> None:
-        """Keep the state before a batch in a forked process. In each repetition of the batch, this method returns
-        again."""
+        """Keep the state before a batch in a forked process.
+
+        In each repetition of the batch, this method returns again.
+        """
         if self._snapshot is not None:
             self._snapshot.close()
         else:
@@ -475,8 +478,10 @@ class Snapshot:
         self.is_repetition = is_repetition
 
     def repeat(self, attempt: int) -> NoReturn:
-        """Train the batch again in another process. The current process ends, or waits to be ended if other processes
-        need it."""
+        """Train the batch again in another process.
+
+        The current process ends, or waits to be ended if other processes need it.
+        """
         os.write(self._pipe, bytes([attempt]))
         os.close(self._pipe)
         if self.is_repetition:

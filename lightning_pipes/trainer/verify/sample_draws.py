@@ -125,8 +125,10 @@ class SampleDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def sample_axis(shape: Sequence[int] | None, rows: int) -> int | None:
-    """Return the axis of the samples, or None if there is none. A sample may have several consecutive entries on this
-    axis."""
+    """Return the axis of the samples, or None if there is none.
+
+    A sample may have several consecutive entries on this axis.
+    """
     if not shape:
         return None
     if shape[0] and shape[0] % rows == 0:

@@ -61,8 +61,10 @@ NAME = "PipelineStrategy(verify={})"
 REPETITIONS = 16
 """The number of times that one process repeats a batch that differs, with weights that are rounded differently."""
 NEGLIGIBLE_EPS = 1e-12
-"""A rounding that is too small to matter, because hardly any value is so close to a jump. The rounding of float64 is
-smaller."""
+"""A rounding that is too small to matter, because hardly any value is so close to a jump.
+
+The rounding of float64 is smaller.
+"""
 
 
 class VerificationError(PipelineError):

@@ -74,7 +74,7 @@ def _bubble(run: Timeline, batches: int | None) -> float:
     if batches is None:
         return sum(run.bubble) / len(run.bubble)
     ends = sorted(e.end for e in run.computations if e.instruction.kind is Kind.STEP and e.instruction.stage == 0)
-    first, last = 2, len(ends) - 3  # far from the start and the end
+    first, last = 2, len(ends) - 3  # steps far from the start and the end of the run
     return 1 - (last - first) * 3e9 * MICROBATCHES / (ends[last] - ends[first])
 
 

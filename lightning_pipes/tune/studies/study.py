@@ -39,8 +39,10 @@ from lightning_pipes.tune.studies.trial import ArrayTrial, StorageLostError, sto
 OWNER = "lightning_pipes:owner"
 """The user attribute of a trial that identifies the process that runs it."""
 RETRY = "lightning_pipes:retry_of"
-"""The user attribute of a trial that repeats a trial of a dead process. Its value is the number of the repeated
-trial."""
+"""The user attribute of a trial that repeats a trial of a dead process.
+
+Its value is the number of the repeated trial.
+"""
 
 _REASON_SECONDS = 2.0
 """The longest time that other ranks wait for rank 0 to publish the reason why the study ended."""
@@ -258,7 +260,7 @@ class _Leader:
                 enqueue_again(self._study, trial.number, trial.params)
             frozen = report_result(self._study, trial, outcome.value, error, self._tracebacks)
         kinds = self._catch if isinstance(self._catch, tuple) else (self._catch,)
-        caught = (*kinds, CompatibilityError)  # another trial may fit into the pipeline
+        caught = (*kinds, CompatibilityError)  # other trials may still fit the pipeline
         if frozen.state == TrialState.FAIL and error is not None and not isinstance(error, caught):
             self._error = self._error or error
         for callback in self._callbacks:

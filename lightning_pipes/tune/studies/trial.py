@@ -25,8 +25,9 @@ class StorageLostError(PipelineError):
 
 
 class ArrayTrial(BaseTrial):
-    """The trial that an objective receives. It behaves like a trial of Optuna and returns rank 0's values on every
-    rank.
+    """The trial that an objective receives.
+
+    It behaves like a trial of Optuna and returns rank 0's values on every rank.
 
     All ranks must make the same calls in the same order, which they do if they run the same code.
 
@@ -132,8 +133,10 @@ class ArrayTrial(BaseTrial):
         return dict(self._ask_leader("constraints", lambda t: t.constraints))
 
     def find_duplicate(self) -> FrozenTrial | None:
-        """Return a finished trial with the same parameters, or None. An objective can return the values of that
-        trial."""
+        """Return a finished trial with the same parameters, or None.
+
+        An objective can return the values of that trial.
+        """
         found: FrozenTrial | None = self._ask_leader("find_duplicate", find_duplicate_trial)
         return found
 
