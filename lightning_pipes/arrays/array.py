@@ -120,8 +120,10 @@ class JobArray(Generic[T]):
         self._arrivals: Arrivals[Sibling[T]] = Arrivals()
         self._running: dict[int, Sibling[T]] = {}
         self._news_of_peers: defaultdict[int, list[tuple[int, Failure | Return, float]]] = defaultdict(list)
-        """News from other ranks about siblings that have not ended here, as the rank, the news, and its time of
-        arrival."""
+        """News from other ranks about siblings that have not ended here, by the index of the sibling.
+
+        Each entry consists of the rank, the news, and its time of arrival.
+        """
         self._job_counts_of_peers: dict[int, int] = {}
         """The number of jobs of each rank that has no more jobs."""
         self._started = 0
