@@ -467,8 +467,9 @@ def choose_microbatches(stages: int, siblings: int) -> int:
 
 
 def choose_size(rooms: Sequence[int], stages: int) -> int:
-    """Return the size of an array and log it: the number of useful siblings that fit on all ranks (S V-B1 of
-    ArrayPipe).
+    """Return the size of an array, and log it.
+
+    It is the number of useful siblings that fit on all ranks (S V-B1 of ArrayPipe).
 
     Args:
         rooms: number of states that each rank has room for.

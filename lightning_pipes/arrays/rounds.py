@@ -126,8 +126,8 @@ class Rounds(Generic[S]):
         ]
 
     def _measured_costs(self, sibling: S, plan: Plan) -> CostModel:
-        """Return the costs of the stages according to the profile of the siblings' layers, or equal costs if there is
-        no profile."""
+        """Return the costs of the stages according to the profile of the siblings' layers, or equal costs without a
+        profile."""
         assert sibling.trainer is not None, "a sibling with a window has a trainer"
         host: PipelineHost = sibling.trainer.strategy  # type: ignore[assignment]  # a sibling with a window has one
         decision = host.decision

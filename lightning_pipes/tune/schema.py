@@ -333,8 +333,10 @@ def our_schedules() -> list[str]:
 
 
 def register() -> None:
-    """Add the schemas to Hydra's config store as lightning_pipes/schema/PATH, where PATH is the path of the file in
-    conf/."""
+    """Add the schemas to Hydra's config store as lightning_pipes/schema/PATH.
+
+    PATH is the path of the file in conf/.
+    """
     for path, schema in SCHEMAS.items():
         group, _, name = f"{GROUP}/{path}".rpartition("/")
         ConfigStore.instance().store(group=group, name=name, node=schema, provider="lightning_pipes")

@@ -14,8 +14,7 @@ from lightning_pipes.engine.watch.fault_points import fault_point
 
 
 class Runner:
-    """Run a function in its own thread, but only between `resume_thread` and the function's next call of
-    `pause_thread`.
+    """Run a function in its own thread, but only between `resume_thread` and its next call of `pause_thread`.
 
     The random states of torch, Python and NumPy belong to the running function. After a pause, a function finds its
     random states as they were before, no matter which code ran in the meantime. Context variables are also separate,

@@ -225,8 +225,7 @@ class CompatibilityError(PlanError):
 
 
 def with_default_microbatches(request: RunRequest, sibling: Sibling[object], ranks: int) -> RunRequest:
-    """Return a sibling's request with the array's number of micro-batches, if the sibling does not set this number
-    itself.
+    """Return a sibling's request with the array's number of micro-batches, if the sibling does not set a number.
 
     The first sibling that uses the default logs the number.
     """
@@ -255,8 +254,7 @@ def find_shared_container(sibling: Sibling[object], module: pl.LightningModule, 
 def decide_shared_cut(
     sibling: Sibling[object], module: pl.LightningModule, plain: Decision, decide: Callable[[], Decision]
 ) -> Decision:
-    """Return the decision for a sibling: the cut of the first sibling, with this sibling's own schedule and
-    micro-batches.
+    """Return the decision for a sibling, with the cut of the first sibling and its own schedule and micro-batches.
 
     Args:
         sibling: the sibling.
@@ -265,8 +263,7 @@ def decide_shared_cut(
         decide: makes a complete decision. It is called for the first sibling only.
 
     Raises:
-        CompatibilityError: the parameters of the sibling, its ranks, or the requested cut differ from those of the
-            first sibling.
+        CompatibilityError: the sibling differs from the first one in its parameters, its ranks, or the requested cut.
     """
     own: Structure = {n: (tuple(p.shape), str(p.dtype)) for n, p in module.named_parameters()}
     facts = sibling.array.shared.facts

@@ -38,13 +38,15 @@ RETURN_SECONDS = 60.0
 During this time, it can still process messages that the other rank sent before it returned.
 """
 _PATIENCE = 100
-"""The number of times that a sibling that has to end may wait for something again, before it is abandoned."""
+"""The number of times that an ending sibling may wait for something again, before it is abandoned."""
 _current: contextvars.ContextVar[Sibling[Any] | None] = contextvars.ContextVar("lightning_pipes_sibling", default=None)
 
 
 class ArrayCancelledError(PipelineError):
-    """The array ended before this sibling did, because of Ctrl-C, a rank that died, or a caller that stopped
-    iterating."""
+    """The array ended before this sibling did.
+
+    The reason is Ctrl-C, a rank that died, or a caller that stopped iterating.
+    """
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class Sibling(Generic[T]):
         failing        `is_failing`        the same            in turn: `resume_turn`, which raises the error
         ended          `outcome` is set    others' batches
 
-    `fail_at` makes the sibling failing in any state, and so does `handle_news` after a failure on another rank.
+    `fail_at` starts the failing state from any other state, and so does `handle_news` after a failure elsewhere.
     `end_by_error` ends the sibling immediately.
 
     Args:
@@ -290,8 +292,8 @@ class Sibling(Generic[T]):
         return self.outcome is not None or not self.in_turn
 
     def compute(self) -> None:
-        """Run the next instructions of the sibling's window on the sibling's thread, up to the end of one
-        computation."""
+        """Run the next instructions of the sibling's window on the sibling's thread, until one computation has
+        ended."""
         engine = self.engine
         assert engine is not None
 

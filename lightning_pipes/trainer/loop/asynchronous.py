@@ -148,7 +148,7 @@ class AsynchronousLoop(TrainingLoop):
 
         Returns:
             The latest result that is available on this rank. On the last stage, it is the result of this batch if the
-                batch has finished. Before the first result, it is NaN.
+            batch has finished. Before the first result, it is NaN.
         """
         watchers, step = self._run.watchers, self._begin(batch, arguments, complete)
         self._hide_gradients()
@@ -312,7 +312,7 @@ class AsynchronousLoop(TrainingLoop):
 
     @contextmanager
     def _hooks(self, item: Item, mine: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Let the user's hooks in the block change only what `item` steps here.
+        """Let the user's hooks in the block change only the weights that `item` steps on this rank.
 
         They see the state of the module as of `item`.
         """
@@ -384,8 +384,8 @@ class AsynchronousLoop(TrainingLoop):
         )
 
     def _is_settled(self, parameter: torch.Tensor | None) -> bool:
-        """Return whether the state of a parameter, or of all parameters for None, is the state after all batches so
-        far."""
+        """Return whether a parameter of this rank, or all of them for None, has been stepped by all batches so far and
+        no others."""
         if self._stepped_ids is not None:
             alone = parameter is None and not self._has_other_ranks and len(self.unstepped_batches) == 1
             return alone or id(parameter) in self._stepped_ids
@@ -680,7 +680,7 @@ def check_prediction(run: PipelineRun, memory: StateMemory | None) -> None:
     """Check whether weights can be predicted in this run.
 
     Raises:
-        PipelineError: an option prevents that versions are copied, or that each batch is followed by one update.
+        PipelineError: an option conflicts with copies of weight versions, or with one update per batch.
     """
     refused = {
         "MemorySwap": memory is not None,

@@ -1,4 +1,4 @@
-"""Connections of a training to other ranks, either its own or the ones of the trainings that share its ranks."""
+"""Connections of a training to other ranks, which are either its own or shared with other trainings."""
 
 from __future__ import annotations
 
@@ -44,8 +44,7 @@ class Connections:
         return make(self.watch, None)
 
     def connect_eagerly(self, pipeline: Control) -> None:
-        """Open the connections that `pipeline` would open on first use, if other trainings would have to wait at that
-        time."""
+        """Open the connections that `pipeline` opens on first use, if other trainings would wait at that time."""
 
     def waits_at(self, barrier: str | None) -> bool:
         """Return whether ranks wait for each other at the barrier of this name."""
@@ -139,7 +138,8 @@ _shared_connections: ContextVar[JoinTrainings | None] = ContextVar("lightning_pi
 
 
 def make_connections(trainer: pl.Trainer, rank: int, ranks: int, make_watch: Callable[[], FailureWatch]) -> Connections:
-    """Return the connections of the next training: either its own, or the ones that `share_connections` specifies."""
+    """Return the connections of the next training: its own, or the shared connections that `share_connections`
+    specifies."""
     join = _shared_connections.get()
     return Connections(make_watch()) if join is None else join(trainer, rank, ranks, make_watch)
 

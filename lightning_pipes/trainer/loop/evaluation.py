@@ -198,8 +198,7 @@ class Evaluation:
         return self._evaluate_again(item, x, generators)
 
     def _evaluate_again(self, item: Item, x: Any, generators: States) -> tuple[Item, Outputs]:
-        """Run the layers of this rank on `x` in one micro-batch, because the step may pass a different number of
-        samples."""
+        """Run the layers of this rank on `x` in one micro-batch, because the number of samples may have changed."""
         data = replace(item.data, x=x, is_repeated=True, left={}, generators=generators)
         item = replace(item, number=self._number(), data=data)
         return item, self._run.engine.evaluate(item, 1)

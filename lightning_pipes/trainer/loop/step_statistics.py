@@ -204,8 +204,7 @@ def merge_statistics(
 
 
 def _sample_seconds(part: RankStatistics, plan: Plan, stage: int) -> float:
-    """Return a rank's mean seconds of the forward and backward of one sample on a stage, or NaN if it had no
-    samples."""
+    """Return a rank's mean seconds per sample of a forward and backward on a stage, or NaN if it had no samples."""
     total = 0.0
     for kind in plan.compute_kinds:
         table, rows = part.operations[kind, stage], [span.rows for span in plan.spans(kind, stage)]
@@ -270,8 +269,10 @@ def batches_left(trainer: pl.Trainer) -> int | None:
 
 
 SHOWN_BATCHES = 50
-"""The number of recorded batches in a window that a policy orders, because predicting thousands of batches takes
-minutes."""
+"""The number of recorded batches in a window that a policy orders.
+
+Predicting thousands of batches with the policy takes minutes.
+"""
 
 
 class WindowRecorder:
@@ -371,8 +372,9 @@ class AsynchronousStatistics:
         self._begun = batch, plan, part
 
     def collect_observations(self, batch: int, rows: int, flushed: bool) -> tuple[Observation, ...] | None:
-        """Return the observations of the plan for `rows` samples, before batch number `batch`, or None if there is no
-        new one.
+        """Return the observations of the plan for `rows` samples, before batch number `batch`.
+
+        The result is None if there is no new observation.
 
         Args:
             batch: the number of the next batch.

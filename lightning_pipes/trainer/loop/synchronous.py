@@ -97,8 +97,7 @@ class SynchronousLoop(TrainingLoop):
         self._keep_old = is_overridden("optimizer_zero_grad", run.cut.module)
 
     def train(self, batch: Any, arguments: tuple[Any, ...], optimizers: Sequence[Optimizer], complete: bool) -> Any:
-        """Train one batch: choose its plan, run it, sum its gradients, and log the values that the last stage has
-        logged.
+        """Train one batch: choose its plan, run it, sum its gradients, and log the values of the last stage.
 
         The gradients are set aside until `give_back_gradients`, because Lightning clears the gradients of earlier
         batches in between.

@@ -208,6 +208,5 @@ def _overridden(watchers: Sequence[Watcher], moment: str) -> list[Callable[[Any]
 
 
 def is_due(number: int) -> bool:
-    """Return whether checks that are repeated during training apply to the batch with this number: 0, 1, 2, 4, 8,
-    ..."""
+    """Return whether a repeated check is due for the batch with this number: 0, 1, 2, 4, 8, ..."""
     return number & (number - 1) == 0

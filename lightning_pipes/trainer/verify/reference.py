@@ -282,8 +282,7 @@ class SilentLogger(DummyLogger):
 
 
 class ReferenceStrategy(SingleDeviceStrategy):
-    """Lightning's strategy for one device, which additionally records the values of each batch and sends them to rank
-    0.
+    """Lightning's strategy for one device, extended to record the values of each batch and send them to rank 0.
 
     It does not save or remove files, because they belong to the other process.
 

@@ -140,8 +140,7 @@ class Verifier(StageListener):
     # ---- called by the run
 
     def before_inject(self, item: Item) -> None:
-        """Begin the record of a batch that is about to go through the pipeline, and send the batch's order to the
-        reference."""
+        """Begin the record of a batch that is about to go through the pipeline, and send an order to the reference."""
         if self._over or not item.training:
             return
         record = self._records[item.number] = Record(item.number, complete=item.data.complete)
@@ -420,8 +419,10 @@ class Verifier(StageListener):
         self._found = self._comparison.compare_values(record.number, ours, theirs, Rounding.from_record(theirs, cast))
 
     def _report_slices(self) -> bool:
-        """Report the first difference between a layer on any rank and the same layer on the whole batch, if there is
-        one."""
+        """Report the first difference between a layer on any rank and the same layer on the whole batch.
+
+        Return whether there is a difference.
+        """
         of_ranks = self._control.all_gather(min(self._found, key=lambda each: each.order, default=None))
         first = min((each for each in of_ranks if each is not None), key=lambda each: each.order, default=None)
         if first is not None:
@@ -429,7 +430,7 @@ class Verifier(StageListener):
         return first is not None
 
     def _carry_weights(self, record: Record, known: set[ValueKey]) -> None:
-        """Add weights to the record of a batch of a stream: the weights of this rank that no stage has stepped for this
+        """Add the weights of this rank that no stage has stepped for a batch of a stream to the record of this
         batch."""
         own = record.values
         self._weights |= {key: value for key, value in own.items() if key.phase is Phase.WEIGHT}

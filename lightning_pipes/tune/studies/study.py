@@ -314,8 +314,10 @@ class _Follower:
             yield partial(self._job, index)
 
     def _check_ends_on_leader(self, outcome: Outcome[Any]) -> None:
-        """Raise the error of a trial unless the trial also ends on rank 0, which would otherwise wait for this rank
-        forever."""
+        """Raise the error of a trial unless the trial also ends on rank 0.
+
+        If it does not end there, rank 0 would wait for this rank forever.
+        """
         assert outcome.error is not None
         until = time.monotonic() + self.stop_timeout
         self._leader_store.get(_ended_key(outcome.index), until=lambda: time.monotonic() > until)
@@ -383,8 +385,7 @@ def reseed_for_resume(study: Study) -> None:
 
 
 def enqueue_again(study: Study, number: int, params: Mapping[str, Any]) -> None:
-    """Queue the parameters of a trial of a dead process, including queued parameters that the trial did not suggest
-    yet.
+    """Queue the parameters of a trial of a dead process, including queued parameters that it did not suggest yet.
 
     The parameters are queued only once. They are queued before the trial is set to FAIL, so that a kill between the two
     does not lose them.
