@@ -21,7 +21,10 @@ from lightning_pipes.trainer.verify.record import OUTSIDE, Phase, ValueKey
 
 GRADIENTS = (Phase.GRADIENT, Phase.STEP_GRADIENT)
 _SIDES = 3.0
-"""The allowed ratio of the number of jumps that a pipeline takes on the other side to this number in a repetition."""
+"""The allowed difference of a pipeline, as a multiple of the largest difference between repetitions.
+
+A pipeline may take the other side of more jumps than a repetition.
+"""
 _NOISE = 10.0
 """The number of roundings of the largest value of a kind that do not count as a difference.
 

@@ -156,7 +156,7 @@ class ReferenceProcess:
         self._ended: ReferenceEnded | None = None
 
     def send(self, order: Order | Repetition) -> None:
-        """Request another batch from the reference, or a repetition of the last one."""
+        """Send a request to train another batch, or to train the last one again."""
         with suppress(OSError):  # `receive` returns the reason
             self._connection.send(order)
 

@@ -24,7 +24,7 @@ class Command:
         config: the name of the settings file in conf/, or None if the command has no settings.
         positionals: the names of the positional arguments, in order.
         flags: for each flag, a placeholder for its value, which is empty for a switch, and a help text.
-        defaults: overrides that repeat a default value and that Hydra cannot parse. They are ignored.
+        defaults: overrides that repeat a default value but are not accepted by Hydra. They are ignored.
         optional: whether all positional arguments can be omitted.
         script: whether the last positional argument is a Python script, which receives the rest of the command line.
         translate: converts an override into Hydra's form.

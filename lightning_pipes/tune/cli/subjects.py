@@ -69,7 +69,7 @@ def subject_from_factory(path: str, rows: Sequence[int]) -> Subject:
 
     Args:
         path: the path of the factory.
-        rows: the numbers of samples to measure.
+        rows: the numbers of samples to measure, which do not matter here.
 
     Raises:
         InputError: there is no such function, the function raises an error, or it does not return layers and an
@@ -117,7 +117,8 @@ def profile_subject(
         rows: the numbers of samples to measure.
         device: the device on which the layers run.
         threads: number of threads that a CPU uses.
-        optimizer: the name of an optimizer of torch.optim. By default, the module's own optimizer is used.
+        optimizer: the name of an optimizer of torch.optim. By default, it is the optimizer of a LightningModule, or
+            AdamW for other modules.
         split: whether backwards are also measured in two parts, input gradients and weight gradients.
         repeats: number of measurements of each layer.
         progress: called with a text and the finished share of the work.
@@ -212,7 +213,7 @@ def _layers_input(subject: Subject, x: Any) -> Any:
 
 
 def _optimizer(module: nn.Module, name: str | None) -> Optimizer:
-    """Return the optimizer of torch.optim with this name, or the module's own optimizer."""
+    """Return the optimizer of torch.optim with this name, or by default the module's own optimizer or AdamW."""
     if name is not None:
         kind = getattr(torch.optim, name, None)
         if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
