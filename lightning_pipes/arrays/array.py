@@ -243,8 +243,7 @@ class JobArray(Generic[T]):
         """Give a sibling a turn and yield its outcome if it ends in this turn.
 
         While the array is `filling`, no other sibling computes during the turn. A computing rank keeps all other ranks
-        waiting, so otherwise the first siblings would start one by one, each several computations after the previous
-        sibling.
+        waiting, so the first siblings would start one by one, each several computations after the previous sibling.
         """
         self._work_until(lambda: self.memory.has_room(sibling.index))
         self.memory.begin_turn(sibling.index)
@@ -475,7 +474,7 @@ def _has_stepped(sibling: Sibling[Any]) -> bool:
 
 
 def _run_with_connections(job: Callable[[], T]) -> T:
-    """Return the value of a sibling's function, whose training runs use the connections of the array."""
+    """Return the value of a sibling's function, and let its training runs use the connections of the array."""
     sibling = current_sibling()
     assert sibling is not None, "a sibling runs it"
     with share_connections(partial(join, sibling)):

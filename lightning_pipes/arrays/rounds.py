@@ -201,7 +201,7 @@ def _keeps_state(plan: Plan, rank: int) -> bool:
 def _fit_row(
     row: list[tuple[int, bool]], keeping: Collection[int], plan: Plan, rank: int, memory: SiblingMemory
 ) -> list[tuple[int, bool]]:
-    """Return this rank's blocks in an order for whose states the device has room.
+    """Return this rank's blocks in an order in which their states fit on the device.
 
     The order is changed only on the last stage, and only if the given order needs more resident states than there is
     room for. On that stage, each backward may follow its forward immediately, because this cannot create a cycle of
@@ -210,6 +210,9 @@ def _fit_row(
     Args:
         row: the blocks of this rank, as the index of a sibling and whether the block is a backward.
         keeping: indices of the siblings whose states stay on the device from forward to backward.
+        plan: the plan of one sibling.
+        rank: this rank.
+        memory: holds the states of the siblings.
 
     Raises:
         PlanError: there is no room for the resident states in any order.

@@ -1,4 +1,4 @@
-"""Connections of a sibling, and what it shares with all siblings of its array: one model structure and one cut."""
+"""Connections of a sibling, and the model structure and cut that all siblings of an array share."""
 
 from __future__ import annotations
 

@@ -482,7 +482,7 @@ class AsynchronousLoop(TrainingLoop):
             self._results.send_result(step.message)
 
     def _log_results(self) -> None:
-        """Log the batches whose results are available."""
+        """Log the available results of batches."""
         run = self._run
         self._send_results()
         while self._under_way and self._is_known(self._under_way[0]):

@@ -79,7 +79,7 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def batch_complete(self, stage: Stage, item: Item) -> None:
-        """Handle a batch whose gradients are complete on a stage of this rank."""
+        """Handle the completion of a batch's gradients on a stage of this rank."""
 
     @abstractmethod
     def give_back_gradients(self) -> None:
@@ -122,7 +122,7 @@ class StageListener:
         """Handle a micro-batch that is about to go forward through a stage."""
 
     def before_first_forward(self, stage: Stage, item: Item) -> None:
-        """Handle a training batch whose first forward on a stage is about to run."""
+        """Handle a training batch before its first forward on a stage."""
 
     def before_optimizer_step(self, stage: Stage, item: Item) -> None:
         """Handle a batch that is about to step its layers on a stage."""

@@ -133,7 +133,7 @@ class Watcher:
         """Handle a batch with complete gradients, before an optimizer uses them."""
 
     def after_batch(self, step: TrainingStep) -> None:
-        """Handle a batch whose result is available, before the result is logged."""
+        """Handle a batch with an available result, before the result is logged."""
 
 
 class EvaluationWatcher(Watcher):
@@ -149,7 +149,7 @@ class EvaluationWatcher(Watcher):
         """Handle a batch before it runs, and return a context in which it runs, or None."""
 
     def after_batch(self, step: Step) -> None:
-        """Handle a batch whose result is available, before the result is logged."""
+        """Handle a batch with an available result, before the result is logged."""
 
 
 class Watchers:

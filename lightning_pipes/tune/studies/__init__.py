@@ -1,1 +1,1 @@
-"""Optuna studies whose trials run as siblings of a job array."""
+"""Optuna studies with trials that run as siblings of a job array."""

@@ -1,4 +1,4 @@
-"""Optuna studies whose trials run as siblings of a job array."""
+"""Optuna studies with trials that run as siblings of a job array."""
 
 from __future__ import annotations
 
@@ -300,7 +300,7 @@ class _Follower:
     def _check_ended(self) -> None:
         """Raise the reason why rank 0 ended the study, if it is known.
 
-        The array of rank 0 ends before the study does, and the array does not know the reason.
+        The array of rank 0 ends before the study does, and has no information about the reason.
         """
         until = time.monotonic() + _REASON_SECONDS
         end = self._leader_store.get("end", until=lambda: time.monotonic() > until)
@@ -346,7 +346,7 @@ def _run_objective(objective: Objective, trial: ArrayTrial) -> Any:
 
 
 def ask_trial(study: Study) -> Trial:
-    """Ask the study for a new trial, and mark it as a trial of this process."""
+    """Return a new trial of the study, marked as a trial of this process."""
     trial = study.ask()
     trial.set_user_attr(OWNER, str(Process.current()))
     return trial

@@ -1,4 +1,4 @@
-"""A trial that runs on several ranks. Rank 0 asks the study, and all ranks get its answers."""
+"""Trials that run on several ranks. The study on rank 0 answers the calls of all ranks."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ArrayTrial(BaseTrial):
         The most common one is `study`, which ranks cannot share.
 
         Raises:
-            AttributeError: always, with a suggestion of what to use instead.
+            AttributeError: always, with an alternative in its message.
         """
         if name.startswith("__"):  # copy and pickle look up such names
             raise AttributeError(name)
