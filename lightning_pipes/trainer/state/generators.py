@@ -1,13 +1,13 @@
-"""Random generators of a module's own, which every rank has a copy of.
+"""The module's own random generators, of which every rank has a copy.
 
-On one process code before the layers, layers and code after them draw from a generator one after another. In a pipeline
-they are on different ranks. So the state of a generator travels with each micro-batch from stage to stage, and after a
-batch all ranks take the state that its first micro-batch has left:
+In one process, the code before the layers, the layers, and the code after them draw from a generator one after another.
+In a pipeline they are on different ranks. Therefore the state of a generator is sent with each micro-batch from stage
+to stage. After a batch, all ranks adopt the state at the end of the first micro-batch:
 
-    one micro-batch      the numbers of one process
-    several of them      the first one begins with the state of the batch, and the others with states of their own that
-                         depend on it: all draw different numbers, as with torch's own generator
-    overlapping batches  each batch begins with a state of its own, which depends on its number
+    one micro-batch      draws the same numbers as one process
+    several of them      the first one begins with the state of the batch, and the others with states derived from it:
+                         all draw different numbers, as with torch's own generator
+    overlapping batches  each batch begins with its own state, which depends on its number
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ from lightning_pipes.ir import Span
 from lightning_pipes.trainer.module.unchanged import find_generators, set_state, state_of
 
 States = Mapping[int, bytes]
-"""States of some of the generators, by their place among all, in a form that can be sent and compared."""
+"""The states of some of the generators, by position in the list of all generators, in a form that can be sent and
+compared."""
 
 
 class ModuleGenerators:
-    """The generators that a module and its layers have, in one order on all ranks.
+    """The generators of a module and its layers, in the same order on all ranks.
 
     Args:
-        layers: that are cut; None where units are.
-        proxy: what stands for them in the module, and has those of this rank.
+        module: the module.
+        layers: the layers that are distributed; None if the module is cut by units.
+        proxy: the module in place of the layers, which contains the layers of this rank.
 
     Attributes:
         last: the states that the latest micro-batch has changed.
@@ -55,15 +57,15 @@ class ModuleGenerators:
         return bool(self._generators)
 
     def expect_overlap(self, alone: bool) -> None:
-        """Give each batch states of its own, because batches overlap.
+        """Give each batch its own states, because batches overlap.
 
         Args:
-            alone: whether no other rank is in this pipeline; then batches draw one after another.
+            alone: whether this rank is the only one of its pipeline. In this case batches draw one after another.
         """
         self._overlapping, self._is_alone = not alone, alone
 
     def find(self) -> None:
-        """Look for the generators; hooks may have made others."""
+        """Find the generators again, because hooks may have created others."""
         inside = [] if self._layers is None else find_generators(self._layers)
         found = {id(each): each for each in (*find_generators(self._module, self._proxy), *inside)}
         self._generators = [*found.values()]
@@ -73,7 +75,11 @@ class ModuleGenerators:
         return {place: _pack(generator) for place, generator in enumerate(self._generators)}
 
     def read_changes(self, before: States | None = None) -> States:
-        """Return the present states of changed generators, compared with `before` or the start of the micro-batch."""
+        """Return the present states of the generators that have changed.
+
+        Args:
+            before: the earlier states; by default, the states at the start of the micro-batch.
+        """
         before = self._begun if before is None else before
         return {place: state for place, state in self.read_states().items() if before.get(place) != state}
 
@@ -84,10 +90,13 @@ class ModuleGenerators:
 
     @contextmanager
     def microbatch(self, number: int, span: Span) -> Iterator[None]:
-        """Let a micro-batch draw in the block; afterwards the generators have the states from before it.
+        """Set the states of a micro-batch for the block, and restore the earlier states afterwards.
+
+        If this rank is the only one of its pipeline and batches overlap, the states are not restored.
 
         Args:
-            number: of its batch.
+            number: the number of the batch.
+            span: the samples of the micro-batch.
         """
         if not self:
             yield
@@ -96,7 +105,7 @@ class ModuleGenerators:
         if self._overlapping or span.start:
             for place, generator in enumerate(self._generators):
                 digest = hashlib.blake2b(before[place], digest_size=8).digest()
-                one = Span(span.start, span.start + 1)  # stages may cut a batch differently
+                one = Span(span.start, span.start + 1)  # stages may divide a batch differently
                 _seed(generator, stream_seed(int.from_bytes(digest, "little"), place, BEFORE_LAYERS, number, one))
         self._begun = self.read_states()
         try:
@@ -107,19 +116,19 @@ class ModuleGenerators:
                 self.set_states({place: before[place] for place in self.read_changes(before)})
 
     def note_microbatch(self, span: Span) -> None:
-        """Note the states after the latest micro-batch, on the last stage."""
+        """Record the states after the latest micro-batch, on the last stage."""
         if not span.start:
             self._ended = self.last
 
     def end_batch(self) -> States:
-        """Leave the states after the batch, on the last stage; return them for other ranks."""
+        """Set the states after the batch, on the last stage, and return them for the other ranks."""
         ended, self._ended = self._ended, {}
         self.set_states(ended)
         return ended
 
 
 def _pack(generator: Any) -> bytes:
-    """Return the state as bytes; numbers of Python would take a hundred times as long as their bytes."""
+    """Return the state as bytes. Python numbers would take a hundred times as long to serialize as their bytes."""
     state = state_of(generator)
     if isinstance(generator, torch.Generator):
         state = state.numpy().tobytes()

@@ -1,9 +1,11 @@
-"""Values that layers leave in attributes, lists and dicts, for code after the layers: auxiliary losses, activations
-that forward hooks collect. They travel to the last stage with what the layers return, and gradients back.
+"""Values that layers leave in attributes, lists and dicts for the code after the layers.
 
-On one process code after the layers finds them in the object where the layer has put them. Here it looks into the copy
-of that object on the last stage, so they are put in there, before that code runs. Which places layers write to is
-found out in the first micro-batches.
+Examples are auxiliary losses, and activations that forward hooks collect. The values are sent to the last stage along
+with the outputs of the layers, and their gradients are sent back.
+
+In one process, the code after the layers finds these values in the objects in which the layers have put them. In a
+pipeline this code reads the copies of these objects on the last stage, so the values are put into the copies before the
+code runs. The first micro-batches determine the places to which layers write.
 """
 
 from __future__ import annotations
@@ -34,21 +36,24 @@ from lightning_pipes.trainer.state.module_entries import follow_path, read_entri
 from lightning_pipes.trainer.state.module_state import ModuleState
 
 _LOOKS = 16
-"""Runs of a stage in which all its modules are looked at."""
+"""The number of runs of a layer in which all its modules are examined."""
 _PLAIN = (torch.Tensor, str, bytes, int, float, complex, type(None))
 _SMALL = 1 << 16
-"""Bytes of a tensor that is sent for hooks; in place of larger ones they get a stand-in, which refuses to be read."""
+"""The largest size in bytes of a tensor that is sent for hooks. Larger tensors are replaced by a stand-in that refuses
+to be read."""
 _COPIED = 1 << 26
-"""Bytes of a tensor that is copied before a layer runs for the first time, in case it changes the tensor in place."""
+"""The largest size in bytes of a tensor that is copied before a layer runs for the first time, in case the layer
+changes it in place."""
 _ABSENT = object()
 """Stands for the value of an attribute that a layer does not have yet."""
 
 Place = tuple[Any, ...]
-"""Of a layer: its number, a module in it, a name. Of an object around the layers: its path, a key."""
+"""A place in a layer is its number, the path of a module in it, and a name. A place in an object around the layers is
+the path of the object and a key."""
 
 
 class SentValues(NamedTuple):
-    """The message of a stage with values of its layers, or with one tensor twice."""
+    """The message of a stage if it contains values of its layers, or one tensor twice."""
 
     out: Any
     left: dict[Place, Any]
@@ -75,7 +80,7 @@ class ObjectContent(NamedTuple):
 
 @dataclass(frozen=True)
 class UnsentTensor:
-    """Stands for a tensor that is too large to be sent to ranks which may never look at it."""
+    """A tensor that is too large to be sent to ranks that may never read it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -83,26 +88,27 @@ class UnsentTensor:
 
 @dataclass(frozen=True)
 class RepeatedTensor:
-    """Stands for the tensor number `leaf` of a tree, which has it in several places."""
+    """Another occurrence of the tensor number `leaf` of a tree."""
 
     leaf: int
 
 
 class SharedStorage(NamedTuple):
-    """A tensor that shares memory with another one of the tree."""
+    """A tensor that shares memory with another tensor of the tree."""
 
     tensor: Any
 
 
 class LeftValues:
-    """Values that layers leave: collected on each rank, sent along, and put into the layers of the last stage.
+    """The values that layers leave: collected on each rank, sent along, and put into the layers of the last stage.
 
     Args:
-        full: all layers; those of other ranks have no values.
-        local: numbers of the layers that are on this rank, which changes where layers move.
-        state: of the module around the layers.
-        scope: of the user's hooks, for stand-ins.
-        container: the path of the pipelined module in the user's, for messages.
+        module: the user's module.
+        full: all layers. The layers of other ranks have no values.
+        local: returns the numbers of the layers on this rank, which change when layers move.
+        state: the state of the module around the layers.
+        scope: the scope of the user's hooks, for stand-ins.
+        container: the path of the pipelined module in the user's module, for messages.
     """
 
     def __init__(
@@ -139,14 +145,18 @@ class LeftValues:
         self._overlapping = ""
 
     def expect_overlap(self, schedule: str) -> None:
-        """Have a warning say which layers count micro-batches: batches overlap, and values are not merged."""
+        """Prepare a warning of layers that count micro-batches, because batches overlap and values are not merged.
+
+        Args:
+            schedule: the name of the schedule, for the warning.
+        """
         self._overlapping = schedule
 
     def warn_of_overlap(self, left: Mapping[Place, Any]) -> None:
         """Warn of a value that layers have left for one of several micro-batches, if it may be a count or an average.
 
         Args:
-            left: by all stages; called on the last one.
+            left: the values of all stages. This method is called on the last stage.
         """
         places = [place for place, value in left.items() if isinstance(place[0], int) and _may_count(value)]
         if not (self._overlapping and places):
@@ -161,7 +171,11 @@ class LeftValues:
         self._overlapping = ""
 
     def begin_batch(self, training: bool = True) -> None:
-        """Begin a batch: each micro-batch begins with the present values of the layers."""
+        """Begin a batch. Each of its micro-batches begins with the present values of the layers.
+
+        Args:
+            training: whether it is a training batch.
+        """
         self._trains = training
         places = [place for n in (self._local() if self._places else ()) for place in self._places.get(n, ())]
         self._before = {place: self._content(place) for place in places}
@@ -170,25 +184,26 @@ class LeftValues:
         self._active = True
 
     def reset_layer(self, layer: int) -> None:
-        """Give a layer of this rank the values with which each micro-batch of this batch began."""
+        """Give a layer of this rank the values with which each micro-batch of this batch begins."""
         for place in self._places.get(layer, ()) if self._active else ():
             if place in self._before:
                 self._set(place, self._before[place])
 
     def note_whole_batch(self, layer: int) -> None:
-        """Note the present values of a layer: those after a run with the whole batch, by which `end_batch` merges."""
+        """Record the present values of a layer, after a run with the whole batch. `end_batch` merges by comparison with
+        them."""
         for place in self._places.get(layer, ()) if self._active else ():
             if place in self._before:
                 self._whole[place] = _entries_of(self._content(place))
 
     def collect_whole_values(self) -> dict[Place, Any]:
-        """Return the values before the batch and after a run with the whole of it, for other ranks."""
+        """Return the values before the batch and after a run with the whole batch, for other ranks."""
         found = {place: (self._before[place], whole) for place, whole in self._whole.items()}
         known = {place: pair for place, pair in found.items() if pair[0] is not _ABSENT}
         return pytree.tree_map_only(torch.Tensor, _sendable, known)  # type: ignore[no-any-return]
 
     def add_whole_values(self, values: Mapping[Place, Any]) -> None:
-        """Add the values of layers on other ranks, but for large tensors."""
+        """Add the values of layers on other ranks. Values with large tensors, which were not sent, are skipped."""
         for place, (before, whole) in values.items():
             if not any(isinstance(leaf, UnsentTensor) for leaf in pytree.tree_leaves((before, whole))):
                 self._whole.setdefault(place, whole)
@@ -196,7 +211,7 @@ class LeftValues:
                     self._before[place] = before
 
     def end_batch(self) -> None:
-        """Leave in the layers of this rank what one process would have after the batch."""
+        """Set the layers of this rank to the values that one process would have after the batch."""
         self._changes = {place: (False, unsent) for place, unsent in self._unsent.items()}
         for place, noted in self._noted.items():
             spans = sorted(noted)
@@ -207,16 +222,19 @@ class LeftValues:
             content = ObjectContent(merged) if isinstance(noted[spans[0]], ObjectContent) else merged
             self._set(place, content)
             self._changes[place] = place in self._set_later, _tail(before, content)
-        if self._trains:  # what is evaluated before is compared in the first batch that is trained
+        if self._trains:  # values of an earlier evaluation are compared in the first training batch
             self._merging.warn_of_guesses()
         self._noted, self._active = {}, False
 
     def collect_changes(self) -> dict[Place, tuple[bool, Any]]:
-        """Return the values of layers after the latest batch, and whether code after the layers has set them."""
+        """Return the values of layers after the latest batch, each with whether code after the layers has set it."""
         return pytree.tree_map_only(torch.Tensor, _sendable, self._changes)  # type: ignore[no-any-return]
 
     def apply_changes(self, changes: Mapping[Place, tuple[bool, Any]], device: torch.device) -> None:
-        """Apply the changes of layers of other ranks, and changes by code after the layers in layers of this rank."""
+        """Apply the changes from another rank to this rank's copies of layers.
+
+        In layers of this rank, only values that code after the layers has set and grown lists are applied.
+        """
         local = self._local() if changes else ()
         for place, (set_later, value) in changes.items():
             if place[0] not in local:
@@ -226,7 +244,15 @@ class LeftValues:
             self._set(place, move_data_to_device(value, device))
 
     def watch_layers(self, layers: Iterable[int], again: bool) -> _Watch | None:
-        """Look at the values of layers before they run; return None where none has ever left anything."""
+        """Record the values of layers before they run.
+
+        Args:
+            layers: the numbers of the layers.
+            again: whether the layers run again to recompute activations.
+
+        Returns:
+            The recorded values; None if no layer has left a value so far and no layer is examined.
+        """
         new: list[int] = []
         if not again:
             new = [number for number in layers if self._runs.get(number, 0) < _LOOKS]
@@ -255,8 +281,10 @@ class LeftValues:
         """Return the values that the layers have left since `watch_layers`.
 
         Args:
-            buffer_copies: the copies of buffers, by module and name, to which a second run has written. They have the
-                graph, and the buffers have the values of the first run.
+            watch: the values recorded by `watch_layers`.
+            span: the samples of the micro-batch.
+            buffer_copies: by module and name, the copies of buffers to which a second run has written. The copies have
+                the graph, and the buffers have the values of the first run.
         """
         if watch is None:
             return {}
@@ -306,7 +334,7 @@ class LeftValues:
         return found
 
     def forget_lists(self, left: Mapping[Place, Any]) -> None:
-        """Remove the new entries of lists once they are sent: the last stage has them."""
+        """Remove the new entries of lists after they are sent, because the last stage has them."""
         for place, value in left.items():
             if isinstance(value, ListGrowth) and isinstance(place[0], int) and value.tail:
                 del self._value(place)[-len(value.tail) :]
@@ -349,7 +377,7 @@ class LeftValues:
             self._assign(place, value)
 
     def take_back(self) -> None:
-        """Give the layers of this rank their own values again, as they may be newer than the ones put there."""
+        """Restore the values of the layers of this rank, which may be newer than the values that were put there."""
         local = self._local() if self._lent else ()
         for place, put, own, before in reversed(self._lent):
             if place[0] in local and self._has(place, put, before):
@@ -357,9 +385,10 @@ class LeftValues:
         self._lent.clear()
 
     def end_step(self, span: Span, whole: bool = False) -> None:
-        """Note what code after the layers has set in them, and `take_back`.
+        """Record the values that the code after the layers has set in them, and call `take_back`.
 
         Args:
+            span: the samples of the micro-batch.
             whole: whether that code has run for the whole batch.
         """
         if self._active:
@@ -380,7 +409,7 @@ class LeftValues:
         self.take_back()
 
     def merge_values(self, left: Mapping[Span, Mapping[Place, Any]]) -> dict[Place, Any]:
-        """Merge the values that micro-batches have left, as the whole batch leaves them."""
+        """Merge the values that micro-batches have left into the values that the whole batch would leave."""
         spans = sorted(left)
         if len(spans) == 1:
             return dict(left[spans[0]])
@@ -393,7 +422,7 @@ class LeftValues:
         }
 
     def _merge_place(self, place: Place, values: Sequence[Any], rows: Sequence[int]) -> Any:
-        """Merge one value by what `end_batch` has found out about it."""
+        """Merge one value, using the way of merging that `end_batch` has determined."""
         merge = self._merging.merge_unchecked if self._trains else partial(self._merging.merge, whole=None)
         path, kinds = self._path(place), {type(value) for value in values}
         if kinds == {ListGrowth}:
@@ -414,7 +443,7 @@ class LeftValues:
         return value if known else None
 
     def _content(self, place: Place) -> Any:
-        """Return the present content of a place, which later changes in place do not reach."""
+        """Return the present content of a place, in a form that later changes in place do not affect."""
         value = self._value(place, _ABSENT)
         if isinstance(value, list):
             return _copy_entries(value) if place in self._in_place else list(value)
@@ -423,7 +452,7 @@ class LeftValues:
         return value.detach().clone() if isinstance(value, torch.Tensor) else ObjectContent(_read_entries(value))
 
     def _set(self, place: Place, content: Any) -> None:
-        """Give a place this content; an object that is changed in place stays the same."""
+        """Set the content of a place. An object that is changed in place remains the same object."""
         value = self._value(place, _ABSENT)
         if isinstance(content, list) and isinstance(value, list):
             value[:] = _copy_entries(content) if place in self._in_place else content
@@ -446,14 +475,14 @@ class LeftValues:
             (part._buffers if key in part._buffers else part.__dict__)[key] = content
 
     def _has(self, place: Place, put: Any, before: int) -> bool:
-        """Return whether a place has the value that was put there, unchanged."""
+        """Return whether a place still has the value that was put there, unchanged."""
         value = self._value(place)
         if isinstance(put, ObjectContent):
             return _have_equal_entries(_read_entries(value), put.entries)
         return value is put and (not isinstance(put, torch.Tensor) or tensor_version(put) == before)
 
     def _value(self, place: Place, absent: Any = None) -> Any:
-        """Return the value there; where the layer has none, that of its class, else `absent`."""
+        """Return the value at a place. If the layer has none, return the attribute of its class or `absent`."""
         number, name, key = place
         part = self.layers[number].get_submodule(name)
         if key in part._buffers:
@@ -471,7 +500,7 @@ class LeftValues:
 
 
 class _Mark:
-    """A value of a layer before it runs, by which a change in place is seen."""
+    """The value of a layer before it runs, which makes changes in place detectable."""
 
     def __init__(self, value: Any) -> None:
         if isinstance(value, torch.Tensor):
@@ -485,7 +514,8 @@ class _Mark:
 
     @property
     def before(self) -> Any:
-        """A copy of the content, as `LeftValues` keeps it; a list that has only grown has its own entries."""
+        """A copy of the content, in the form in which `LeftValues` keeps it. A list that has only grown keeps its
+        original entries."""
         if isinstance(self._copy, torch.Tensor):
             return self._copy
         if isinstance(self._entries, list):
@@ -493,15 +523,14 @@ class _Mark:
         return ObjectContent(self._copy)
 
     def is_changed(self, value: Any) -> bool:
-        """Return whether the value is another one than before."""
+        """Return whether the value has changed."""
         if isinstance(value, torch.Tensor):
             return tensor_version(value) != self._version
         longer = isinstance(value, list) and len(value) > len(self._entries)
         return longer or self.is_rewritten(value)
 
     def is_rewritten(self, value: Any) -> bool:
-        """Return whether something else than growth has changed the value: one of the entries of a list is another
-        one."""
+        """Return whether the value has changed other than by growth, for example if an entry of a list was replaced."""
         if isinstance(value, torch.Tensor):
             return True
         entries = read_entries(value)
@@ -519,7 +548,9 @@ class _Watch:
     Attributes:
         before: the values in known places.
         lists: the entries of the lists among them.
+        modules: the modules that are examined: number of the layer, path in it, module, entries, and marks of entries.
         around: ids of the objects of the module around the layers.
+        outside: the entries of these objects; None if they are not watched.
     """
 
     def __init__(self, before: dict[Place, Any]) -> None:
@@ -531,7 +562,7 @@ class _Watch:
 
 
 def _look(part: nn.Module, around: Collection[int]) -> tuple[dict[str, Any], dict[str, _Mark]]:
-    """Return the entries of a module, and marks of entries that may change in place."""
+    """Return the entries of a module, and marks of the entries that may change in place."""
     own = _own(part)
     marks = {}
     for key, value in own.items():
@@ -545,12 +576,12 @@ def _look(part: nn.Module, around: Collection[int]) -> tuple[dict[str, Any], dic
 
 
 def _read_entries(value: Any) -> Any:
-    """Return a copy of the entries of an object; a tensor is its own."""
+    """Return a copy of the entries of an object; a tensor is returned unchanged."""
     return value if isinstance(value, torch.Tensor) else _copy_entries(read_entries(value))
 
 
 def _copy_entries(entries: Any) -> Any:
-    """Copy entries, the dicts and lists among them, and tensors without a graph."""
+    """Copy entries, including the dicts and lists among them and the tensors without a graph."""
     return set(entries) if isinstance(entries, set) else pytree.tree_map_only(torch.Tensor, _copy_tensor, entries)
 
 
@@ -560,13 +591,13 @@ def _copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _flatten(entries: Any) -> tuple[list[Any], Any, list[int]]:
-    """Return the leaves of entries, how these are put together, and the versions of the tensors among them."""
+    """Return the leaves of entries, their tree structure, and the versions of the tensors among them."""
     leaves, spec = pytree.tree_flatten(entries)
     return leaves, spec, [tensor_version(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def _have_equal_entries(a: Any, b: Any) -> bool:
-    """Return whether entries are put together alike, of equal leaves."""
+    """Return whether two trees of entries have the same structure and equal leaves."""
     (leaves, spec), (others, other_spec) = pytree.tree_flatten(a), pytree.tree_flatten(b)
     return spec == other_spec and all(map(have_equal_values, leaves, others))
 
@@ -576,7 +607,7 @@ def _entries_of(content: Any) -> Any:
 
 
 def _tail(before: Any, content: Any) -> Any:
-    """Return the new entries of a list since `before`; other contents as they are."""
+    """Return the new entries of a list since `before`. Other contents are returned unchanged."""
     if not isinstance(content, list):
         return content
     kept = isinstance(before, list) and len(content) >= len(before) and all(map(is_, content, before))
@@ -589,21 +620,21 @@ def _sendable(tensor: torch.Tensor) -> torch.Tensor | UnsentTensor:
 
 
 def _may_count(value: Any) -> bool:
-    """Return whether a value is a number, or something that is changed in place."""
+    """Return whether a value is a number, or an object that is changed in place."""
     if isinstance(value, torch.Tensor):
         return not (value.ndim or value.requires_grad)
     return isinstance(value, (int, float, ObjectContent, UnsentTensor))
 
 
 def _fits(content: torch.Tensor, value: Any) -> bool:
-    """Return whether a tensor that is changed in place can take over this content."""
+    """Return whether this content can be copied into a tensor that is changed in place."""
     if not isinstance(value, torch.Tensor) or value.is_meta or value.requires_grad:
         return False
     return value.shape == content.shape and value.dtype == content.dtype
 
 
 def join_values(left: Mapping[Place, Any], more: Mapping[Place, Any]) -> dict[Place, Any]:
-    """Join the values of earlier stages with the values of this one."""
+    """Join the values of earlier stages with the values of this stage."""
     joined = dict(left)
     for place, value in more.items():
         before = joined.get(place)
@@ -613,12 +644,17 @@ def join_values(left: Mapping[Place, Any], more: Mapping[Place, Any]) -> dict[Pl
 
 
 def pack_message(out: Any, left: dict[Place, Any]) -> Any:
-    """Make the message: a tensor that is there twice is sent once, and the receiver has it twice as one object.
+    """Return the message of a stage.
 
-    Objects other than containers of torch's pytrees are opened, so that their tensors have gradients on both sides.
+    A tensor that occurs twice is sent once, and the receiver gets one object in both places. Objects other than
+    containers of torch's pytrees are opened, so that their tensors have gradients on both sides.
+
+    Args:
+        out: the outputs of the last layer.
+        left: the values that layers have left.
 
     Raises:
-        PipelineError: a tensor is distributed, or has a type or attributes of its own; or an object can't be sent.
+        PipelineError: a tensor is distributed, has its own type or attributes, or an object can't be sent.
     """
     if isinstance(out, torch.Tensor) and not left:
         check_sendable(out, "the last layer of a stage returns")
@@ -645,8 +681,12 @@ def pack_message(out: Any, left: dict[Place, Any]) -> Any:
 
 
 def unpack_message(received: Any) -> tuple[Any, dict[Place, Any], list[torch.Tensor]]:
-    """Return the input of the layers, values left by earlier ones, and the tensors that shared memory with
-    others on the rank that sent them."""
+    """Unpack the message of a stage.
+
+    Returns:
+        The inputs of the layers, the values that earlier layers have left, and all tensors of the message if some of
+        them shared memory with others on the sender.
+    """
     if not isinstance(received, SentValues):
         return received, {}, []
     leaves, spec = pytree.tree_flatten(received, is_leaf=lambda node: isinstance(node, SharedStorage))
@@ -664,7 +704,7 @@ def _geometry(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], i
 
 @lru_cache
 def _overlap(a: Any, b: Any) -> bool:
-    """Return whether two tensors of one memory have an element in common."""
+    """Return whether two tensors in the same memory have an element in common."""
     ends = [offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) for shape, stride, offset in (a, b)]
     if min(ends) < max(a[2], b[2]):
         return False
@@ -674,10 +714,15 @@ def _overlap(a: Any, b: Any) -> bool:
 
 
 def check_unchanged(stage: int, tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
-    """Refuse layers that change one of two tensors in place which share memory on one process.
+    """Refuse layers that change a tensor in place, if in one process it shares memory with another tensor.
+
+    Args:
+        stage: the number of the stage.
+        tensors: the tensors of the message that the stage received.
+        versions: the versions of the tensors when they arrived.
 
     Raises:
-        PipelineError: a tensor is not what it was.
+        PipelineError: a tensor has changed.
     """
     for tensor, version in zip(tensors, versions, strict=True):
         if tensor._version != version:
@@ -693,7 +738,7 @@ def _own(part: nn.Module) -> dict[str, Any]:
 
 
 def _is_computed(part: nn.Module, key: str) -> bool:
-    """Return whether a weight is computed from others in each forward, as by torch.nn.utils.weight_norm."""
+    """Return whether a weight is computed from other weights in each forward, as by torch.nn.utils.weight_norm."""
     return f"{key}_g" in part._parameters or f"{key}_orig" in part._parameters
 
 

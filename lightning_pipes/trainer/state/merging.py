@@ -1,4 +1,4 @@
-"""Put together what micro-batches have made of one value, as the whole batch would have made it."""
+"""Merging of the values that micro-batches give one variable into the value that the whole batch would give it."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ from lightning_pipes.engine.trees import make_named
 
 Path = tuple[tuple[str, Any], ...]
 _RELATIVE = 1e-4
+"""The relative difference of values that are considered close."""
 SUM, TOTAL = "sum", "total"
-"""A sum that goes on from what it was before the batch, and one that begins anew."""
+"""Names of two kinds of sums: a sum that continues from its value before the batch, and one that starts at zero in each
+batch."""
 
 
 def format_path(path: Path) -> str:
-    """Return the path as the user would write it; [*] stands for any entry of a list."""
+    """Return the path as the user would write it. [*] denotes any entry of a list."""
     kinds = {".": ".{}", "[": "[{!r}]", "*": "[*]"}
     return "self" + "".join(kinds[kind].format(key) for kind, key in path)
 
 
 class ValueMerger:
-    """Merges values of micro-batches: equal ones stay, numbers become their mean over samples, lists grow by one
-    merged entry, tensors and lists with an entry for each sample are joined.
+    """Merges values of micro-batches.
 
-    Where the value of a whole batch is known it decides between mean, sum, largest and smallest, and a warning says
-    what is none of these.
+    Equal values stay as they are, numbers become their mean over samples, lists grow by one merged entry, and tensors
+    and lists with an entry for each sample are concatenated. If the value of a whole batch is known, it determines
+    whether the result is a mean, a sum, the largest or the smallest value, and a warning reports values that are none
+    of these.
 
     Args:
         owner: the name of the module's class, for messages.
@@ -38,22 +41,26 @@ class ValueMerger:
         self._owner = owner
         self._how: dict[Path, str] = {}
         self._by_sample: dict[Path, bool] = {}
-        """Whether lists and tuples grow by an entry for each sample, as comparisons with whole batches showed."""
+        """Whether lists and tuples grow by an entry for each sample, as determined by comparisons with whole
+        batches."""
         self._warned: set[Path] = set()
         self._compared: set[Path] = set()
         self._guessed: set[Path] = set()
         self.ambiguous: set[Path] = set()
-        """Sums of which no batch has shown yet whether they begin anew with each."""
+        """Sums for which no batch has shown yet whether they start at zero in each batch."""
         self.is_exact = True
-        """Whether values of the whole batch were made with the random numbers of its micro-batches, or without any."""
+        """Whether the whole batch was computed with the random numbers of its micro-batches, or without random
+        numbers."""
 
     def merge(self, path: Path, before: Any, values: Sequence[Any], rows: Sequence[int], whole: Any) -> Any:
         """Return the merged value.
 
         Args:
+            path: the path of the variable.
             before: the value with which each micro-batch began.
-            rows: the samples of each micro-batch.
-            whole: the value that the whole batch makes; None where that is not known.
+            values: the value of each micro-batch.
+            rows: the number of samples of each micro-batch.
+            whole: the value of the whole batch; None if it is not known.
         """
         first = values[0]
         if first is before and all(map(is_, values, [first] * len(values))):
@@ -82,7 +89,7 @@ class ValueMerger:
     def _lists(self, path: Path, before: Any, values: Sequence[Any], rows: Sequence[int], whole: Any) -> Any:
         kept = list(before) if isinstance(before, (list, tuple)) else []
         if not all(len(value) >= len(kept) and all(map(is_, value, kept)) for value in values):
-            has_grown = (*path, ("*", None)) in self._how  # a full deque, or a list that is cleared and filled again
+            has_grown = (*path, ("*", None)) in self._how  # a full deque, or a list that is cleared and refilled
             if not has_grown and all(len(value) == len(kept) for value in values):
                 return self._rewritten(path, kept, values, rows, whole)
             kept = []
@@ -100,7 +107,7 @@ class ValueMerger:
         else:
             columns = list(zip(*tails, strict=True))
             known = expected if expected is not None and len(expected) == len(columns) else [None] * len(columns)
-            is_record = isinstance(values[0], tuple) and not kept  # each position of a tuple has a meaning of its own
+            is_record = isinstance(values[0], tuple) and not kept  # each position of a tuple has its own meaning
             merged = [
                 self.merge((*path, ("[", n) if is_record else ("*", None)), None, list(column), rows, entry)
                 for n, (column, entry) in enumerate(zip(columns, known, strict=True))
@@ -109,7 +116,7 @@ class ValueMerger:
         return made if isinstance(values[0], list) else _as_tuple(values[0], made)
 
     def _rewritten(self, path: Path, before: list[Any], values: Sequence[Any], rows: Sequence[int], whole: Any) -> Any:
-        """Return the merged entries of a list that has as many of them as before."""
+        """Return the merged entries of a list whose length has not changed."""
         expected = whole if isinstance(whole, (list, tuple)) and len(whole) == len(before) else [None] * len(before)
         entries = [
             self.merge((*path, ("[", n)), earlier, column, rows, known)
@@ -121,7 +128,7 @@ class ValueMerger:
         chosen = self._how.get(path)
         candidates: dict[str, Any] = {}
         if whole is not None and not self.is_exact and not _fits_any(whole, _candidates(before, values, rows)):
-            whole = None  # it may be another value because of its random numbers
+            whole = None  # the value may differ because of its random numbers
         last = TOTAL if path in self.ambiguous and chosen == SUM else chosen
         for name, value in _candidates(before, values, rows):
             candidates[name] = value
@@ -148,7 +155,7 @@ class ValueMerger:
                         "only, or set Trainer(num_sanity_val_steps=0)",
                     )
                 name = self._how[path] = fitting
-            elif not have_equal_values(whole, before):  # evaluated, it may change nothing
+            elif not have_equal_values(whole, before):  # a batch that is evaluated may change nothing
                 self._warn(
                     path,
                     f"{self._owner}.training_step sets {format_path(path)}, to {_short(whole)} by the first batch "
@@ -165,7 +172,7 @@ class ValueMerger:
         return candidates[name]
 
     def _separate_sums(self, path: Path, candidates: Mapping[str, Any], whole: Any) -> None:
-        """Note whether the value of a whole batch leaves open if a sum begins anew with each batch."""
+        """Note whether the value of a whole batch fits both kinds of sums."""
         fitting = {name for name in (SUM, TOTAL) if name in candidates and are_close(candidates[name], whole)}
         if len(fitting) == 2 and (path in self.ambiguous or path not in self._how):
             self.ambiguous.add(path)
@@ -173,7 +180,7 @@ class ValueMerger:
             self.ambiguous.discard(path)
 
     def merge_unchecked(self, path: Path, before: Any, values: Sequence[Any], rows: Sequence[int]) -> Any:
-        """Return the merged value where it is compared later or on another rank, so that no guess is warned of."""
+        """Return the merged value without recording guesses, if it is compared later or on another rank."""
         guessed, ambiguous = self._guessed, self.ambiguous
         self._guessed, self.ambiguous = set(), set()
         merged = self.merge(path, before, values, rows, None)
@@ -181,7 +188,8 @@ class ValueMerger:
         return merged
 
     def warn_of_guesses(self) -> None:
-        """Warn of each value that was taken for a mean, and was never compared with that of a whole batch."""
+        """Warn of each value that was assumed to be a mean or sum and was never compared with the value of a whole
+        batch."""
         for path in sorted(self._guessed - self._compared, key=format_path):
             self._warn(
                 path,
@@ -199,14 +207,14 @@ class ValueMerger:
 
 
 def _candidates(before: Any, values: Sequence[Any], rows: Sequence[int]) -> Iterator[tuple[str, Any]]:
-    """Yield ways to make one value of several, by name, the likeliest first."""
+    """Yield ways to merge several values into one, by name, the likeliest first."""
     first, total = values[0], sum(rows)
     if all(have_equal_values(value, first) for value in values[1:]):
         yield "same", first
     tensors = all(isinstance(value, torch.Tensor) and value.layout is torch.strided for value in values)
     values = [value.detach() for value in values] if tensors else values
     numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
-    # A tensor that keeps its shape is likelier no list of samples.
+    # A tensor that keeps its shape is probably not a list of samples.
     kept = tensors and isinstance(before, torch.Tensor) and all(value.shape == before.shape for value in values)
     by_sample = tensors and all(v.ndim and v.size(0) == n for v, n in zip(values, rows, strict=True))
     if by_sample and not kept:
@@ -232,7 +240,8 @@ def _candidates(before: Any, values: Sequence[Any], rows: Sequence[int]) -> Iter
 
 
 def _are_columns(lists: Sequence[Sequence[Any]], rows: Sequence[int]) -> bool:
-    """Return whether the entries of lists are tensors with an entry for each sample, as the two states of an LSTM."""
+    """Return whether the entries of lists are tensors with an entry for each sample, such as the two states of an
+    LSTM."""
     return all(
         isinstance(entry, torch.Tensor) and entry.ndim > 0 and entry.size(0) == n
         for entries, n in zip(lists, rows, strict=True)
@@ -245,7 +254,7 @@ def _fits_any(whole: Any, candidates: Iterable[tuple[str, Any]]) -> bool:
 
 
 def have_equal_values(a: Any, b: Any) -> bool:
-    """Return whether two values are of one type and equal, tensors in all elements."""
+    """Return whether two values have the same type and are equal. Tensors must be equal in all elements."""
     if a is b:
         return True
     if type(a) is not type(b):
@@ -253,7 +262,7 @@ def have_equal_values(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
         if (a.shape, a.dtype, a.layout) != (b.shape, b.dtype, b.layout):
             return False
-        dense = a.layout is torch.strided  # torch.equal compares no others
+        dense = a.layout is torch.strided  # torch.equal compares only strided tensors
         return torch.equal(a, b) if dense else torch.equal(a.to_dense(), b.to_dense())
     try:
         return bool(a == b)
@@ -262,7 +271,13 @@ def have_equal_values(a: Any, b: Any) -> bool:
 
 
 def are_close(a: Any, b: Any, relative: float = _RELATIVE) -> bool:
-    """Return whether two values are equal up to rounding; `relative` is what rounding may do at least."""
+    """Return whether two values are equal up to rounding.
+
+    Args:
+        a: a value.
+        b: another value.
+        relative: the tolerated relative difference, which is at least 1e-4.
+    """
     relative = max(relative, _RELATIVE)
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)) or a.shape != b.shape:

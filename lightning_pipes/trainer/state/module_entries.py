@@ -1,4 +1,4 @@
-"""Entries of objects that a module keeps: attributes and buffers of modules, items of containers, fields of objects."""
+"""Entries of objects that a module holds: attributes and buffers of modules, items of containers, fields of objects."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from lightning_pipes.trainer.module.hidden_state import CONTAINERS, OWN, list_en
 from lightning_pipes.trainer.state.merging import Path
 
 HIDDEN_NAMES = frozenset((*OWN, *dir(pl.LightningModule), "_metric_attributes"))
-"""Names that are no state of the user's: also steps and hooks that were replaced on the instance, as by wrappers."""
+"""Names that are not part of the user's state. They include steps and hooks that were replaced on the instance, for
+example by wrappers."""
 MISSING = object()
+"""Marks a missing entry."""
 
 Content = dict[Any, Any] | list[Any] | set[Any]
+"""The entries of an object."""
 
 
 def find_kept_tensors(module: nn.Module, rows: int) -> list[str]:
-    """Return the attributes of modules, other than parameters and buffers, with a tensor that has an axis of `rows`
+    """Return the attributes of modules, other than parameters and buffers, that contain a tensor with an axis of `rows`
     entries."""
     return [
         ".".join(("self", *filter(None, (path, name))))
@@ -44,7 +47,7 @@ def follow_path(module: nn.Module, path: Path) -> Any:
 
 
 def iterate_entries(thing: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the entries of an object with how to get there."""
+    """Yield the entries of an object. Each entry is a kind of access, "[" or ".", a key, and a value."""
     if isinstance(thing, Mapping):
         yield from (("[", key, value) for key, value in list(thing.items()))
     elif isinstance(thing, (set, frozenset)):
@@ -69,7 +72,7 @@ def read_entries(thing: Any) -> Content:
 
 
 def view_entries(thing: Any) -> Content:
-    """Return the entries of an object that is no module, not copied where that is not needed."""
+    """Return the entries of an object that is not a module, and copy them only if necessary."""
     if isinstance(thing, (dict, list, set)):
         return thing
     return (
@@ -82,7 +85,7 @@ def view_entries(thing: Any) -> Content:
 
 
 def write_entries(thing: Any, content: Any) -> None:
-    """Give an object these entries, and no others."""
+    """Replace all entries of an object by the given ones."""
     if isinstance(thing, nn.Module):
         own = vars(thing)
         for name in [name for name in own if name not in HIDDEN_NAMES and name not in content]:
@@ -106,7 +109,7 @@ def write_entries(thing: Any, content: Any) -> None:
 
 
 def have_same_entries(content: Content, kept: Content) -> bool:
-    """Return whether entries are the same objects."""
+    """Return whether two sets of entries contain the same objects."""
     if isinstance(content, dict):
         assert isinstance(kept, dict)
         if len(content) != len(kept):
@@ -125,19 +128,19 @@ def entry_values(content: Content) -> Collection[Any]:
 
 
 def entry_at(content: Content, key: Any) -> Any:
-    """Return the entry with this key or number; None where there is none."""
+    """Return the entry with this key or index; None if it does not exist."""
     if isinstance(content, dict):
         return content.get(key)
     return content[key] if isinstance(content, list) and key < len(content) else None
 
 
 def map_entries(content: Any, change: Callable[[Any, Any], Any]) -> Any:
-    """Return the entries as `change` makes them of key and value."""
+    """Return the entries with each value replaced by the result of `change`, which takes the key and the value."""
     if isinstance(content, dict):
         return {key: change(key, value) for key, value in content.items()}
     return [change(number, value) for number, value in enumerate(content)]
 
 
 def tensor_version(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was changed in place; 0 where torch does not count that."""
+    """Return the number of in-place changes of a tensor, or 0 if torch does not count them."""
     return 0 if tensor.is_inference() else tensor._version

@@ -1,8 +1,10 @@
-"""State of a module around its layers: attributes, buffers, lists, dicts and objects, which every rank has a copy of.
+"""The state of a module around its layers: attributes, buffers, lists, dicts and objects, of which every rank has a
+copy.
 
-On one process a step changes them once a batch. In a pipeline it runs for each micro-batch, and whole on one rank. So
-every micro-batch begins with the state that the batch began with. The last stage merges what they made of it, and
-sends that to all ranks, whose hooks and next steps find what one process would have:
+In one process, a step changes this state once per batch. In a pipeline, the step runs for each micro-batch, and
+completely on one rank only. Therefore every micro-batch begins with the state from the start of the batch. The last
+stage merges the resulting states and sends the result to all ranks. Their hooks and next steps then find the same state
+as in one process:
 
     batch begins    micro-batch 0    micro-batch 1     merged
     n = 4           n = 5            n = 5             n = 5
@@ -54,28 +56,37 @@ from lightning_pipes.trainer.state.module_entries import (
 )
 
 _MOST = 10_000
+"""The largest number of objects that are watched."""
 _DEPTH = 8
+"""The largest depth of a watched object below the module."""
 _SMALL = 1 << 16
-"""Bytes of a tensor that is copied before each batch, in case it is changed in place; larger ones if they were."""
+"""Tensors up to this number of bytes are copied before each batch, in case they are changed in place. Larger tensors
+are copied after they have been changed in place once."""
 _MANY = 256
-"""Entries of a list up to which tensors in it are followed, in case they are changed in place."""
+"""The largest number of entries of a list whose tensors are checked for changes in place."""
 _FIRST = 2
-"""Batches before which all tensors are copied."""
+"""Before this number of batches, all tensors are copied."""
 _WATCHED = 8
-"""Steps of overlapping batches that are watched."""
+"""The number of steps of overlapping batches that are watched."""
 
 Hook = Callable[..., Any]
 
 
 @dataclass
 class _Holder:
-    """An object with entries that are watched.
+    """An object whose entries are watched.
 
     Attributes:
-        path: leads to it from the module: keys, and whether each is an attribute.
+        path: the path from the module to the object: keys, and whether each is an attribute.
+        thing: the object.
         kept: its entries when the batch began.
-        merged: whether micro-batches begin with those, and are merged; else they add to them one after another.
-        shared: whether layers have the object, too.
+        merged: whether each micro-batch begins with these entries, and the results are merged. Otherwise, micro-batches
+            change the entries one after another, as in metrics.
+        shared: whether layers also have the object.
+        tensors: the tensors among the entries that may be changed in place.
+        names: the names of the attributes, if the object is a module.
+        values: the values of these attributes.
+        size: the number of all attributes.
     """
 
     path: Path
@@ -89,7 +100,7 @@ class _Holder:
     size: int = 0
 
     def remember_entries(self) -> None:
-        """Keep the present entries as those before the batch."""
+        """Keep the present entries as the entries before the batch."""
         self.kept = read_entries(self.thing)
         if isinstance(self.thing, nn.Module):
             own = vars(self.thing)
@@ -101,7 +112,7 @@ class _Holder:
             self.tensors = [t for t in entry_values(self.kept) if _is_tensor(t)]
 
     def is_unchanged(self) -> bool:
-        """Return whether the entries are the objects that they were before the batch."""
+        """Return whether the entries are the same objects as before the batch."""
         thing, kept = self.thing, self.kept
         if isinstance(thing, nn.Module):
             own, buffers = vars(thing), thing._buffers
@@ -118,12 +129,16 @@ class _Holder:
 
 @dataclass
 class _Changed:
-    """The entries of a holder that differ from those before the batch.
+    """The entries of a holder that differ from the entries before the batch.
 
     Attributes:
-        tail: of a list that has grown: from which entry on, and what was appended.
-        in_place: keys of tensors that were written to.
-        own: keys of entries that can't be sent; None where none of them can. Each rank keeps its own.
+        path: the path of the holder.
+        values: the new entries.
+        gone: the keys of removed entries.
+        tail: for a list, the index from which its entries are replaced, and the new entries.
+        in_place: the keys of tensors that were changed in place.
+        on_device: whether a tensor is on a device other than the CPU.
+        own: the keys of entries that can't be sent; None if no entry can be sent. Each rank keeps its own entries.
     """
 
     path: Path
@@ -136,14 +151,15 @@ class _Changed:
 
 
 class BatchState:
-    """The state that hooks had left when a batch began, for its steps: hooks of later batches may have run meanwhile.
+    """The state that hooks had left when a batch began, for the steps of this batch. Hooks of later batches may have
+    run since.
 
     Args:
         contents: objects with their entries.
-        copies: tensors with versions and values, by their ids.
-        set_by_steps: object and key of each entry, and id of each tensor, that steps have set so far; they are no
-            hook's, and stay as they are. It grows.
-        generators: of the module, with their present states.
+        copies: tensors with their versions and values, by id.
+        set_by_steps: the entries that steps have set so far, as pairs of object id and key, and the ids of changed
+            tensors. Hooks did not set these, so they are left unchanged. The set grows.
+        generators: the generators of the module, with their present states.
     """
 
     def __init__(
@@ -160,7 +176,10 @@ class BatchState:
 
     @contextmanager
     def restore_entries(self) -> Iterator[None]:
-        """Give the objects these entries in the block; afterwards they have the later ones, with its changes."""
+        """Restore the entries of the objects for the block.
+
+        After the block, the objects have their later entries, with the changes that the block has made.
+        """
         later_states = self._generators.read_states()
         self._generators.set_states(self._states)
         own = self._set_by_steps
@@ -202,7 +221,7 @@ def _merge_entries(later: Content, kept: Content, own: Collection[Any]) -> Any:
 
 
 def _changed_keys(after: Content, before: Content) -> list[Any]:
-    """Return the keys of entries that differ; None stands for all of a list or set."""
+    """Return the keys of entries that differ. None stands for all entries of a list or set."""
     if isinstance(after, dict):
         return [key for key, value in after.items() if entry_at(before, key) is not value]
     return [None]
@@ -225,11 +244,11 @@ class ModuleState:
     """The state of a module around its layers on this rank.
 
     Args:
-        module: cut.
-        layers: modules of all layers, which count for themselves.
-        shared: ids of objects that layers have.
-        device: of this rank.
-        generators: of the module and its layers.
+        module: the module, which is cut.
+        layers: the modules of all layers, whose state is handled separately.
+        shared: ids of the objects that layers also have.
+        device: the device of this rank.
+        generators: the generators of the module and its layers.
     """
 
     def __init__(
@@ -256,11 +275,12 @@ class ModuleState:
         self._overlapping, self._alone, self._watched, self._watched_hooks = "", True, 0, 0
         self._why_refused = ""
         self._statistics: list[tuple[int, list[int]]] = []
-        """Of batch norms ids of their counters, and of what torch changes in place without a new version."""
+        """For each batch norm, the id of its counter and the ids of its buffers, which torch changes without new
+        versions."""
         self._captured: dict[int, tuple[Any, Content]] = {}
         self._set_by_steps: set[Any] = set()
         self._copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
-        """Of small tensors, with their versions, for `capture_state`."""
+        """Copies of small tensors, with their versions, for `capture_state`."""
         self._results: dict[Span, dict[int, Content]] = {}
         self._whole: dict[int, Content] | None = None
         self._refused: set[Path] = set()
@@ -276,7 +296,7 @@ class ModuleState:
         self._active = True
 
     def remember_state(self) -> None:
-        """Compare later changes with the present state."""
+        """Record the present state. Later changes are determined by comparison with it."""
         changed = [holder for holder in self._holders if not holder.is_unchanged()]
         if any(map(self._leads_to_others, changed)):
             self._walk()
@@ -289,12 +309,12 @@ class ModuleState:
         self._clean = True
 
     def restore_state(self, everything: bool = False) -> None:
-        """Put back the state of the batch's begin, before the step runs for a micro-batch.
+        """Restore the state from the start of the batch, before the step runs for a micro-batch.
 
         Args:
-            everything: also what is never merged, as metrics.
+            everything: whether to restore state that is never merged, such as metrics, too.
         """
-        clean, self._clean = self._clean, False  # what runs now may change it
+        clean, self._clean = self._clean, False  # the code that runs next may change the state
         if (clean or not self._active) and not everything:
             return
         written = self._written()
@@ -310,28 +330,29 @@ class ModuleState:
                 write_entries(holder.thing, holder.kept)
 
     def note_microbatch(self, span: Span) -> None:
-        """Note the changes of the step for a micro-batch, on the last stage."""
+        """Record the changes of the step for a micro-batch, on the last stage."""
         if self._active:
             self.generators.note_microbatch(span)
             self._results[span] = found = self._differences(merged=True)
             self._clean = not found
 
     def note_whole_batch(self, is_exact: bool = True) -> None:
-        """Note the changes of a step for the whole batch, for comparison with merged ones.
+        """Record the changes of a step for the whole batch, for comparison with the merged changes.
 
         Args:
-            is_exact: whether the step drew no random numbers, which would differ from those of micro-batches.
+            is_exact: whether the step drew no random numbers, which would differ from the random numbers of
+                micro-batches.
         """
         self._whole = self._differences(merged=True)
         self._merging.is_exact = is_exact
 
     @property
     def has_results(self) -> bool:
-        """Whether the step has set anything in the micro-batches of the present batch, on the last stage."""
+        """Whether the step has changed the state in any micro-batch of the present batch, on the last stage."""
         return any(self._results.values())
 
     def needs_whole_batch(self) -> bool:
-        """Return whether a whole batch would tell if a sum that steps set begins anew with each batch."""
+        """Return whether a whole batch would show if a sum that steps compute starts at zero in each batch."""
         return any(map(self._differs_from_zero, self._merging.ambiguous))
 
     def _differs_from_zero(self, path: Path) -> bool:
@@ -341,7 +362,11 @@ class ModuleState:
         return isinstance(thing, (int, float, torch.Tensor)) and bool(torch.as_tensor(thing).any())
 
     def merge_microbatches(self) -> list[_Changed]:
-        """Leave the state of one process after the batch, on the last stage; return the changes for other ranks."""
+        """Set the state that one process would have after the batch, on the last stage.
+
+        Returns:
+            The changes, for other ranks.
+        """
         spans = sorted(self._results)
         rows = [span.rows for span in spans]
         results, self._results = [self._results[span] for span in spans], {}
@@ -351,7 +376,8 @@ class ModuleState:
             holder = self._holders[index]
             contents = [result.get(index, holder.kept) for result in results]
             content: Any = contents[0]
-            if len(contents) > 1 and holder.shared:  # layers have written to it: the loss tells whether that fits
+            # Layers have written to it, so that the comparison of losses checks it.
+            if len(contents) > 1 and holder.shared:
                 content = self._merging.merge_unchecked(holder.path, holder.kept, contents, rows)
             elif len(contents) > 1:
                 expected = None if whole is None else whole.get(index, holder.kept)
@@ -361,19 +387,23 @@ class ModuleState:
         return self.collect_changes()
 
     def collect_changes(self) -> list[_Changed]:
-        """Return the changes since the batch began, or since the last `apply_changes`, for other ranks."""
+        """Return the changes since the batch began or since the last `apply_changes`, for other ranks."""
         found, written = [], self._written()
         for index, content in self._differences(merged=None).items():
             holder = self._holders[index]
             if not self._is_there(holder):
-                continue  # what has taken its place is sent with what holds it
+                continue  # the object in its place is sent with the object that holds it
             changed = self._changed(holder, content, written)
             if changed is not None:
                 found.append(changed)
         return found
 
     def apply_changes(self, changes: Sequence[_Changed] | None = None) -> None:
-        """Apply the changes of the last stage; None where this rank has them."""
+        """Apply the changes of the last stage and end the batch.
+
+        Args:
+            changes: the changes; None if this rank already has them.
+        """
         if changes is not None:
             own = [self._own(changed) for changed in changes]
             self.restore_state(everything=True)
@@ -382,13 +412,25 @@ class ModuleState:
         self._active = False
 
     def synchronise_ranks(self, control: Control, last_rank: int, last: bool) -> None:
-        """Give all ranks the state that the last stage has; a collective call."""
+        """Give all ranks the state of the last stage. A collective call.
+
+        Args:
+            control: collectives of the ranks.
+            last_rank: the global rank of the last stage.
+            last: whether this rank has the last stage.
+        """
         if control.size > 1:
             changes = control.broadcast(self.collect_changes() if last else None, last_rank)
             self.apply_changes(None if last else changes)
 
     def follow_hook(self, hook: Hook, synchronise: Callable[[], None]) -> Hook:
-        """Return a hook after which all ranks have the state of the last stage. Each rank keeps its own objects."""
+        """Return a hook after which all ranks have the state of the last stage. Objects that can't be sent stay as they
+        are on each rank.
+
+        Args:
+            hook: the user's hook.
+            synchronise: gives all ranks the state of the last stage.
+        """
 
         @functools.wraps(hook)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -404,20 +446,21 @@ class ModuleState:
         return run
 
     def expect_overlap(self, schedule: str, alone: bool) -> None:
-        """Have the first steps watched: batches overlap with this schedule, so what they set is not merged.
+        """Watch the first steps, because batches overlap with this schedule and their changes are not merged.
 
         Args:
-            alone: whether no other rank is in this pipeline.
+            schedule: the name of the schedule, for warnings.
+            alone: whether this rank is the only one of its pipeline.
         """
         self._overlapping, self._alone, self._watched = schedule, alone, _WATCHED
         self._watched_hooks = _WATCHED
         self.generators.expect_overlap(alone)
 
     def refuse_changes(self, why: str) -> None:
-        """Have the first steps watched: what they set is refused, for no rank has that of a whole batch.
+        """Watch the first steps and refuse changes of the state, because no rank has the state of a whole batch.
 
         Args:
-            why: and a way out.
+            why: the reason and a way out, for the message.
         """
         self._why_refused, self._watched = why, _WATCHED
 
@@ -426,10 +469,10 @@ class ModuleState:
         """Warn of entries that a step in the block sets, if batches overlap.
 
         Args:
-            cut: whether the step is that of a part of its batch.
+            cut: whether the step runs on a part of its batch.
 
         Raises:
-            PipelineError: what a step sets is refused.
+            PipelineError: the step sets an entry, and changes are refused.
         """
         if not self._watched or (self._alone and not cut and not self._why_refused):
             yield
@@ -450,7 +493,8 @@ class ModuleState:
 
     @contextmanager
     def watch_step_hooks(self) -> Iterator[None]:
-        """Warn of entries that hooks in the block set, before the optimizer's step of one of several batches."""
+        """Warn of entries that hooks in the block set, before the optimizer step of one of several overlapping
+        batches."""
         if not self._watched_hooks or self._alone:
             yield
             return
@@ -468,7 +512,8 @@ class ModuleState:
 
     @contextmanager
     def _watch_entries(self, cut: bool) -> Iterator[list[str]]:
-        """Watch the state in the block; afterwards the list has the name of an entry that was set, if any was."""
+        """Watch the state in the block. Afterwards the list contains the name of an entry that was set, if there is
+        one."""
         before = self.read_objects()
         tensors = [t for content in before.values() for t in entry_values(content) if _is_tensor(t)]
         versions = [(t, tensor_version(t)) for t in tensors]
@@ -479,7 +524,7 @@ class ModuleState:
         found += [name for name in names if name][:1]
 
     def capture_state(self) -> BatchState:
-        """Return the present state, as hooks have left it for the steps of one of several batches that overlap."""
+        """Return the present state, as hooks have left it for the steps of one of several overlapping batches."""
         before, self._captured = self._captured, {}
         for thing in (holder.thing for holder in self._holders if holder.merged):
             content, known = read_entries(thing), before.get(id(thing))
@@ -503,7 +548,7 @@ class ModuleState:
         return known is not None and known[0] is tensor and known[1] == tensor_version(tensor)
 
     def read_objects(self) -> dict[Path, Content]:
-        """Return the entries of all objects, by their paths."""
+        """Return the entries of all objects whose changes are merged, by their paths."""
         return {holder.path: read_entries(holder.thing) for holder in self._holders if holder.merged}
 
     def object_ids(self) -> set[int]:
@@ -513,6 +558,7 @@ class ModuleState:
     # ---- objects and their entries
 
     def _walk(self) -> None:
+        """Find the objects around the layers, and the generators."""
         found: list[_Holder] = []
         seen = set(self._skipped)
         queue: deque[tuple[Path, Any, int, bool]] = deque([((), self._module, 0, True)])
@@ -527,13 +573,13 @@ class ModuleState:
                 found[-1].remember_entries()
             for kind, key, value in iterate_entries(thing):
                 if isinstance(thing, Metric) and str(key).startswith("_"):
-                    continue  # its own tables of states
+                    continue  # the metric's own tables of states
                 queue.append(((*path, (kind, key)), value, depth + 1, merged))
         self._holders = found
         self.generators.find()
 
     def _leads_to_others(self, holder: _Holder) -> bool:
-        """Return whether a holder has got or lost an object with entries of its own."""
+        """Return whether a holder has gained or lost an object with its own entries, or a generator."""
         before = {id(value) for value in entry_values(holder.kept)}
         content = entry_values(read_entries(holder.thing))
         after = {id(value) for value in content}
@@ -554,7 +600,7 @@ class ModuleState:
                         self._begun < _FIRST or count_bytes(tensor) <= _SMALL or id(tensor) in self._unstable
                     )
                     version = tensor_version(tensor)
-                    known = before.get(id(tensor))  # keeps the tensor, so the id is still its own
+                    known = before.get(id(tensor))  # the entry holds the tensor, so its id is still valid
                     if (
                         known is None
                         or id(tensor) in written
@@ -590,7 +636,7 @@ class ModuleState:
         return found
 
     def _originals(self, holder: _Holder, content: Content, written: Collection[int]) -> Any:
-        """Return the entries with tensors that were written to as the objects they were."""
+        """Return the entries, with the original objects in place of tensors that were changed in place."""
         if isinstance(content, set):
             return content
 
@@ -604,7 +650,7 @@ class ModuleState:
             if value is not before:
                 names = (each for other in self._holders for each in entry_values(other.kept))
                 if sum(each is before for each in names) > 1:
-                    return value  # the step has replaced it here, and may read it elsewhere
+                    return value  # the step has replaced it here, and may read the old one elsewhere
                 with torch.no_grad():
                     before.copy_(value)
             return before
@@ -644,7 +690,7 @@ class ModuleState:
         value = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value)
         leaves = pytree.tree_leaves(value)
         if any(isinstance(leaf, RemoteTensor) for leaf in leaves):
-            return MISSING  # hooks have made it of weights, each rank of its own
+            return MISSING  # hooks have computed it from weights, on each rank from its own
         if all(isinstance(leaf, (torch.Tensor, str, bytes, int, float, complex, type(None))) for leaf in leaves):
             return value
         if self._in_hook:
@@ -693,7 +739,7 @@ class ModuleState:
         for key, value in values.items():
             before = content.get(key)
             if isinstance(before, RemoteTensor):
-                continue  # a hook has made it of weights, each rank of its own
+                continue  # a hook has computed it from weights, on each rank from its own
             if key in changed.in_place and isinstance(before, torch.Tensor) and before.shape == value.shape:
                 with torch.no_grad():
                     before.copy_(value)
@@ -707,7 +753,8 @@ class ModuleState:
 
 
 def _set_entry(path: Path, before: Content | None, after: Content, written: set[int], cut: bool) -> str:
-    """Name an entry that is another one than before; empty if there is none, or a list has only grown for a batch."""
+    """Return the name of an entry that has changed; empty if there is none, or if a list has only grown for a whole
+    batch."""
     if before is None:
         return ""
     if isinstance(after, dict):
@@ -723,7 +770,7 @@ def _set_entry(path: Path, before: Content | None, after: Content, written: set[
 
 
 def _is_foreign(tensor: torch.Tensor) -> bool:
-    """Return whether it has no values here, or is trained."""
+    """Return whether a tensor has no values here, or is trained."""
     return isinstance(tensor, nn.Parameter) or tensor.is_meta
 
 

@@ -1,1 +1,1 @@
-"""Models without a container of layers, cut between the units of their steps."""
+"""Pipelines of models without a container of layers. Their steps are cut between units."""

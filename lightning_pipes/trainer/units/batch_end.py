@@ -1,4 +1,4 @@
-"""The end of a step that runs once on a whole batch, after the micro-batches that came to it are joined."""
+"""The end of a step that runs once on a whole batch, after its micro-batches have been joined."""
 
 from __future__ import annotations
 
@@ -18,33 +18,37 @@ from lightning_pipes.trainer.units.trace import Done, Made, TemplateLeaf, Trace,
 from lightning_pipes.trainer.units.traced_step import TracedStep
 
 Layouts = tuple[Layout, ...]
-"""The place of samples in each tensor that a unit makes."""
+"""The layout of each tensor that a unit returns, that is, the place of the samples in it."""
 _PLAIN = (TemplateLeaf, str, type(None), torch.dtype, torch.device)
 
 
 @dataclass(frozen=True)
 class BatchEnd:
-    """Where a step goes on with the whole batch.
+    """The place of a step from which it continues with the whole batch.
 
     Attributes:
         border: the first unit that runs on the whole batch.
-        layouts: of each unit in front of it.
+        layouts: the layouts of the tensors of each unit before it.
     """
 
     border: int
     layouts: tuple[Layouts, ...]
 
     def layout(self, layout: UnitLayout) -> UnitLayout:
-        """Return the layout of micro-batches, in which the end of the step is one more stage."""
+        """Return the layout of the micro-batches, with one additional stage for the end of the step."""
         return replace(layout, starts=(*layout.starts, self.border))
 
     def join(self, crossings: Sequence[Crossing]) -> Crossing:
-        """Return what crosses the border for a whole batch, from its micro-batches in order.
+        """Return the values that cross the border for a whole batch, joined from its micro-batches in order.
 
         The values are leaves of a new graph.
 
+        Args:
+            crossings: the values and the trace of each micro-batch.
+
         Raises:
-            PipelineError: the micro-batches took different ways through the step, or another one than was recorded.
+            PipelineError: the micro-batches took different paths through the step, or another path than the recorded
+                one.
         """
         traces = [trace for _, trace in crossings]
         first, layouts = traces[0], dict[int, Layout]()
@@ -61,7 +65,15 @@ class BatchEnd:
         return values, Trace(units, first.keys, first.shared)
 
     def split_gradients(self, joined: Crossing, crossings: Sequence[Crossing]) -> list[list[torch.Tensor | None]]:
-        """Split the gradients of joined values into those of each micro-batch."""
+        """Split the gradients of the joined values into the gradients of each micro-batch.
+
+        Args:
+            joined: the values and the trace of the whole batch.
+            crossings: the values and the trace of each micro-batch.
+
+        Returns:
+            For each micro-batch, the gradients of its values; None for a value without a gradient.
+        """
         values, trace = joined
         layouts = {m.key: a for done, of in zip(trace.units, self.layouts, strict=False) for m, a in _made(done, of)}
         found: list[list[torch.Tensor | None]] = [[] for _ in crossings]
@@ -77,7 +89,10 @@ class BatchEnd:
 
 
 class DeferredLoss(torch.autograd.Function):
-    """The loss of a micro-batch, of which the gradients are known when the last one has come: zero, with these."""
+    """A placeholder for the loss of a micro-batch, with value zero.
+
+    Its gradients are filled in after the last micro-batch has arrived, before its backward runs.
+    """
 
     @staticmethod
     def forward(ctx: Any, gradients: list[torch.Tensor | None], *values: torch.Tensor) -> torch.Tensor:
@@ -90,7 +105,7 @@ class DeferredLoss(torch.autograd.Function):
 
 
 class SampleTrace(TracedStep):
-    """Runs a step, and keeps what its units have made."""
+    """Runs a step and keeps the tensors that its units return."""
 
     def __init__(self, module: nn.Module, atomic: Mapping[str, nn.Module], device: torch.device) -> None:
         super().__init__(module, atomic, (), device)
@@ -100,7 +115,7 @@ class SampleTrace(TracedStep):
         return True
 
     def run(self, step: Callable[..., Any], batch: Any, arguments: Sequence[Any]) -> SampleTrace:
-        """Return the trace of a step."""
+        """Run a step and return this trace."""
         self.begin(batch)
         with torch.no_grad(), self:
             step(batch, *arguments)
@@ -116,10 +131,13 @@ class SampleTrace(TracedStep):
 
 
 def find_layouts(part: SampleTrace, part_rows: int, whole: SampleTrace, rows: int) -> tuple[Layouts, ...]:
-    """Return the layouts of what units make, of all units in front of the first one that mixes samples or may do so.
+    """Return the layouts of the tensors that units return, up to the first unit that mixes samples or may do so.
 
     Args:
-        part: the trace of a step with the first `part_rows` of the samples of `whole`.
+        part: the trace of a step with the first `part_rows` samples of `whole`.
+        part_rows: the number of samples of `part`.
+        whole: the trace of a step with a whole batch.
+        rows: the number of samples of `whole`.
     """
     found: list[Layouts] = []
     groups: dict[int, int] = {}
@@ -148,10 +166,11 @@ def find_layouts(part: SampleTrace, part_rows: int, whole: SampleTrace, rows: in
 def _find_layout(
     axis: int, part: torch.Tensor, part_rows: int, whole: torch.Tensor, rows: int, known: dict[int, int]
 ) -> Layout:
-    """Return the layout of a tensor with an axis of samples: views of a batch, for example, lie one after the other.
+    """Return the layout of a tensor with an axis of samples. For example, several views of a batch may follow one
+    another.
 
     Args:
-        known: the groups of the last tensor with as many entries for a sample, for tensors with random numbers.
+        known: by number of entries per sample, the groups of the last such tensor, for tensors with random numbers.
     """
     entries = whole.size(axis) // rows
     usual = known.get(entries, 1)
@@ -214,7 +233,7 @@ def _join_units(number: int, dones: Sequence[Done], layouts: Layouts, known: dic
 
 
 def _resize(made: Made, shape: tuple[int, ...]) -> Made:
-    """Return the same value with another shape; the order of its axes in memory stays."""
+    """Return the same value with another shape. The order of its axes in memory is kept."""
     strides, step = [0] * len(shape), 1
     for axis in sorted(range(len(shape)), key=lambda at: (made.stride[at], -at)):
         strides[axis], step = step, step * max(shape[axis], 1)

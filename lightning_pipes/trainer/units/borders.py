@@ -1,4 +1,4 @@
-"""Where a recorded step is cut: borders that are possible, and those that are chosen."""
+"""The possible borders between the stages of a recorded step, and the choice among them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from lightning_pipes.trainer.plan.decision import Piece
 from lightning_pipes.trainer.units.recording import StepRecord
 
 _NEAR = 0.1
-"""How far a border may be from the ideal place, as a share of a stage's cost."""
+"""The largest distance of a border from its ideal place, as a share of a stage's cost."""
 
 
 class Borders:
     """The places between the units of a record. Border n is in front of unit n.
 
     Args:
-        seconds: that each unit takes; where they are unknown, its operations count.
+        record: the recorded step.
+        seconds: the duration of each unit. By default, the operations of a unit are its cost.
     """
 
     def __init__(self, record: StepRecord, seconds: Sequence[float] | None = None) -> None:
@@ -53,11 +54,11 @@ class Borders:
         return [k for k, made in self._made.items() if made < border <= self._last_use.get(k, -1)]
 
     def bytes(self, border: int) -> int:
-        """Return the bytes of the values that cross a border."""
+        """Return the number of bytes that cross a border."""
         return sum(self._record.bytes.get(key, 0) for key in self.live(border))
 
     def divided(self, border: int) -> int:
-        """Return how many weights are used on both sides of a border, so that two stages hold them."""
+        """Return the number of weights that are used on both sides of a border, so that two stages hold them."""
         return sum(used[0] < border <= used[-1] for used in self._uses.values())
 
     def divides_changed(self, border: int) -> bool:
@@ -65,8 +66,11 @@ class Borders:
         return any(used[0] < border <= used[-1] for name in self._changed if (used := self._uses.get(name)))
 
     def is_possible(self, border: int) -> bool:
-        """Return whether a step can be cut there: not within a checkpoint, and not between a value and a change of its
-        memory under another name."""
+        """Return whether a step can be cut at a border.
+
+        A border can't be within a checkpoint, or directly in front of a unit that all stages run. It also can't
+        separate a value from a later change of the same memory under another name.
+        """
         units = self._record.units
         held, before = units[border].held, units[border - 1].held
         if held == before if held else units[border].pure:
@@ -74,20 +78,24 @@ class Borders:
         live = self.live(border)
         memory = [m for key in live if (m := self._record.memory.get(key)) is not None]
         shared = {m for m in memory if memory.count(m) > 1}
-        shared |= self._record.weight_memory  # p.data, say, which the other stage would have a copy of
+        shared |= self._record.weight_memory  # for example p.data, of which the other stage would have a copy
         changed = (k for k in live if self._record.memory.get(k) in shared)
         return not any(self._written.get(key, -1) >= border for key in changed)
 
     def count_possible(self) -> int:
-        """Return the number of places where a step can be cut."""
+        """Return the number of borders at which a step can be cut."""
         return sum(map(self.is_possible, range(1, len(self._record.units))))
 
     def share(self, start: int, stop: int) -> float:
-        """Return the share of a step's cost that units from `start` to `stop` have."""
+        """Return the share of the units from `start` to `stop` in the cost of a step."""
         return (self._before[stop] - self._before[start]) / (self._before[-1] or 1)
 
     def list_pieces(self, starts: Sequence[int]) -> tuple[Piece, ...]:
-        """Return the units with their stages, which begin at `starts`."""
+        """Return the units with their stages.
+
+        Args:
+            starts: the first unit of each stage.
+        """
         stages = [bisect_right(starts, n) - 1 for n in range(len(self._record.units))]
         return tuple(
             Piece(
@@ -101,13 +109,14 @@ class Borders:
         )
 
     def choose(self, stages: int, end: int | None = None) -> tuple[int, ...]:
-        """Return the first unit of each stage, so that stages cost about as much.
+        """Return the first unit of each stage, such that the stages have about equal costs.
 
-        Near each ideal place the border is taken that divides the uses of the fewest weights, and that the fewest
-        bytes cross.
+        Near each ideal place, the border is chosen that divides the uses of the fewest weights. Ties are broken by the
+        number of bytes that cross the border.
 
         Args:
-            end: a unit before which the last stage has to begin.
+            stages: the number of stages.
+            end: the last stage must begin before this unit.
 
         Raises:
             PlanError: there are too few possible borders.
@@ -134,10 +143,13 @@ class Borders:
         return tuple(starts)
 
     def at(self, places: Sequence[str]) -> tuple[int, ...]:
-        """Return the first unit of each stage, where stages after the first begin at the modules `places`.
+        """Return the first unit of each stage, if the stages after the first begin at the modules `places`.
+
+        Args:
+            places: the paths of the modules, in the order in which the step calls them.
 
         Raises:
-            PlanError: the step does not enter such a module, or not in this order; or it can't be cut there.
+            PlanError: the step does not call such a module, calls it in another order, or can't be cut there.
         """
         starts = [0]
         for place in places:
@@ -161,9 +173,16 @@ class Borders:
 def merge_units(
     module: nn.Module, record: StepRecord, starts: Sequence[int], hidden: Collection[str]
 ) -> dict[str, nn.Module]:
-    """Return the modules, by path, that can be units if a record is cut in front of `starts`.
+    """Return the modules, by path, that can be units if a record is cut in front of the units `starts`.
 
-    These are the largest that no border divides, that leave nothing in attributes, and that log nothing.
+    These are the largest modules that no border divides, whose attributes the step does not change, and that log
+    nothing.
+
+    Args:
+        module: the user's module.
+        record: the recorded step.
+        starts: the first unit of each stage.
+        hidden: paths of modules that can't be units.
     """
     kept = {path for path, m in module.named_modules() if isinstance(m, (Metric, pl.LightningModule))}
     kept |= record.stateful | {*hidden}
@@ -181,7 +200,13 @@ def merge_units(
 
 
 def match_starts(record: StepRecord, merged: StepRecord, starts: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the first unit of each stage in a record with merged units; None where the step ran otherwise."""
+    """Return the first unit of each stage in a record with merged units; None if the step took another path.
+
+    Args:
+        record: the record before units were merged.
+        merged: the record with merged units.
+        starts: the first unit of each stage in `record`.
+    """
     at, place, seen = 0, {}, Counter[str]()
     for number, unit in enumerate(merged.units):
         place[at] = number

@@ -1,4 +1,4 @@
-"""A module that is cut by units: this rank has the weights of its stages, wherever they are in it."""
+"""A module that is cut by units. This rank holds the weights of its own stages, which may be anywhere in the module."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_pipes.trainer.module.remote_tensors import HookScope, ParameterSl
 from lightning_pipes.trainer.units.recording import UnitLayout
 
 WHOLE = ""
-"""The path of what is cut: the module itself."""
+"""The path of the part that is cut, which is the module itself."""
 
 
 class StageWeights(nn.Module):
@@ -34,7 +34,7 @@ class StageWeights(nn.Module):
 
 
 def weights_of_stages(module: nn.Module, layout: UnitLayout) -> nn.ModuleList:
-    """Return the weights of each stage; what several stages use is in each of them."""
+    """Return the weights of each stage. Weights that several stages use are in each of them."""
     parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
     return nn.ModuleList(
         StageWeights(
@@ -46,19 +46,18 @@ def weights_of_stages(module: nn.Module, layout: UnitLayout) -> nn.ModuleList:
 
 
 class UnitCut(CutModule):
-    """A LightningModule of which this rank has the weights of some stages, and what no stage uses.
+    """A LightningModule with only the weights of this rank's stages, and the weights that no stage uses.
 
-    The other weights are not there, except while a step or a hook of the user's runs: then stand-ins are in their
-    places.
+    The other weights are absent. While a step or a hook of the user runs, stand-ins are in their places.
 
     Args:
-        module: the user's module, whole.
-        layout: says which stages use which weights.
-        full: the weights of each stage, as `weights_of_stages` gives them.
+        module: the whole module of the user.
+        layout: specifies the stages that use each weight.
+        full: the weights of each stage, from `weights_of_stages`.
         local: the stages of this rank.
-        device: of this rank.
-        spread: this cut, as a later run finds it in a module whose weights stay spread.
-        moves: whether weights may go to other ranks later.
+        device: the device of this rank.
+        spread: the description of this cut for a later run, if the weights of the module stay spread over ranks.
+        moves: whether weights may move to other ranks later.
     """
 
     def __init__(
@@ -99,13 +98,13 @@ class UnitCut(CutModule):
         release_free_memory()
 
     def check_in_place(self) -> None:
-        """Check nothing: no other object can take the place of the module itself."""
+        """Do nothing, because no other object can replace the module itself."""
 
     def check_arrival(self, layer: int) -> None:
-        """Check an arrival of the weights of a part.
+        """Check that the weights of a part may arrive on this rank.
 
         Raises:
-            PlanError: they are those of a whole stage, or there is a copy of them.
+            PlanError: the part is a whole stage, or there is a copy of its weights.
         """
         if not self._moves:
             raise PlanError(
@@ -115,7 +114,8 @@ class UnitCut(CutModule):
         super().check_arrival(layer)
 
     def hold(self, local: Collection[int], arrived: Mapping[int, LayerState], device: torch.device) -> None:
-        """Take the weights of the `local` parts: those that have `arrived`, on `device`, and those that stay."""
+        """Hold the weights of the `local` parts from now on: the weights in `arrived`, on `device`, and the weights
+        that stay."""
         with self.show_weights():
             leaving = {*self.local} - {*local}
             self.local = sorted(local)
@@ -137,7 +137,7 @@ class UnitCut(CutModule):
             self._set_parameters((p, p) for number in arrived for p in self.full[number].parameters())
 
     def layer_prefix(self, layer: int) -> str:
-        """Return the prefix of a part's weights, which have their whole names."""
+        """Return the prefix of the names of a part's weights. It is empty, because they keep their full names."""
         return ""
 
     def _find_local(self) -> set[int]:
@@ -155,7 +155,11 @@ class UnitCut(CutModule):
 
     @contextmanager
     def show_weights(self, whole: bool = True) -> Iterator[None]:
-        """Have the module show stand-ins for weights of other stages in the block, or only weights of this rank."""
+        """Show stand-ins for the weights of other stages in the module during the block.
+
+        Args:
+            whole: if False, show only the weights of this rank instead.
+        """
         changes = whole is self._is_hidden
         if changes:
             self._show() if whole else self._hide()
@@ -167,7 +171,7 @@ class UnitCut(CutModule):
 
     @contextmanager
     def show_version(self, version: WeightVersion) -> Iterator[None]:
-        """Have the module show earlier weights in the block."""
+        """Show an earlier version of the weights in the module during the block."""
         shown: list[tuple[nn.Parameter, nn.Parameter]] = []
         for stage, copies in version.parameters.items():
             live = dict(self.full[stage].named_parameters())
@@ -180,7 +184,7 @@ class UnitCut(CutModule):
 
     @contextmanager
     def show_buffers(self, buffers: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Show other buffers in the module inside the block, and its own afterwards.
+        """Show other buffers in the module during the block, and restore its own afterwards.
 
         Args:
             buffers: the buffers to show, by their names in the part of a stage.
@@ -198,7 +202,8 @@ class UnitCut(CutModule):
                 table[name] = value
 
     def _set_parameters(self, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
-        """Show other parameters in place of this rank's; modules may keep lists of their own, as nn.LSTM."""
+        """Show other parameters in place of this rank's. Attributes are set, because modules such as nn.LSTM keep lists
+        of them."""
         for live, shown in pairs:
             for owner, name in self._owners[id(live)]:
                 setattr(owner, name, shown)
@@ -214,7 +219,12 @@ class UnitCut(CutModule):
         return None if stages is None else not {*stages}.isdisjoint(self.local)
 
     def select_own(self, state: Mapping[str, Any], outside: bool) -> dict[str, Any]:
-        """Return the entries of this rank's stages, and with `outside` what no stage uses."""
+        """Return the entries of this rank's stages.
+
+        Args:
+            state: a state dict.
+            outside: whether to include the entries that no stage uses.
+        """
         of_stages = {slot.key for slot in self._slots}
         return {
             key: value
@@ -223,7 +233,8 @@ class UnitCut(CutModule):
         }
 
     def find_gaps(self) -> dict[str, list[ParameterSlot]]:
-        """Return the slots of each tensor by its key, with the stand-ins in them; none where the tensor is here."""
+        """Return the slots of each tensor by its key, with the stand-ins in them. The list is empty if the tensor is on
+        this rank."""
         gaps: dict[str, list[ParameterSlot]] = {slot.key: [] for slot in self._slots}
         whole = {id(table): dict(entries) for table, entries in self._hidden}
         for slot in self._absent.slots:
@@ -231,17 +242,17 @@ class UnitCut(CutModule):
         return gaps
 
     def replaced_modules(self) -> list[tuple[nn.Module, nn.Module]]:
-        """Return nothing: all modules stay in their places."""
+        """Return an empty list, because all modules stay in their places."""
         return []
 
     def take_unsaved(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Give modules of other stages the buffers that `unsaved` gave there."""
+        """Set the buffers that `unsaved` returned on another rank in the modules of this rank."""
         for name, buffer in buffers.items():
             owner, _, own_name = name.rpartition(".")
             self.module.get_submodule(owner)._buffers[own_name] = buffer.to("cpu")
 
     def unsaved(self, layers: Collection[int]) -> dict[str, torch.Tensor]:
-        """Return the buffers of these stages that are in no state dict, by name."""
+        """Return the buffers of these stages that are not in the state dict, by name."""
         found = {}
         for path, part in self.module.named_modules():
             for name in unsaved_buffers(part):
@@ -251,14 +262,14 @@ class UnitCut(CutModule):
         return found
 
     def restore(self, ended: bool) -> None:
-        """Put the whole module back; see CutModule."""
+        """Restore the whole module, see CutModule."""
         self._show()
         self._absent.put_back()
         for slot in self._absent.slots:
             whole = ended and not (self.stays_spread and slot.tensor.untyped_storage().nbytes() == 0)
             back = slot.tensor if whole else on_meta(slot.table[slot.name])
             slot.table[slot.name] = back
-            if isinstance(back, nn.Parameter):  # nn.LSTM has a list of its own
+            if isinstance(back, nn.Parameter):  # nn.LSTM keeps a list of its parameters
                 setattr(self.module.get_submodule(slot.key.rpartition(".")[0]), slot.name, back)
         vars(self.module).pop(SPREAD, None)
         if ended and self.stays_spread:
@@ -270,7 +281,7 @@ class UnitCut(CutModule):
         return self._by_id.get(id(tensor), ())
 
     def _hide(self) -> None:
-        """Take the stand-ins out of the module, which then has the weights of this rank only."""
+        """Take the stand-ins out of the module, which then has only the weights of this rank."""
         tables = {id(slot.table): slot.table for slot in self._absent.slots}
         names = {(id(slot.table), slot.name) for slot in self._absent.slots}
         self._is_hidden = True
@@ -293,12 +304,12 @@ class UnitCut(CutModule):
 
 
 def _name_in_module(name: str) -> str:
-    """Return the name in the user's module of a weight that a stage's part calls `name`."""
+    """Return the name in the user's module of the weight `name` of a stage's part."""
     return name.removeprefix("layer.")
 
 
 def _places(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, torch.Tensor]]:
-    """Yield where a module keeps parameters and saved buffers: key, table, name and tensor."""
+    """Yield the key, table, name and tensor of each parameter and saved buffer of a module."""
     for path, part in module.named_modules():
         for name, parameter in part._parameters.items():
             if parameter is not None:

@@ -1,4 +1,4 @@
-"""Units that run without values, where no process has the weights of a module."""
+"""Running units without values, if no process has the weights of a module."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _PYTHON = sysconfig.get_paths()["stdlib"]
 
 
 class FakeRun:
-    """Runs what depends on weights with shapes, types and devices alone.
+    """Runs the operations that depend on weights with shapes, data types and devices only.
 
-    Tensors of the batch, and what is computed from them alone, have their values. So control flow may depend on them,
-    and not on weights.
+    Tensors of the batch, and tensors that are computed from them alone, have values. Therefore control flow may depend
+    on them, but not on weights.
 
     Args:
-        device: of this rank.
+        device: the device of this rank.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -42,9 +42,10 @@ class FakeRun:
         self._device = device
 
     def replace_weights(self, module: nn.Module, atomic: Callable[[torch.Tensor], bool]) -> None:
-        """Put tensors without values in the place of weights, and other buffers on the device.
+        """Replace weights by tensors without values, and move other buffers to the device.
 
         Args:
+            module: the module.
             atomic: returns whether a buffer belongs to a unit.
         """
         made: dict[int, torch.Tensor] = {}
@@ -55,7 +56,7 @@ class FakeRun:
                 if id(tensor) not in made:
                     fake = tensor.is_meta or isinstance(tensor, nn.Parameter) or atomic(tensor)
                     made[id(tensor)] = self._make_like(tensor) if fake else tensor.to(self._device)
-                setattr(part, name, made[id(tensor)])  # nn.LSTM has a list of its own
+                setattr(part, name, made[id(tensor)])  # nn.LSTM keeps a list of its parameters
 
     def _make_like(self, tensor: torch.Tensor) -> torch.Tensor:
         with self.mode:
@@ -64,14 +65,14 @@ class FakeRun:
 
     @contextmanager
     def explain_errors(self) -> Iterator[None]:
-        """Name the line of the user's code where the block fails.
+        """Report the line of the user's code at which the block fails.
 
         Raises:
-            PipelineError: it fails.
+            PipelineError: the block fails.
         """
         try:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # by LSTMs
+                warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # caused by LSTMs
                 yield
         except PipelineError:
             raise
@@ -108,7 +109,8 @@ def _is_of_library(path: str) -> bool:
 
 
 def list_places(index: Any) -> Any:
-    """Return an index in which masks with values are lists of places, for these say how long the result is."""
+    """Return an index in which masks with values are replaced by lists of positions, which determine the size of the
+    result."""
     if not isinstance(index, tuple):
         index = (index,)
     found: list[Any] = []

@@ -1,11 +1,13 @@
-"""A step that calls backward and optimizers itself: all stages run it to its end together, and one at a time computes.
+"""A step that calls backward and optimizers itself. All stages run it together to its end, and one stage at a time
+computes.
 
-units      run on the stage that has their weights; the other stages wait, and then pass over them
-values     travel when a unit needs them on a stage that has not made them: a transfer
-gradients  go back through the transfers, the last one first: each stage has the graph between its own
-a pause    comes around optimizers, clipping and their hooks: all stages run these at the same place
+units      run on the stage that has their weights; the other stages wait, and then skip them
+values     are sent in a transfer when a unit needs them on a stage that has not made them
+gradients  return through the transfers, the last one first; each stage has the graph between its own transfers
+pauses     occur around optimizers, clipping and their hooks, which all stages run at the same place of the step
 
-Nothing runs twice, random numbers are drawn from one stream, and gradients of gradients are those of one process.
+Nothing is computed twice, random numbers are drawn from one stream, and gradients of gradients are the same as in one
+process.
 """
 
 from __future__ import annotations
@@ -35,14 +37,17 @@ from lightning_pipes.trainer.units.traced_step import refuse_unit
 from lightning_pipes.trainer.units.values import storage_of
 
 _UNITS, _PLACE, _FETCH = range(3)
-"""Messages of the stage that computes: units that it has run, the same and that it is at a pause, what it needs."""
+"""Messages of the computing stage: units that it has run; units, and that it is at a pause; the values that it
+needs."""
 
 
 class _RunUnit(NamedTuple):
     """A unit that the stage `stage` has run.
 
     Attributes:
-        changed: the keys of the values from before that it has changed.
+        done: the record of the unit.
+        stage: the stage that has run it.
+        changed: the keys of earlier values that it has changed.
         shared: the keys of the values that lie in the memory of weights or of their gradients.
     """
 
@@ -57,8 +62,10 @@ class _Transfer:
     """Values that the stage `home` has sent to the stage `to`.
 
     Attributes:
-        edges: their places in the graph of `home`, there; None for those without gradients.
-        leaves: the values at `to`, there; None likewise.
+        home: the sender.
+        to: the receiver.
+        edges: on `home`, the places of the values in its graph; None for values without gradients.
+        leaves: on `to`, the received values; None for values without gradients.
     """
 
     home: int
@@ -82,7 +89,7 @@ class _Differentiation:
 
     @classmethod
     def from_call(cls, function: Function, args: Any, kwargs: Any) -> _Differentiation:
-        """Return it for a call of one of `DIFFERENTIATING`."""
+        """Return the arguments of a call of one of `DIFFERENTIATING`."""
         if function is torch.autograd.grad:
             return cls._from_grad(*args, **kwargs)
         if function is torch.Tensor.backward:
@@ -147,12 +154,13 @@ class JointStep(LazyStep):
 
     Args:
         module: the user's module, with the weights of this stage.
-        layout: says which part has a weight.
-        stage: the one of this rank, where all that a rank has is one stage.
-        stages: the stage that has each part of the layout.
-        control: of all stages.
+        layout: specifies the part that has a weight.
+        stage: the number of this rank's stage. A rank has one stage here.
+        stages: the stage of each part of the layout.
+        device: the device of this rank.
+        control: collectives of all stages.
         ranks: the global rank of each stage.
-        generators: of the module's own.
+        generators: the module's own random generators.
     """
 
     def __init__(
@@ -190,16 +198,22 @@ class JointStep(LazyStep):
     def run_together(
         self, step: Callable[..., Any], batch: Any, arguments: Sequence[Any], keep: Any, mark: Any
     ) -> tuple[Any, Any]:
-        """Return the result of a step, with values, on every stage, and the `mark` of the last one.
+        """Run a step together with the other stages.
 
-        All that the user's code still holds has values afterwards.
+        All tensors that the user's code still holds have values afterwards.
 
         Args:
-            keep: held until then, such as a list that the step fills.
-            mark: a few numbers that tell batches apart.
+            step: the user's step.
+            batch: the batch.
+            arguments: further arguments of the step.
+            keep: an object that is kept alive until the end, such as a list that the step fills.
+            mark: a few numbers that identify the batch.
+
+        Returns:
+            The result of the step with values, on every stage, and the `mark` of the last stage.
 
         Raises:
-            PipelineError: stages run it otherwise; or it can't be run in stages.
+            PipelineError: the stages take different paths through the step, or the step can't be run in stages.
         """
         self.begin(batch)
         if not self._places:
@@ -225,7 +239,7 @@ class JointStep(LazyStep):
 
     @contextmanager
     def pause_units(self) -> Iterator[None]:
-        """Run the block on all stages at the same place of the step; nothing in it is a unit."""
+        """Run the block on all stages at the same place of the step. No call in the block is a unit."""
         if not self._is_running or self._inside:
             yield
             return
@@ -239,15 +253,15 @@ class JointStep(LazyStep):
 
     @property
     def is_computing(self) -> bool:
-        """Whether units of a step run, and no pause is on."""
+        """Whether units of a step are running, outside of pauses."""
         return self._is_running and not self._inside
 
     def _forget_shared(self) -> None:
-        """Forget what other stages have in the memory of weights and gradients, which may have changed."""
+        """Forget values of other stages in the memory of weights and gradients, which may have changed."""
         self._known.difference_update([key for key in self._shared if self._home[key] != self._stage])
 
     def resume_units(self, function: Callable[[], Any]) -> Callable[[], Any]:
-        """Return `function` such that in it, called in a pause, units are units."""
+        """Return a function that calls `function` during a pause, such that calls in it are units again."""
 
         def run() -> Any:
             if not self._is_running:
@@ -278,11 +292,11 @@ class JointStep(LazyStep):
         before = tensor.requires_grad
         out = function(*args, **kwargs)
         if key is not None and self._home[key] != self._stage and tensor.requires_grad != before:
-            self._known.discard(key)  # it travels once more, and then with its gradient
+            self._known.discard(key)  # the value is sent again, this time with its gradient
         return out
 
     def _assign(self, name: str, function: Function, to: torch.Tensor, value: torch.Tensor) -> None:
-        """Set `data` or `grad` on the stage that has a tensor, to which the value moves."""
+        """Set `data` or `grad` on the stage that has a tensor. The value moves to that stage."""
         if not self.values.is_placed(to) and not self.values.is_value(to):
             if self.values.is_placed(value) or self.values.is_value(value):
                 raise refuse_unit(
@@ -301,7 +315,7 @@ class JointStep(LazyStep):
                 "and other stages would not see it. Assign a tensor that looks the same",
             )
         if not self.values.is_value(value) and not self.values.is_placed(value):
-            value = value.clone()  # all stages have it: what is assigned is of one
+            value = value.clone()  # all stages have the value, but an assigned tensor belongs to one
 
         def assign(to: torch.Tensor, value: torch.Tensor) -> None:
             function(to, value)
@@ -323,7 +337,8 @@ class JointStep(LazyStep):
             return self._differentiate(function, args, kwargs)
         given = tensors_of((args, kwargs))
         while not self._coming:
-            if self._asked is not None:  # answered here, where the user's code has come as far as that of the other
+            # Answered here, where the user's code has reached the same place as on the other stage.
+            if self._asked is not None:
                 (home, keys), self._asked = self._asked, None
                 self._transfer(home, self._turn, keys)
                 continue
@@ -375,7 +390,7 @@ class JointStep(LazyStep):
         return ran.out
 
     def _find_changed(self, written: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        """Return the keys of the values that lie in the memory of these."""
+        """Return the keys of the values that lie in the memory of these tensors."""
         memory = {storage_of(t) for t in written}
         return tuple(key for key in sorted(self._known) if self.values.lies_in(key, memory))
 
@@ -390,7 +405,7 @@ class JointStep(LazyStep):
         return [key for key in made if memory and self.values.lies_in(key, memory)]
 
     def _find_stage(self, name: str, path: str | None, args: Any, kwargs: Any, given: Sequence[torch.Tensor]) -> int:
-        """Return the stage that has to run a unit; that of the turn where any could."""
+        """Return the stage that must run a unit. If any stage could, this is the stage in turn."""
         placed = self.placed(path, given)
         for tensor in placed:
             if id(RemoteTensor.find_stand_in(tensor)) not in self._places:
@@ -418,7 +433,7 @@ class JointStep(LazyStep):
         return stages.pop() if stages else self._stage
 
     def _find_gradient(self, of: torch.Tensor) -> set[int]:
-        """Return the stage that has the gradient of a tensor, if it is one alone."""
+        """Return the stage that has the gradient of a tensor, if a single stage has it."""
         key = self.values.key_of(of)
         if key is None and of.requires_grad and len(self._ranks) > 1:
             raise refuse_unit(
@@ -432,11 +447,11 @@ class JointStep(LazyStep):
     # ---- messages
 
     def _share(self, thing: Any, stage: int) -> Any:
-        """Return the `thing` of a stage on all of them."""
+        """Return the `thing` of a stage on all stages."""
         return self._control.broadcast(thing, self._ranks[stage])
 
     def _say(self, kind: int, content: Any) -> None:
-        """Tell the other stages of the units that have run here, and of what comes next."""
+        """Send the units that have run here to the other stages, with the kind and content of the message."""
         now = self._random_state()
         state = None
         if now != self._generators:
@@ -465,7 +480,7 @@ class JointStep(LazyStep):
 
     def _meet(self, what: str) -> None:
         """Wait until all stages are at this place."""
-        self._inside += 1  # what is computed here is no unit
+        self._inside += 1  # computations here are not units
         try:
             if self._turn == self._stage and not self._coming:
                 self._say(_PLACE, what)
@@ -481,7 +496,7 @@ class JointStep(LazyStep):
             self._inside -= 1
 
     def _fetch_missing(self, given: Sequence[torch.Tensor]) -> None:
-        """Have the values that a unit is given, wherever they were made."""
+        """Request the inputs of a unit that this stage does not have, from the stages that made them."""
         missing: dict[int, list[int]] = {}
         for tensor in given:
             key = self.values.key_of(tensor)
@@ -492,7 +507,7 @@ class JointStep(LazyStep):
             self._transfer(home, self._stage, keys)
 
     def _transfer(self, home: int, to: int, keys: Sequence[int]) -> None:
-        """Send values from stage to stage."""
+        """Send values from one stage to another."""
         transfer, message = _Transfer(home, to), None
         if home == self._stage:
             found = [self.values.value_to_send(key, self._stage) for key in keys]
@@ -520,9 +535,10 @@ class JointStep(LazyStep):
         return tensor.detach().requires_grad_(trained)
 
     def _settle(self, mark: Any) -> Any:
-        """Give all values that the user's code still holds to the stages that have not made them.
+        """Send all values that the user's code still holds to the stages that did not make them.
 
-        Return the mark of the last stage.
+        Returns:
+            The mark of the last stage.
         """
         mine = [key for key in self.values.alive() if self._home.get(key) == self._stage]
         values = {key: self._pack_tensor(self.values.value_to_send(key, self._stage), False) for key in mine}
@@ -564,7 +580,11 @@ class JointStep(LazyStep):
 
     @contextmanager
     def _defer_hooks(self, asked: _Differentiation) -> Iterator[list[tuple[torch.Tensor, list[Any]]]]:
-        """Run hooks of weights once for the block; return those of the inputs, which the caller runs afterwards."""
+        """Collect the hooks of weights, so that they run once for the block.
+
+        Yields:
+            The inputs with hooks and these hooks, which the caller runs afterwards.
+        """
         if asked.inputs is None:
             weights = [p for p in self._module.parameters() if not p.is_meta]
             with self._hooks.defer_hooks(weights, None, True, lambda _: None):
@@ -582,14 +602,14 @@ class JointStep(LazyStep):
                 table.update(kept)
 
     def _find_home(self, tensor: torch.Tensor) -> int:
-        """Return the stage with the graph of a tensor; for a tensor of all stages the one in turn."""
+        """Return the stage with the graph of a tensor. For a tensor that all stages have, this is the stage in turn."""
         key = self.values.key_of(tensor)
         if key is not None:
             return self._home[key]
         return self._places.get(id(RemoteTensor.find_stand_in(tensor)), self._turn)
 
     def _has(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is in the graph of this stage, as it was made."""
+        """Return whether a tensor is in the graph of this stage."""
         key = self.values.key_of(tensor)
         if key is None and not self.values.is_placed(tensor):
             return True
@@ -598,7 +618,8 @@ class JointStep(LazyStep):
     def _go_back(
         self, asked: _Differentiation, pending: list[tuple[Any, torch.Tensor | None]]
     ) -> dict[int, torch.Tensor]:
-        """Run backward on all stages; return the gradients of the inputs in question, on this stage, by their ids."""
+        """Run backward on all stages, and return the gradients of the requested inputs on this stage by the ids of the
+        inputs."""
         sums: dict[int, torch.Tensor] = {}
         before = list(self._transfers)
         for number in reversed(range(len(before))):
@@ -646,8 +667,10 @@ class JointStep(LazyStep):
     def _send_gradients(
         self, transfer: _Transfer, gradients: Sequence[torch.Tensor | None], create: bool
     ) -> list[torch.Tensor | None]:
-        """Send the gradients of a transfer back, and return them; where they are differentiated again that is one
-        more transfer."""
+        """Send the gradients of a transfer back, and return them.
+
+        If the gradients will be differentiated again, this is recorded as a further transfer.
+        """
         message = [None if g is None else self._pack_tensor(g, create and g.requires_grad) for g in gradients]
         message = self._share(message, transfer.to)
         arrived = [None if each is None else self._unpack_tensor(each) for each in message]
@@ -662,7 +685,7 @@ class JointStep(LazyStep):
         return arrived
 
     def _agree_on_sums(self, asked: _Differentiation, found: Sequence[torch.Tensor | None]) -> list[Any]:
-        """Return the gradients that were asked for, as values of the stages that have them."""
+        """Return the requested gradients, as values of the stages that have them."""
         assert asked.inputs is not None
         described = [None if t is None else (tuple(t.shape), t.stride(), t.dtype, t.requires_grad) for t in found]
         of_ranks = self._control.all_gather(described)
@@ -711,7 +734,8 @@ class JointStep(LazyStep):
 
 
 def _view_gradient(function: Function, tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return a view of the gradient of a tensor: a new value, for other stages may have released an old one."""
+    """Return a view of the gradient of a tensor. It is a new value, because other stages may have released the old
+    one."""
     found: torch.Tensor | None = function(tensor)
     if found is None:
         return None
@@ -719,7 +743,8 @@ def _view_gradient(function: Function, tensor: torch.Tensor) -> torch.Tensor | N
 
 
 def _listed(tensors: Any, like: Any = None) -> Sequence[Any]:
-    """Return a sequence of what may be one tensor or several; None for each of `like` where there are none."""
+    """Return a list of tensors for an argument that is one tensor or several. For None, return None for each entry of
+    `like`."""
     if tensors is None and like is not None:
         return [None] * len(_listed(like))
     return [tensors] if isinstance(tensors, torch.Tensor) or tensors is None else list(tensors)

@@ -1,9 +1,9 @@
-"""A user's step as one stage runs it: other stages' units are passed over.
+"""The user's step as one stage runs it, without computing the units of other stages.
 
-units before the stage   nothing is computed: placeholders stand for what they make
-the border before        placeholders become the values that the stage before has sent
-units of the stage       run as they are
-the border behind        the step is unwound, and what the user's code still holds is sent on
+units before the stage   are not computed: placeholders stand for the tensors that they make
+the border before        placeholders become the values that the previous stage has sent
+units of the stage       run as usual
+the border behind        the step is unwound, and the values that the user's code still holds are sent to the next stage
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightning_pipes.trainer.units.values import STANDS_ON, storage_of
 
 Values = tuple[torch.Tensor, ...]
 Crossing = tuple[Values, Trace]
-"""What a stage sends on."""
+"""The message of a stage to the next one."""
 
 
 BACKWARD_HOOKS = (
@@ -36,28 +36,30 @@ BACKWARD_HOOKS = (
     "ranks, so that such hooks can't be called. Register hooks on tensors in the module's forward, by "
     "Tensor.register_hook, or put the layers into one nn.Sequential and name it: PipelineStrategy(module='path.to.it')"
 )
-"""Why hooks of `register_full_backward_hook` are refused, after the name of a module."""
+"""The reason why hooks of `register_full_backward_hook` are refused. It follows the name of a module."""
 
 
 class EarlierStageError(PipelineError):
-    """A step needs weights of an earlier stage, which has passed the step on."""
+    """A step needs weights of an earlier stage, which has already sent the step to the next stage."""
 
 
 class _Border(BaseException):
-    """Unwinds the user's step at the end of a stage; `except Exception` must not stop it."""
+    """Unwinds the user's step at the end of a stage. `except Exception` must not catch it."""
 
 
 class LazyStep(TracedStep):
-    """Runs steps of a module with other stages' weights on `meta`.
+    """Runs steps of a module in which the weights of other stages are on `meta`.
 
-    A step that is like the recorded one ends where the record is cut. Any other one ends in front of the first unit
-    whose weights are not here: stages need no record of it.
+    A step that is like the recorded one ends at the border of the layout. Any other step ends in front of the first
+    unit whose weights are not on this stage, so the stages need no record of it.
 
     Args:
         module: the user's module, with the weights of this stage.
-        stage: its number.
-        last: the last part of the layout that it has; by default the part of its number.
-        generators: of the module's own.
+        layout: the layout of the recorded step.
+        stage: the number of the stage.
+        device: the device of the stage.
+        last: the last part of the layout that the stage has; by default, the part with the number of the stage.
+        generators: the module's own random generators.
     """
 
     def __init__(
@@ -82,12 +84,12 @@ class LazyStep(TracedStep):
         self._sent: Trace | None = None
         self._rows = 0
         self._why_once = ""
-        """Why the step may change no weights; empty if it may."""
+        """The reason why the step must not change weights; empty if it may."""
         self._refusal: PipelineError | None = None
         self.n_draws = 0
-        """Draws of random numbers in the latest run, on the stages up to this one."""
+        """The number of draws of random numbers in the latest run, on the stages up to this one."""
         self._held = 0
-        """The checkpoint that the last unit with values of this stage is in."""
+        """The checkpoint that contains the last unit of this stage that makes values."""
 
     def run(
         self,
@@ -99,17 +101,24 @@ class LazyStep(TracedStep):
         rows: int = 0,
         why_once: str = "",
     ) -> Crossing | Any:
-        """Return the message to the next stage; on the last stage the result of the step.
+        """Run the part of the step that belongs to this stage.
 
         Args:
-            rows: samples of the micro-batch, for the trace.
-            received: what the stage before has sent; None on the first stage.
-            seed: called with the number of a draw of random numbers before it.
-            why_once: why a change of weights by the step would not be that of one process; empty if it would.
+            step: the user's step.
+            batch: the micro-batch.
+            arguments: further arguments of the step.
+            received: the message of the previous stage; None on the first stage.
+            seed: called with the number of a draw of random numbers before the draw.
+            rows: the number of samples of the micro-batch, for the trace.
+            why_once: the reason why a change of weights by the step would differ from one process; empty if it would
+                not.
+
+        Returns:
+            The message to the next stage. On the last stage, the result of the step.
 
         Raises:
-            PipelineError: the step runs otherwise than on the stage before, needs weights of an earlier stage, or
-                changes weights where it may not.
+            PipelineError: the step takes another path than on the previous stage, needs weights of an earlier stage, or
+                changes weights although it must not.
         """
         self._why_once, self._refusal = why_once, None
         self.begin(batch, seed)
@@ -123,18 +132,18 @@ class LazyStep(TracedStep):
             if len(self.units) < len(self._received[1].units):
                 raise self._other_way(f"ended after {len(self.units)} units")
             if not self._ends:
-                self._crossing = self._pack()  # it has none of its weights on later stages
+                self._crossing = self._pack()  # the step uses no weights of later stages
         except _Border:
             out = None
         except Exception:
-            if self._refusal is not None:  # load_state_dict has made another error of it
+            if self._refusal is not None:  # load_state_dict has replaced the error by another one
                 raise self._refusal from None
             raise
         finally:
             self._check_shared()
             self.n_draws = self._draws
             self.begin(())
-        crossing, self._crossing, self._received = self._crossing, None, ((), Trace())  # they hold values and graphs
+        crossing, self._crossing, self._received = self._crossing, None, ((), Trace())  # these hold values and graphs
         return out if self._ends else crossing
 
     def run_unit(self, name: str, path: str | None, function: Function, args: Any, kwargs: Any) -> Any:
@@ -158,7 +167,7 @@ class LazyStep(TracedStep):
             self.units.append(Done(name))
         else:
             out = self._pass_over(done, given)
-        if len(self.units) == len(trace.units):  # at once: code before the next unit may keep values
+        if len(self.units) == len(trace.units):  # immediately, because code before the next unit may keep values
             self._arrive()
         return out
 
@@ -170,7 +179,7 @@ class LazyStep(TracedStep):
 
     def _run_own(self, number: int, name: str, path: str | None, function: Function, args: Any, kwargs: Any) -> Any:
         given = tensors_of((args, kwargs))
-        has_weights = self._as_recorded and number < self._border  # those of its module
+        has_weights = self._as_recorded and number < self._border  # the weights of its module
         is_border = self._as_recorded and number >= self._border and not self._ends
         foreign = [] if is_border else [t for t in self.placed(None if has_weights else path, given) if t.is_meta]
         if is_border or (foreign and not self._ends):
@@ -210,15 +219,15 @@ class LazyStep(TracedStep):
     def change(self, name: str, function: Function, args: Any, kwargs: Any) -> Any:
         if name == "data" and args and self.values.is_placed(args[0]):
             self._check_weights([args[0]], f"assigns {name} to")
-            if args[0].is_meta:  # the stage that has it assigns
+            if args[0].is_meta:  # the stage that has the weight assigns it
                 return None
         return super().change(name, function, args, kwargs)
 
     def _check_weights(self, written: Sequence[torch.Tensor], how: str = "changes") -> None:
-        """Refuse a change of weights that would be another one than in one process.
+        """Refuse a change of weights that would differ from one process.
 
         Raises:
-            PipelineError: the step runs for each of several micro-batches, or other stages have these weights, too.
+            PipelineError: the step runs for each of several micro-batches, or other stages also have these weights.
         """
         where = {storage_of(t) for t in written} - {None}
         for name, p in self._module.named_parameters():
@@ -233,7 +242,7 @@ class LazyStep(TracedStep):
 
     def begin_checkpoint(self) -> bool:
         super().begin_checkpoint()
-        return len(self.units) >= len(self._received[1].units)  # else it holds what stands for values
+        return len(self.units) >= len(self._received[1].units)  # otherwise the checkpoint would hold placeholders
 
     def _pass_over(self, done: Done, given: Sequence[torch.Tensor]) -> Any:
         """Return placeholders for the results of a unit on an earlier stage."""
@@ -252,9 +261,9 @@ class LazyStep(TracedStep):
         return out
 
     def _arrive(self) -> None:
-        """Put the received values in the place of what stands for them, wherever the user's code holds that."""
+        """Replace the placeholders by the received values, wherever the user's code holds them."""
         values, trace = self._received
-        with torch.enable_grad():  # the border may be in a block without gradients
+        with torch.enable_grad():  # the border may be inside a block without gradients
             for key, value in zip(trace.keys, values, strict=True):
                 self._put(self.values.value(key), value)
         groups = [self.values.value(key) for group in trace.shared for key in group]
@@ -262,16 +271,16 @@ class LazyStep(TracedStep):
 
     def _put(self, stand: torch.Tensor, value: torch.Tensor) -> None:
         if not value.requires_grad and not stand.is_meta and not stand.requires_grad and stand.shape == value.shape:
-            stand.copy_(value)  # a buffer stays the same object
+            stand.copy_(value)  # a buffer must remain the same object
             return
-        if self._layout.clones:  # a unit may change it, which a leaf can't be
+        if self._layout.clones:  # a unit may change the value in place, which is not possible for a leaf
             value = value.clone()
         else:
             value = value.view_as(value) if value.requires_grad else value.detach()
         attributes = {name: each for name, each in vars(stand).items() if name != STANDS_ON}
         try:
             torch.utils.swap_tensors(stand, value)  # type: ignore[no-untyped-call]
-            vars(stand).update(attributes)  # those that the user's code has set
+            vars(stand).update(attributes)  # the attributes that the user's code has set
         except RuntimeError as error:
             raise PipelineError(
                 f"a tensor of shape {tuple(value.shape)} goes to another stage in front of unit {len(self.units)}, and "
@@ -293,14 +302,15 @@ class LazyStep(TracedStep):
         return found, self._make_trace(keys, shared)
 
     def _make_trace(self, keys: tuple[int, ...], shared: tuple[tuple[int, ...], ...]) -> Trace:
-        """Return the trace up to here; that of the micro-batch before if it is equal, so that it is serialized once."""
+        """Return the trace up to here. If it equals the previous micro-batch's trace, return that one, so that it is
+        serialized only once."""
         last, ends = self._sent, (keys, shared, self._rows)
         if last is None or (last.keys, last.shared, last.rows) != ends or not _equal(last.units, self.units):
             self._sent = last = Trace(list(self.units), *ends)
         return last
 
     def _check_shared(self) -> None:
-        """Refuse a change of a value that shared memory with others on the stage before."""
+        """Refuse a change of a value that shared memory with other values on the previous stage."""
         if any(t._version != version for t, version in self._watched):
             raise PipelineError(
                 "the step changes a tensor in place, and a view of it on the other side of a border between stages "
@@ -316,10 +326,12 @@ class LazyStep(TracedStep):
 
 
 def explain_change(layout: UnitLayout, name: str, why_once: str) -> str:
-    """Return why a change of the weight `name` by the step is not that of one process; empty if it is.
+    """Return the reason why a change of a weight by the step differs from one process; empty if it does not.
 
     Args:
-        why_once: the reason for all weights, if there is one.
+        layout: the layout of the step.
+        name: the name of the weight.
+        why_once: the reason that applies to all weights; empty if there is none.
     """
     stages = layout.parts_of.get(name, ())
     if why_once or len(stages) < 2:
@@ -328,8 +340,8 @@ def explain_change(layout: UnitLayout, name: str, why_once: str) -> str:
 
 
 def _equal(some: Sequence[Done], others: Sequence[Done]) -> bool:
-    """Return whether two stages have run the same units with the same results, as far as these can be compared."""
+    """Return whether two lists contain the same units with the same results, as far as results can be compared."""
     try:
         return bool(some == others)
-    except (TypeError, ValueError, RuntimeError):  # results with objects that have no truth value, such as arrays
+    except (TypeError, ValueError, RuntimeError):  # results may contain objects without a truth value, such as arrays
         return False

@@ -1,4 +1,4 @@
-"""The user's code split into units, while a step runs."""
+"""A mode that splits the user's code into units while a step runs."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ _LOOKING_NAMES = (
     "__torch_function__ _use_count"
 )
 _LOOKING = frozenset(_LOOKING_NAMES.split())
-"""Functions that compute no tensor and read no values."""
+"""Functions that compute no tensors and read no values."""
 _CHANGING = frozenset(("__set__", "requires_grad_"))
-"""Functions among these that change a tensor besides its values."""
+"""Functions in `_LOOKING` that change a property of a tensor other than its values."""
 _MAKING = frozenset(("T", "mT", "H", "mH", "real", "imag", "data"))
-"""Properties of a tensor that are tensors; all others only look."""
+"""The properties of a tensor that are tensors. All other properties are only read."""
 DEVICES = frozenset(("device", "is_meta", "is_cpu", "is_cuda"))
+"""The properties that depend on the device of a tensor."""
 
 Function = Callable[..., Any]
 
@@ -44,8 +45,8 @@ Function = Callable[..., Any]
 class UnitMode(TorchFunctionMode, ABC):
     """Calls `run_unit` for every unit of the code in its block, in order.
 
-    A unit is what no border divides: a call of an atomic module, of a torch function between such calls, or of an
-    autograd.Function. Calls within a unit or within a transform of torch.func are none.
+    A unit can't be divided by a border. It is a call of an atomic module, of a torch function between such calls, or of
+    an autograd.Function. Calls within a unit or within a transform of torch.func are not units.
 
     Args:
         atomic: modules whose calls are units, by path.
@@ -64,44 +65,50 @@ class UnitMode(TorchFunctionMode, ABC):
         """Return the result of a unit.
 
         Args:
-            name: of the function, or the path of the module.
-            path: of the module; None for a function.
+            name: the name of the function, or the path of the module.
+            path: the path of the module; None for a function.
+            function: the function, or the forward of the module.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
         """
 
     def look(self, name: str, function: Function, args: Any) -> Any:
-        """Return a property of a tensor that is no tensor."""
+        """Return a property of a tensor that is not a tensor itself."""
         return function(*args)
 
     def change(self, name: str, function: Function, args: Any, kwargs: Any) -> Any:
-        """Set a property of a tensor, which is called `name`."""
+        """Set the property `name` of a tensor."""
         return function(*args, **kwargs)
 
     def run_inner(self, name: str, function: Function, args: Any, kwargs: Any) -> Any:
-        """Return the result of a function within a unit; called only in modules that `sees_inside` names."""
+        """Return the result of a function within a unit.
+
+        This method is called in modules for which `sees_inside` returns True, and in an autograd.Function.
+        """
         return function(*args, **kwargs)
 
     def run_transformed(self, name: str, path: str | None, function: Function, args: Any, kwargs: Any) -> Any:
-        """Return the result of a call within a transform of torch.func, such as vmap, which is no unit.
+        """Return the result of a call within a transform of torch.func, such as vmap. The call is not a unit.
 
-        Args:
-            name, path: as for `run_unit`.
+        The arguments are the same as for `run_unit`.
         """
         return function(*args, **kwargs)
 
     def sees_inside(self, path: str) -> bool:
-        """Return whether `run_inner` is to be called in a module, which costs time for each operation."""
+        """Return whether `run_inner` should be called for each operation in a module, which takes time."""
         return False
 
     @property
     def checkpoint(self) -> int:
-        """Number of the block of `torch.utils.checkpoint` that runs, counted from 1; 0 outside of these.
+        """The number of the block of `torch.utils.checkpoint` that is running, counted from 1; 0 outside of such
+        blocks.
 
-        What is within another one has the number of that.
+        A nested block has the number of the outer one.
         """
         return self._checkpoints if self._depth else 0
 
     def begin_checkpoint(self) -> bool:
-        """Return whether the block that begins is to run once more in backward."""
+        """Return whether the block that begins should run again in backward."""
         return True
 
     def __enter__(self) -> UnitMode:
@@ -111,7 +118,7 @@ class UnitMode(TorchFunctionMode, ABC):
             table = vars(module)
             self._forwards.append((table, table.get("forward")))
             table["forward"] = partial(self._call_module, path, module.forward)
-        self._apply = torch.autograd.Function.__dict__["apply"]  # no torch function, though it makes tensors
+        self._apply = torch.autograd.Function.__dict__["apply"]  # it makes tensors, but is not a torch function
         before = self._apply
 
         def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -132,7 +139,7 @@ class UnitMode(TorchFunctionMode, ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        self._thread = 0  # what a checkpoint has kept of a replaced forward runs as it is
+        self._thread = 0  # forwards that a checkpoint still holds then run unchanged
         torch.autograd.Function.apply = self._apply  # type: ignore[method-assign]
         replace_checkpoints(self._checkpoint_before)
         for table, forward in self._forwards:
@@ -164,7 +171,7 @@ class UnitMode(TorchFunctionMode, ABC):
         if self._inside or self._thread != get_ident():
             return forward(*args, **kwargs)
         alone = not self.sees_inside(path) and is_top_function_mode(self)
-        with without_top_function_mode() if alone else nullcontext():  # its operations cost what they did
+        with without_top_function_mode() if alone else nullcontext():  # its operations have no overhead
             return self._unit(path, path, forward, args, kwargs)
 
     def _make_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
@@ -174,7 +181,11 @@ class UnitMode(TorchFunctionMode, ABC):
 
     @contextmanager
     def _open_checkpoint(self) -> Iterator[bool]:
-        """Number the block as a checkpoint; yields whether it is to run once more in backward."""
+        """Count the block as a checkpoint.
+
+        Yields:
+            Whether the block should run again in backward.
+        """
         self._checkpoints += not self._depth
         self._depth += 1
         try:
@@ -197,7 +208,7 @@ class UnitMode(TorchFunctionMode, ABC):
             self._advance(around)
 
     def _advance(self, around: Iterator[None]) -> None:
-        """Run code of torch around a checkpoint, in which hooks of saved tensors call functions that are no units."""
+        """Run torch's code around a checkpoint. Its hooks of saved tensors call functions that are not units."""
         self._inside += 1
         try:
             next(around, None)

@@ -1,4 +1,4 @@
-"""One step written down: its units, what they cost, and where it can be cut."""
+"""The record of a step: its units, their costs, and the data from which possible borders are derived."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from lightning_pipes.trainer.units.traced_step import TracedStep, version_of
 from lightning_pipes.trainer.units.values import has_attributes, storage_of
 
 _PER_ENTRY = 4.0
-"""Operations that an entry of a unit's output counts for, so that units without products have a cost."""
+"""The number of operations counted per entry of a unit's output, so that units without products have a cost."""
 _TRIES = 100
-"""Recordings in which modules may turn out not to be atomic."""
+"""The largest number of recordings. Each may find further modules that are not atomic."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,16 @@ class RecordedUnit:
 
     Attributes:
         name: the path of a module, or the name of a function.
-        pure: every stage runs it.
-        weights: names of the parameters and buffers that it has.
-        reads, writes, makes: keys of values.
-        operations: what it costs.
-        held: number of the block of `torch.utils.checkpoint` that it is in, which runs again as a whole; 0 for none.
+        pure: whether every stage runs it.
+        weights: the names of the parameters and buffers that it uses.
+        reads: the keys of the values that it reads.
+        writes: the keys of the values that it changes in place.
+        makes: the keys of the values that it returns.
+        operations: its number of operations.
+        held: the number of the block of `torch.utils.checkpoint` that contains it, which runs again as a whole; 0 for
+            none.
         drew: whether it drew random numbers.
-        changes: names of the parameters that it changes.
+        changes: the names of the parameters that it changes.
     """
 
     name: str
@@ -61,18 +64,18 @@ class RecordedUnit:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A step as it was recorded.
+    """A recorded step.
 
     Attributes:
-        units: in the order in which they ran.
+        units: the units in the order in which they ran.
         atomic: paths of the modules whose calls are units.
-        bytes: of each value.
-        memory: where each value lies; values with the same number share memory.
-        entered: of each module that was called, by path, the number of its first unit.
-        results: keys of the values that the step returned or logged.
-        calls: of each module that is no unit, by path, the first unit of each call and the one behind it.
+        bytes: the size of each value in bytes.
+        memory: the memory location of each value. Values with the same location share memory.
+        entered: the number of the first unit of each called module, by path.
+        results: the keys of the values that the step returned.
+        calls: for each module that is not a unit, by path, the first unit of each call and the unit behind the call.
         stateful: paths of modules whose attributes the step has changed.
-        weight_memory: where the parameters lie.
+        weight_memory: the memory locations of the parameters.
     """
 
     units: tuple[RecordedUnit, ...]
@@ -87,7 +90,7 @@ class StepRecord:
 
     @property
     def drawing(self) -> frozenset[str]:
-        """Names of the units that drew random numbers."""
+        """The names of the units that drew random numbers."""
         return frozenset(unit.name for unit in self.units if unit.drew)
 
     @property
@@ -98,8 +101,11 @@ class StepRecord:
     def find_entry(self, place: str) -> int:
         """Return the number of the first unit of a module.
 
+        Args:
+            place: the path of the module.
+
         Raises:
-            PlanError: the step does not call it.
+            PlanError: the step does not call the module.
         """
         if place not in self.entered:
             close = difflib.get_close_matches(place, self.entered, n=1)
@@ -110,15 +116,18 @@ class StepRecord:
 
 
 DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
-"""Functions that go through the graph of other units."""
+"""Functions that traverse the graph of other units."""
 
 
 class Recorder(TracedStep):
-    """Runs a step as it is, on a whole module, and writes it down.
+    """Runs a step unchanged on a whole module, and records it.
 
     Args:
+        module: the whole module of the user.
+        atomic: modules whose calls are units, by path.
+        device: the device of the module.
         differentiates: whether the step may call backward.
-        fake: runs units without values, where weights are on `meta`; the module gets weights that stay in it.
+        fake: runs units without values if weights are on `meta`. The module then keeps weights without values.
     """
 
     def __init__(
@@ -139,7 +148,7 @@ class Recorder(TracedStep):
         self._given: set[int] = set()
         self._used: set[str] = set()
         self._left: dict[int, tuple[str, int]] = {}
-        self._kept: list[Any] = []  # ids stand for tensors, which must not be freed
+        self._kept: list[Any] = []  # the ids of these tensors are in use, so that they must not be freed
         self.seen: list[RecordedUnit] = []
         self.hidden: set[str] = set()
         self.transformed: set[str] = set()
@@ -158,7 +167,13 @@ class Recorder(TracedStep):
     def record(self, step: Callable[..., Any], batch: Any, arguments: Sequence[Any]) -> StepRecord:
         """Return the record of a step.
 
-        Afterwards `hidden` has the modules that are not atomic, and `transformed` one that has to be, if there is any.
+        Afterwards `hidden` contains the modules that are not atomic, and `transformed` a module that must be atomic, if
+        one was found.
+
+        Args:
+            step: the user's step.
+            batch: the batch.
+            arguments: further arguments of the step.
         """
         if self._fake is not None:
             owned = {id(b) for part in self._buffered for b in part._buffers.values()}
@@ -200,7 +215,7 @@ class Recorder(TracedStep):
         )
 
     def _call_whole(self, path: str, forward: Function, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a module of several units, and note which these are."""
+        """Call a module that consists of several units, and record their range."""
         start = len(self.units)
         is_open = not (self._inside or in_functorch())
         self._open += [path] * is_open
@@ -234,7 +249,7 @@ class Recorder(TracedStep):
         for tensor in made:
             self._left.pop(id(tensor), None)
         weights = self.placed(path, ran.read)
-        if function in DIFFERENTIATING:  # checkpoints run again in it
+        if function in DIFFERENTIATING:  # checkpoints run again in these functions
             weights, self._used = [], set()
         self.units.append(ran.done)
         if path is not None and not ran.done.pure and (_holds_tensors(ran.done.out) or any(map(has_attributes, made))):
@@ -276,7 +291,7 @@ class Recorder(TracedStep):
                 return function(*args, **kwargs)
         finally:
             self._running = None
-            if fake:  # no generator has changed
+            if fake:  # no generator has changed its state
                 self._draws += self._flops.drawn - drawn
 
     def _lacks_values(self, path: str | None, given: Sequence[torch.Tensor]) -> bool:
@@ -286,7 +301,7 @@ class Recorder(TracedStep):
 
     def run_inner(self, name: str, function: Function, args: Any, kwargs: Any) -> Any:
         given = tensors_of((args, kwargs)) if self._inside else []
-        if self._running is None:  # in an autograd.Function
+        if self._running is None:  # within an autograd.Function
             self._used.update(self._names[id(t)] for t in given if self.values.is_placed(t) and id(t) in self._names)
         if self._running is None or not self._inside:
             return super().run_inner(name, function, args, kwargs)
@@ -302,19 +317,19 @@ class Recorder(TracedStep):
             elif id(tensor) in self._given or maker == here:
                 continue
             elif self.values.is_value(tensor) or version_of(tensor) != version:
-                self.hidden.add(self._running)  # it looks into, or changes, what others hold
+                self.hidden.add(self._running)  # it reads or changes a tensor that other modules hold
         for tensor in tensors_of(out):
             self._left.setdefault(id(tensor), here)
             self._kept.append(tensor)
         return out
 
     def _look_for_hidden(self, tensor: torch.Tensor) -> None:
-        """Note the module that has stored a tensor besides returning it."""
+        """Mark the module that has stored a tensor in addition to returning it."""
         if id(tensor) in self._left and not self.values.is_value(tensor):
             self.hidden.add(self._left[id(tensor)][0])
 
     def _names_of_memory(self, tensors: Sequence[torch.Tensor]) -> frozenset[str]:
-        """Return the names of the parameters in whose memory tensors lie."""
+        """Return the names of the parameters that share memory with the tensors."""
         found = (self._memory_names.get(storage_of(t)) for t in tensors)
         return frozenset(each for each in found if each is not None)
 
@@ -333,15 +348,15 @@ class Recorder(TracedStep):
 
 
 class _InTransform(BaseException):
-    """Unwinds the user's step where a transform of torch.func needs values; `except Exception` must not stop it."""
+    """Unwinds the user's step if a transform of torch.func needs values. `except Exception` must not catch it."""
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts multiplications and additions, as `FlopCounterMode` does, but without calls of torch in its hooks."""
+    """Counts multiplications and additions, like `FlopCounterMode`, but without calls of torch in its hooks."""
 
     total = 0.0
     drawn = 0
-    """Operations that draw random numbers, or may do so."""
+    """The number of operations that draw random numbers, or may do so."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -356,8 +371,16 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def find_atomic(
     module: nn.Module, hidden: Collection[str] = (), transformed: Collection[str] = ()
 ) -> dict[str, nn.Module]:
-    """Return the modules whose calls are units, by path: those without children, except `hidden` ones, and in place of
-    what is inside of them the `transformed` ones, which call transforms of torch.func."""
+    """Return the modules whose calls are units, by path.
+
+    These are the modules without children, except the `hidden` ones. The `transformed` modules replace all modules
+    inside of them, because they call transforms of torch.func.
+
+    Args:
+        module: the user's module.
+        hidden: paths of modules that can't be units.
+        transformed: paths of modules that must be units.
+    """
     within = tuple(f"{path}." for path in transformed)
     named = [(path, m) for path, m in module.named_modules() if path and not path.startswith(within)]
     return {path: m for path, m in named if path in transformed or (path not in hidden and _is_atomic(m))}
@@ -376,20 +399,23 @@ def record_step(
 ) -> StepRecord:
     """Return the record of a step.
 
-    A module that leaves tensors where others read them is no unit, and one that calls a transform of torch.func with
-    values is one: then the step is recorded again.
+    A module can't be a unit if it stores tensors where others read them. A module must be a unit if it calls a
+    transform of torch.func with values. If such a module is found, the step is recorded again.
 
     Args:
-        module: the user's module, whole.
-        run: calls what it is given, and returns its result, such that no trace is left in the module.
+        module: the whole module of the user.
+        run: calls its argument and returns the result, such that no trace is left in the module.
         step: takes the batch and `arguments`.
-        batch: returns the batch anew.
-        choose: returns the modules whose calls are units, without those that can't be; by default all without children.
+        batch: returns a new copy of the batch.
+        arguments: further arguments of the step.
+        device: the device of the module.
+        choose: takes the paths of modules that can't be units, and returns the modules whose calls are units. By
+            default, `find_atomic` chooses them.
         differentiates: whether the step may call backward.
-        fake: runs units without values, where weights are on `meta`.
+        fake: runs units without values if weights are on `meta`.
 
     Raises:
-        PipelineError: the step can't be cut into units.
+        PipelineError: the step can't be divided into units.
     """
     hidden: set[str] = set()
     transformed: set[str] = set()
@@ -447,7 +473,7 @@ class _TensorFinder(pickle.Pickler):
 
 
 def _holds_tensors(out: Any) -> bool:
-    """Return whether an object in the result of a unit holds tensors, or can't be sent."""
+    """Return whether an object in the result of a unit contains tensors, or can't be sent."""
     things: list[Any] = []
     map_leaves(out, things.append)
     for thing in things:
@@ -456,7 +482,7 @@ def _holds_tensors(out: Any) -> bool:
         finder = _TensorFinder(io.BytesIO())
         try:
             finder.dump(thing)
-        except Exception:  # of the user's code, or of pickle
+        except Exception:  # an error of the user's code or of pickle
             return True
         if finder.found:
             return True
@@ -471,15 +497,17 @@ def _is_atomic(part: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class UnitLayout:
-    """The stages of a recorded step. Where weights may move, these are parts, of which a stage has several in a row.
+    """The division of a recorded step into parts.
+
+    A stage has one part or, if weights may move, several consecutive parts.
 
     Attributes:
         starts: the first unit of each part.
-        names: of all units of the record, in order.
+        names: the names of all units of the record, in order.
         atomic: paths of the modules whose calls are units.
-        drawing: names of the units that draw random numbers, or that the recorded step did not call.
-        parts_of: the parts that use a weight or buffer, by its name; none of the others.
-        clones: whether values are copied when they arrive, for units change some in place.
+        drawing: the names of the units that draw random numbers, or that the recorded step did not call.
+        parts_of: the parts that use a weight or buffer, by its name. Unused weights have no entry.
+        clones: whether values are copied when they arrive, because units change some of them in place.
     """
 
     starts: tuple[int, ...]
@@ -512,7 +540,7 @@ class UnitLayout:
         return len(self.starts)
 
     def border_of(self, stage: int) -> int:
-        """Return the unit at which a stage ends in a step like the recorded one."""
+        """Return the unit at which a part ends, in a step like the recorded one."""
         return self.starts[stage + 1] if stage + 1 < len(self.starts) else len(self.names)
 
     def modules(self, root: nn.Module) -> dict[str, nn.Module]:

@@ -35,20 +35,30 @@ from lightning_pipes.trainer.units.whole_step import StreamUnits
 
 
 class UnitSteps(Steps):
-    """Runs the user's steps on every stage; each passes over the units of the others.
+    """Runs the user's steps on every stage. Each stage skips the units of the other stages.
 
-    Every unit that draws random numbers has a stream of its own, so these do not depend on the borders.
+    Every unit that draws random numbers has its own stream, so the random numbers do not depend on the borders.
 
     Args:
-        end: what runs once on the whole batch, on the last stage; None where each micro-batch has a loss.
-        make_joint: makes what runs a step on all stages together, with the weights as ranks have them now.
-        holdings: say which parts of the layout each stage has.
+        module: the user's module.
+        precision: the precision plugin of the Trainer.
+        plan: the plan of the run.
+        rank: the rank of this process in the plan.
+        seed: the seed of the random streams.
+        device: the device of this rank.
+        state: the state that the step leaves in the module.
+        cut: the module, cut by units.
+        layout: the parts of the step.
+        end: the end of the step that runs once on the whole batch, on the last stage; None if each micro-batch has a
+            loss.
+        make_joint: creates an object that runs a step on all stages together, with the present placement of weights.
+        holdings: specifies the parts of the layout that each stage has.
     """
 
     runs_whole_evaluation = True
     joint: JointStep | None = None
     overlaps = False
-    """Whether other batches are under way while a batch runs."""
+    """Whether other batches are in flight while a batch runs."""
 
     def __init__(
         self,
@@ -103,7 +113,7 @@ class UnitSteps(Steps):
             part, step = data.select_samples(span), named_step(self._module, "training_step")
             recomputed_later = stage.recompute and not stage.recomputing
             if stage.number < self._final or recomputed_later or (last and self._end is not None):
-                part = copy_batch(part)  # this rank runs the step again, which may change its batch in place
+                part = copy_batch(part)  # this rank runs the step again, and the step may change its batch in place
             with (
                 recorded(self._module) as logged,
                 self._cut.show_weights(),
@@ -124,14 +134,14 @@ class UnitSteps(Steps):
             return out
         self.state.note_microbatch(span)
         entered = () if received is None else received[0]
-        weights = (p for layer in stage.layers.values() for p in layer.parameters())  # read only if no sample counts
+        weights = (p for layer in stage.layers.values() for p in layer.parameters())  # used only if no sample counts
         return self.scale_loss(item, span, out, logged, chain(entered, weights))
 
     @contextmanager
     def _repeat_buffers(self, stage: Stage, item: Item, span: Span) -> Iterator[None]:
-        """Let a recomputed forward read the buffers that the first one read, and discard what it writes to them.
+        """Make a recomputed forward read the buffers that the first forward read, and discard its changes to them.
 
-        Running statistics thus see each micro-batch once.
+        As a result, running statistics count each micro-batch once.
         """
         kept, with_keys = stage.buffers_before, [((item.number, span, n), n, part) for n, part in stage.layers.items()]
         with ExitStack() as stack:
@@ -146,7 +156,7 @@ class UnitSteps(Steps):
             yield
 
     def _defer_loss(self, end: BatchEnd, stage: Stage, item: Item, span: Span, crossing: Crossing) -> torch.Tensor:
-        """Return what stands for the loss of a micro-batch; after the last one the end of the step runs."""
+        """Return a placeholder for the loss of a micro-batch. After the last micro-batch, the end of the step runs."""
         waiting, gradients = self._waiting.setdefault(item, {}), list[torch.Tensor | None]()
         waiting[span] = crossing, gradients
         loss: torch.Tensor = DeferredLoss.apply(gradients, *crossing[0])  # type: ignore[no-untyped-call]
@@ -197,9 +207,9 @@ class UnitSteps(Steps):
             return self._run_lazily(stage.number, stage, item, span, data.step, batch, received)
 
     def _compare_stage(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
-        """Run a training batch once more, and note the values that the step leaves, logs and returns.
+        """Run a training batch again, and record the values that the step stores in the module, logs and returns.
 
-        A failure is passed to the next stage, and does not end the training.
+        A failure is sent to the next stage and does not end the training.
         """
         data: WholeBatch = item.data
         failure, last = "" if received is None else received[1].failure, stage.number == self._stages - 1
@@ -222,10 +232,14 @@ class UnitSteps(Steps):
         return None
 
     def evaluate_jointly(self, item: Item, calls: list[LogCall]) -> tuple[Any, Any]:
-        """Run a step on all stages together; return its result on every rank, and the mark of the last one.
+        """Run a step on all stages together.
 
         Args:
-            calls: filled by the step.
+            item: the batch in the engine.
+            calls: a list that the step fills with its log calls.
+
+        Returns:
+            The result of the step on every rank, and the mark of the last stage.
         """
         data = item.data
         if self.joint is not None:
@@ -246,24 +260,26 @@ class UnitSteps(Steps):
         return self._lazy[key].run(step, batch, item.data.arguments, received, seed, span.rows, why_once)
 
     def _key(self, number: int, item: Item) -> tuple[int, int, bool]:
-        """Return the key of a stage's step: its number, its last part, and whether it ends with the whole batch."""
+        """Return the key of a stage's step: its number, its last part, and whether the step ends with the whole
+        batch."""
         layers = self._holdings.layers
         last = layers[number].stop - 1 if number < self._stages else layers[-1].stop
         return number, last, self._end is not None and item.training
 
     def _explain_once(self, stage: Stage, item: Item, span: Span) -> str:
-        """Return why a change of weights by the step would not be that of one process; empty if it would."""
+        """Return the reason why a change of weights by the step would differ from one process; empty if it would
+        not."""
         return explain_repetition(stage, item, span, self.overlaps, self.ends_whole)
 
     def _explain_change(self, why_once: str, name: str, is_replaced: bool) -> str:
-        """Return why a change of this weight by the step is not that of one process; empty if it is."""
+        """Return the reason why a change of this weight by the step differs from one process; empty if it does not."""
         if is_replaced:
             return "Other stages and checkpoints would keep the parameter that was there before"
         return explain_change(self._layout, name, why_once)
 
 
 def stage_modules(module: nn.Module, layout: UnitLayout) -> list[nn.Module]:
-    """Return the modules in units that have weights or buffers: their attributes are those of one stage."""
+    """Return the modules within units that have weights or buffers. Their attributes belong to one stage."""
     owners = {name.rpartition(".")[0] for name in layout.parts_of}
     units = layout.modules(module).items()
     inside = [(f"{path}.{name}".rstrip("."), part) for path, whole in units for name, part in whole.named_modules()]

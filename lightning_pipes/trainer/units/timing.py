@@ -1,4 +1,5 @@
-"""The seconds that the units of a step take, forward and backward, and the bytes that they save between."""
+"""Measurement of the units of a step: their forward and backward durations, and the bytes that they save for
+backward."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ from lightning_pipes.trainer.units.recording import StepRecord
 from lightning_pipes.trainer.units.trace import tensors_of
 
 _RUNS = 8
-"""Steps that are measured; of each unit the shortest time counts."""
+"""The largest number of measured steps. The shortest duration of each unit counts."""
 _ENOUGH = 1.0
-"""Seconds of steps after which no other one is measured."""
+"""After this number of seconds, no further step is measured."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,8 @@ class UnitCosts:
     """The costs of each unit for one number of samples.
 
     Attributes:
-        seconds: of its forward and of its backward.
-        saved: bytes that it saves for its backward, without weights and without what units before it have saved.
+        seconds: the durations of its forward and its backward.
+        saved: the bytes that it saves for its backward, without weights and without the bytes that earlier units saved.
     """
 
     seconds: Sequence[tuple[float, float]]
@@ -49,7 +50,14 @@ class SavedByUnits(UnitMode):
     def measure(
         self, module: nn.Module, step: Callable[..., Any], batch: Callable[[], Any], arguments: Sequence[Any]
     ) -> list[int]:
-        """Return the bytes of each unit."""
+        """Run a step and return the saved bytes of each unit.
+
+        Args:
+            module: the user's module.
+            step: takes the batch and `arguments`.
+            batch: returns a new copy of the batch.
+            arguments: further arguments of the step.
+        """
         self._weights = frozenset(map(storage_of, module.parameters()))
         given = batch()
         with saved_for_backward() as self._found, self:
@@ -66,10 +74,10 @@ class SavedByUnits(UnitMode):
 
 
 class UnitTimer(UnitMode):
-    """Measures one step.
+    """Measures the durations of the units of one step.
 
-    Backward runs the units in reverse order. The gradient of a unit's result is known when its backward begins, and
-    when that of the unit behind it has ended.
+    Backward runs the units in reverse order. The gradient of a unit's result is available when the backward of the unit
+    begins and the backward of the unit behind it has ended.
     """
 
     def __init__(self, atomic: Mapping[str, nn.Module], device: torch.device) -> None:
@@ -87,7 +95,15 @@ class UnitTimer(UnitMode):
         arguments: Sequence[Any],
         read_loss: Callable[[Any], torch.Tensor],
     ) -> list[tuple[float, float]]:
-        """Return the seconds of each unit of a step, forward and backward."""
+        """Return the seconds of each unit of a step, forward and backward.
+
+        Args:
+            module: the user's module.
+            step: takes the batch and `arguments`.
+            batch: returns a new copy of the batch.
+            arguments: further arguments of the step.
+            read_loss: returns the loss from the result of the step.
+        """
         given = batch()
         with self:
             out = step(given, *arguments)
@@ -130,13 +146,18 @@ def measure_units(
     device: torch.device,
     read_loss: Callable[[Any], torch.Tensor],
 ) -> list[tuple[float, float]] | None:
-    """Return the seconds of each unit of a record, forward and backward; None where the step runs otherwise.
+    """Return the seconds of each unit of a record, forward and backward; None if the step takes another path than
+    recorded.
 
     Args:
-        run: calls what it is given, and returns its result, such that no trace is left in the module.
+        module: the user's module.
+        record: the recorded step.
+        run: calls its argument and returns the result, such that no trace is left in the module.
         step: takes the batch and `arguments`.
-        batch: returns the batch anew.
-        read_loss: returns the loss of what the step has returned.
+        batch: returns a new copy of the batch.
+        arguments: further arguments of the step.
+        device: the device of the module.
+        read_loss: returns the loss from the result of the step.
     """
     best: list[tuple[float, float]] = []
     names = [unit.name for unit in record.units]
@@ -153,5 +174,5 @@ def measure_units(
 
 
 def shortest(*measured: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the shortest forward and the shortest backward of each unit."""
+    """Return the shortest forward and the shortest backward duration of each unit."""
     return [(min(f for f, _ in each), min(b for _, b in each)) for each in zip(*measured, strict=True)]

@@ -1,4 +1,4 @@
-"""Trees that functions take and return, and the units of a step so far, in a form that travels."""
+"""Argument and result trees of functions, and the units of a step so far, in a form that can be sent."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lightning_pipes.engine.trees import SentWhole, make_named
 
 
 class TemplateLeaf:
-    """A leaf of a template: it stands for a tensor."""
+    """A leaf of a template, in place of a tensor."""
 
 
 _LEAVES = (torch.Tensor, TemplateLeaf, str, bytes, int, float, complex, type(None))
 
 
 def map_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """Return the tree with every leaf changed; unknown objects are leaves."""
+    """Return the tree with every leaf changed. Unknown objects are leaves."""
     if isinstance(tree, _LEAVES):
         return change(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -46,7 +46,8 @@ def map_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _is_result_of_torch(tree: Any) -> bool:
-    """Return whether a tree is a named tuple as `torch.topk` returns it, which is made like a plain tuple."""
+    """Return whether a tree is a named tuple from torch, as `torch.topk` returns it, which is created like a plain
+    tuple."""
     return isinstance(tree, tuple) and type(tree).__module__ == "torch.return_types"
 
 
@@ -78,25 +79,29 @@ def _collect(tree: Any, found: list[torch.Tensor]) -> None:
 
 @dataclass(frozen=True)
 class KnownValue(TemplateLeaf):
-    """Stands for a tensor that has a key already."""
+    """A tensor that already has a key."""
 
     key: int
 
 
 @dataclass(frozen=True)
 class KnownPure(TemplateLeaf):
-    """Stands for a tensor that every stage computes, by its number."""
+    """A tensor that every stage computes, by its number."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Made(TemplateLeaf):
-    """Stands for a tensor that a unit makes.
+    """A tensor that a unit makes.
 
     Attributes:
-        key: of the value.
-        on_host: whether it is on the CPU, whatever the device of the stage is.
+        key: the key of the value.
+        shape: its shape.
+        stride: its strides.
+        dtype: its data type.
+        on_host: whether it is on the CPU although the device of the stage is not.
+        requires_grad: whether it requires a gradient.
     """
 
     key: int
@@ -109,7 +114,7 @@ class Made(TemplateLeaf):
 
 @dataclass(frozen=True)
 class KnownWeight(TemplateLeaf):
-    """Stands for a parameter that a unit returns as it is, by its name in the user's module."""
+    """A parameter that a unit returns unchanged, by its name in the user's module."""
 
     name: str
 
@@ -118,11 +123,12 @@ class Done(NamedTuple):
     """A unit that has run.
 
     Attributes:
-        pure: every stage runs it; else only one does.
-        out: what it returned, with TemplateLeaf for tensors; plain values are decisions.
-        written: numbers of pure tensors that it has changed, each with the key that it has from then on.
-        draws: how many of its calls drew random numbers.
-        generators: states of those of the module's own that it drew from.
+        name: the path of a module, or the name of a function.
+        pure: whether every stage runs it. Otherwise only one stage does.
+        out: its result, with a TemplateLeaf for each tensor. Plain values are control-flow decisions.
+        written: the numbers of the pure tensors that it has changed, each with its new key.
+        draws: the number of its calls that drew random numbers.
+        generators: the states of the module's own generators that it drew from.
     """
 
     name: str
@@ -135,14 +141,15 @@ class Done(NamedTuple):
 
 @dataclass
 class Trace(SentWhole, FrozenLeaf):
-    """The units before a border, and the values that cross it.
+    """The units before a border, and the keys of the values that cross it.
 
     Attributes:
         units: all units before the border, in order.
-        keys: of the values, in the order in which these are sent.
+        keys: the keys of the values, in the order in which the values are sent.
         shared: groups of keys whose values share memory on the sender.
-        rows: samples of the micro-batch.
-        failure: why an earlier stage could not run its part, where this must not end the run; empty if it could.
+        rows: the number of samples of the micro-batch.
+        failure: the reason why an earlier stage could not run its part, if this must not end the run. Empty if it
+            could.
     """
 
     units: list[Done] = field(default_factory=list)
@@ -151,7 +158,7 @@ class Trace(SentWhole, FrozenLeaf):
     rows: int = 0
     failure: str = ""
 
-    def __eq__(self, other: object) -> bool:  # a leaf of messages, never compared by content
+    def __eq__(self, other: object) -> bool:  # traces are leaves of messages, which are never compared by content
         return self is other
 
     __hash__ = None  # type: ignore[assignment]

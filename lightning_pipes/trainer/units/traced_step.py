@@ -1,4 +1,4 @@
-"""A step that runs unit by unit, while it is written down what later stages need of it."""
+"""A step that runs unit by unit and records the data that later stages need."""
 
 from __future__ import annotations
 
@@ -25,16 +25,19 @@ _DRAWING_NAMES = (
 _DRAWING = frozenset(_DRAWING_NAMES.split())
 """Functions that may draw random numbers."""
 _KEEPING_STATISTICS = frozenset(("batch_norm", "instance_norm"))
-"""Functions that change running statistics, which torch does not count as a change in place."""
+"""Functions that change running statistics. torch does not count this as a change in place."""
 
 
 @dataclass(frozen=True)
 class UnitRun:
-    """The facts of a unit that has run here.
+    """The result of a unit that has run on this stage.
 
     Attributes:
-        read: tensors that it was given, or whose memory it has read.
-        written: those of them that it has changed in place.
+        done: the record of the unit.
+        out: its result.
+        read: the tensors that it was given, or whose memory it has read.
+        written: the tensors among these that it has changed in place.
+        drew: whether it drew random numbers.
     """
 
     done: Done
@@ -45,17 +48,18 @@ class UnitRun:
 
 
 class TracedStep(UnitMode):
-    """Runs units, and records for each whether it is pure, and its results.
+    """Runs units, and records the result of each and whether it is pure.
 
-    Calls that draw random numbers are counted, wherever they are in units. Each has a stream of its own, so what it
-    draws does not depend on the borders.
+    Calls that draw random numbers are counted at all levels within units. Each call has its own stream, so its random
+    numbers do not depend on the borders.
 
     Args:
         module: the user's module.
         atomic: modules whose calls are units, by path.
-        drawing: names of the units that draw random numbers.
-        device: of this stage.
-        generators: of the module's own, whose states travel with units that draw from them; None if they need not.
+        drawing: the names of the units that draw random numbers.
+        device: the device of this stage.
+        generators: the module's own generators, whose states are sent along with the units that draw from them; None if
+            this is not necessary.
     """
 
     def __init__(
@@ -76,15 +80,16 @@ class TracedStep(UnitMode):
         self._seed: Callable[[int], None] | None = None
         self._draws = 0
         self._in_module, self._weighed = False, False
-        """Whether the unit that runs is a module, and if not, whether code in it has used weights."""
+        """Whether the running unit is a module, and if not, whether code in it has used weights."""
         self._buffered = [part for each in atomic.values() for part in each.modules() if part._buffers]
         self._weighty = {path for path, part in atomic.items() if any(True for _ in _weights_of(part))}
 
     def begin(self, batch: Any, seed: Callable[[int], None] | None = None) -> None:
-        """Number the tensors of the batch, before the step runs.
+        """Number the tensors of the batch before the step runs.
 
         Args:
-            seed: called with the number of a draw before it.
+            batch: the batch.
+            seed: called with the number of a draw before the draw.
         """
         self.units = []
         self._draws, self._seed = 0, seed
@@ -106,14 +111,23 @@ class TracedStep(UnitMode):
         return function(*args, **kwargs)
 
     def begin_checkpoint(self) -> bool:
-        if self._seed is not None:  # its numbers depend on no border
+        if self._seed is not None:  # its random numbers must not depend on the borders
             self._seed(self._draws)
         return True
 
     def run_here(
         self, name: str, path: str | None, function: Function, args: Any, kwargs: Any, given: list[torch.Tensor]
     ) -> UnitRun:
-        """Run the next unit, which is given these tensors."""
+        """Run the next unit on this stage.
+
+        Args:
+            name: the name of the function, or the path of the module.
+            path: the path of the module; None for a function.
+            function: the function, or the forward of the module.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            given: the tensors in its arguments.
+        """
         self.values.meet(given)
         self._in_module, self._weighed = path is not None, False
         versions = [version_of(t) for t in given]
@@ -135,7 +149,7 @@ class TracedStep(UnitMode):
         return UnitRun(done, out, given, written, drew > 0)
 
     def placed(self, path: str | None, given: Collection[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the weights and buffers that a unit has: those of its module, or among what it is given."""
+        """Return the weights and buffers of a unit, which belong to its module or are among the given tensors."""
         found = [t for t in given if self.values.is_placed(t)]
         if path is not None:
             found += _weights_of(self._atomic[path])
@@ -162,15 +176,15 @@ class TracedStep(UnitMode):
         return Done(name, False, map_leaves(out, self._describe_leaf), now, drew)
 
     def _describe_leaf(self, leaf: Any) -> Any:
-        if isinstance(leaf, nn.Parameter):  # a cast may return what it is given
+        if isinstance(leaf, nn.Parameter):  # a cast may return its argument
             name = next((name for name, p in self._module.named_parameters() if p is leaf), None)
             if name is not None:
                 return KnownWeight(name)
         return self.values.describe(leaf, self._device) if isinstance(leaf, torch.Tensor) else leaf
 
     def _run_drawing(self, function: Function, args: Any, kwargs: Any) -> Any:
-        """Run a function that may draw random numbers, from a stream of its own; draws within it have theirs."""
-        if self._seed is not None and not self.checkpoint:  # which draws the same numbers once more by itself
+        """Run a function that may draw random numbers from its own stream. Draws within it have their own streams."""
+        if self._seed is not None and not self.checkpoint:  # a checkpoint already draws the same numbers again
             self._seed(self._draws)
         draws, state = self._draws, self._random_state()
         out = function(*args, **kwargs)
@@ -191,7 +205,7 @@ def _weights_of(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was changed in place, as torch counts it."""
+    """Return the number of in-place changes of a tensor, as counted by torch."""
     return 0 if tensor.is_inference() else tensor._version
 
 

@@ -1,4 +1,4 @@
-"""The tensors of a step: which depend on weights, which every stage computes, and under which number they are known."""
+"""The numbering of the tensors of a step, which either depend on weights or are computed by every stage."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.units.trace import KnownPure, KnownValue, KnownWeight, Made, map_leaves
 
 STANDS_ON = "stands_on"
-"""The attribute of a placeholder that names the device of its value."""
+"""The attribute of a placeholder that contains the device of its value."""
 _PRUNED = 64
-"""Values after which those without a reference are looked for."""
+"""After this number of new values, unreferenced values are released."""
 
 
 class Values:
-    """Numbers the tensors of one step. All stages number them alike.
+    """Numbers the tensors of one step. All stages assign the same numbers.
 
     A *value* depends on weights or random numbers, and belongs to the stage that makes it. All other tensors are
     *pure*: they depend on the batch and on buffers, and every stage computes them.
 
     Args:
-        placed: ids of the buffers that belong to atomic modules, which one stage has, as it has parameters.
+        placed: ids of the buffers that belong to atomic modules. Like parameters, they are on one stage.
     """
 
     def __init__(self, placed: Collection[int]) -> None:
@@ -58,23 +58,28 @@ class Values:
         return self._keys.get(id(tensor))
 
     def value(self, key: int) -> torch.Tensor:
-        """Return the value of that key."""
+        """Return the value with the given key."""
         return self._held[key]
 
     @property
     def next_key(self) -> int:
-        """The key that the next value gets."""
+        """The key of the next value."""
         return self._next
 
     def holds(self, key: int) -> bool:
-        """Return whether the value of that key may still be asked for."""
+        """Return whether the value with the given key is still held."""
         return key in self._held
 
     def value_to_send(self, key: int, stage: int) -> torch.Tensor:
-        """Return the value of that key, which another stage will get.
+        """Return the value with the given key, in order to send it to another stage.
+
+        Args:
+            key: the key of the value.
+            stage: the number of this stage, for messages.
 
         Raises:
-            PipelineError: its type is a subclass of torch's, or a unit has set attributes of it.
+            PipelineError: the value is of a subclass of torch.Tensor, or a unit has set attributes of it, and it can't
+                be sent.
         """
         tensor = self._held[key]
         if key in self._with_attributes or type(tensor) is not torch.Tensor:
@@ -82,7 +87,7 @@ class Values:
         return tensor
 
     def depends_on_weights(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is a value or a weight, also within a transform of torch.func."""
+        """Return whether a tensor is a value or a weight, even within a transform of torch.func."""
         inner = unwrap_transformed(tensor)
         if self.is_value(inner) or self.is_placed(inner):
             return True
@@ -90,11 +95,12 @@ class Values:
         return where is not None and any(storage_of(held) == where for held in self._held.values())
 
     def lies_in(self, key: int, memory: Collection[int | None]) -> bool:
-        """Return whether the value of that key lies in memory that begins at one of these places."""
+        """Return whether the value with the given key lies in memory that begins at one of the given locations."""
         return key in self._held and (where := storage_of(self._held[key])) is not None and where in memory
 
     def meet(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Number the tensors that no unit has made: those of the batch, buffers, and what the user's code holds."""
+        """Number the tensors that no unit has made: tensors of the batch, buffers, and other tensors that the user's
+        code holds."""
         for tensor in tensors:
             if id(tensor) not in self._keys and id(tensor) not in self._numbers and not self.is_placed(tensor):
                 self.add_pure(tensor)
@@ -106,11 +112,11 @@ class Values:
             self._pure.append(tensor)
 
     def taint(self, number: int) -> int:
-        """Make a pure tensor a value, for a unit of one stage has changed it, and return its key."""
+        """Turn a pure tensor into a value, because a unit of one stage has changed it, and return its key."""
         return self.add_value(self._pure[number])
 
     def sharing_pure(self, tensor: torch.Tensor) -> list[int]:
-        """Return the numbers of the pure tensors that lie in the memory of `tensor`, itself included."""
+        """Return the numbers of the pure tensors that lie in the memory of `tensor`, including itself."""
         where = storage_of(tensor)
         return [
             number
@@ -119,10 +125,14 @@ class Values:
         ]
 
     def describe(self, tensor: torch.Tensor, host: torch.device) -> Made | KnownValue | KnownPure:
-        """Return what stands for a tensor that a unit of one stage returned; a new one gets a key.
+        """Return the template leaf of a tensor that a unit of one stage has returned. A new tensor gets a key.
+
+        Args:
+            tensor: the tensor.
+            host: the device of this stage.
 
         Raises:
-            PipelineError: it is of a kind that can't travel between stages.
+            PipelineError: the tensor is of a kind that can't be sent between stages.
         """
         if id(tensor) in self._keys:
             return KnownValue(self._keys[id(tensor)])
@@ -144,7 +154,8 @@ class Values:
         """Return the result of a unit on another stage, with placeholders for its values.
 
         Args:
-            device: of this stage.
+            out: the result, with template leaves.
+            device: the device of this stage.
             weight: returns a parameter by its name.
         """
 
@@ -166,7 +177,7 @@ class Values:
         return [key for key in self._held if self._references(key) > 1]
 
     def prune(self) -> None:
-        """Release values without other references, from time to time."""
+        """Release values without other references, once enough new values have been added."""
         if len(self._held) < self._limit:
             return
         for key in [key for key in self._held if self._references(key) <= 1]:
@@ -190,7 +201,7 @@ class Values:
 
 
 def placeholder(made: Made, device: torch.device) -> torch.Tensor:
-    """Return a tensor without values that looks like the one that another stage has made."""
+    """Return a tensor without values that has the properties of a tensor that another stage has made."""
     found = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
     found.requires_grad_(made.requires_grad)
     found.__dict__[STANDS_ON] = torch.device("cpu") if made.on_host else device
@@ -198,7 +209,7 @@ def placeholder(made: Made, device: torch.device) -> torch.Tensor:
 
 
 def has_attributes(tensor: torch.Tensor) -> bool:
-    """Return whether somebody has set attributes of a tensor."""
+    """Return whether attributes of a tensor have been set."""
     return not isinstance(tensor, (nn.Parameter, FakeTensor)) and bool(vars(tensor))
 
 
@@ -209,7 +220,7 @@ def stands_on(tensor: torch.Tensor) -> torch.device | None:
 
 
 def storage_of(tensor: torch.Tensor) -> int | None:
-    """Return where the memory of a tensor begins; None where it has none."""
+    """Return the address at which the memory of a tensor begins; None if it has no memory."""
     tensor = unwrap_transformed(tensor)
     if isinstance(tensor, FakeTensor):
         return storage_key(tensor)

@@ -1,4 +1,4 @@
-"""Which stage has which weights where all stages run a step together: each weight is on one stage."""
+"""The placement of weights on stages if all stages run a step together. Each weight is on one stage."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from lightning_pipes.trainer.plan.decision import Piece
 from lightning_pipes.trainer.units.recording import StepRecord, UnitLayout
 
 _NEAR = 0.1
-"""How far a border may be from the ideal place, as a share of a stage's weights."""
+"""The largest distance of a border from its ideal place, as a share of a stage's weights."""
 
 
 class WeightGroups:
     """The weights of a recorded step in groups that stay together, in the order in which the step uses them.
 
-    Weights stay together that a unit uses at a time, or a checkpoint, which runs again as a whole.
+    Weights stay together if one unit uses them, or one checkpoint, which runs again as a whole.
+
+    Args:
+        module: the user's module.
+        record: the recorded step.
     """
 
     def __init__(self, module: nn.Module, record: StepRecord) -> None:
@@ -47,9 +51,9 @@ class WeightGroups:
         self._uses = [self._number[min(unit.weights)] for unit in record.units if unit.weights]
 
     def choose_borders(self, stages: int) -> tuple[int, ...]:
-        """Return the first group of each stage, such that stages have about as many weights.
+        """Return the first group of each stage, such that stages have about the same number of weights.
 
-        Near each ideal place the border is taken that the step crosses least often.
+        Near each ideal place, the border is chosen that the step crosses least often.
 
         Raises:
             PlanError: there are too few groups.
@@ -70,10 +74,13 @@ class WeightGroups:
         return tuple(starts)
 
     def find_borders(self, places: Sequence[str]) -> tuple[int, ...]:
-        """Return the first group of each stage, where stages after the first begin at the modules `places`.
+        """Return the first group of each stage, if the stages after the first begin at the modules `places`.
+
+        Args:
+            places: the paths of the modules, in the order in which the step first calls them.
 
         Raises:
-            PlanError: the step does not enter such a module, or not in this order.
+            PlanError: the step does not call such a module, or calls it in another order.
         """
         starts = [0]
         for place in places:
@@ -89,11 +96,15 @@ class WeightGroups:
         return tuple(starts)
 
     def share(self, start: int, stop: int | None) -> float:
-        """Return the share of the weights that groups from `start` to `stop` have."""
+        """Return the share of the groups from `start` to `stop` in all weights."""
         return sum(self._sizes[start:stop]) / (sum(self._sizes) or 1)
 
     def list_pieces(self, starts: Sequence[int]) -> tuple[Piece, ...]:
-        """Return the groups with their stages, which begin at the groups `starts`, and their shares of all weights."""
+        """Return the groups with their stages and their shares of all weights.
+
+        Args:
+            starts: the first group of each stage.
+        """
         modules: list[dict[str, None]] = [{} for _ in self._sizes]
         for name, number in self._number.items():
             modules[number][name.rpartition(".")[0]] = None
@@ -103,7 +114,11 @@ class WeightGroups:
         )
 
     def list_turns(self, starts: Sequence[int]) -> tuple[int, ...]:
-        """Return the units at which another stage begins to compute."""
+        """Return the units at which another stage begins to compute.
+
+        Args:
+            starts: the first group of each stage.
+        """
         found, now = [0], 0
         for number, unit in enumerate(self._record.units):
             stage = _stage_at(starts, self._number[min(unit.weights)]) if unit.weights else now
@@ -115,10 +130,11 @@ class WeightGroups:
     def make_layout(self, record: StepRecord, starts: Sequence[int]) -> UnitLayout:
         """Return the layout of the stages.
 
-        Weights that the step did not use are with the others of their module, else on the last stage.
+        Weights that the step did not use are placed with other weights of their module, or otherwise on the last stage.
 
         Args:
-            record: of the same step, perhaps with fewer units.
+            record: the record of the same step, perhaps with fewer units.
+            starts: the first group of each stage.
         """
         last = len(starts) - 1
         placed = {name: _stage_at(starts, number) for name, number in self._number.items()}

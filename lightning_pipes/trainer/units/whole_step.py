@@ -15,13 +15,13 @@ from lightning_pipes.trainer.units.traced_step import TracedStep
 
 
 class StreamUnits(NamedTuple):
-    """The units of a step as far as its random streams depend on them. It can be pickled.
+    """The units of a step, as far as its random streams depend on them. It can be pickled.
 
     Attributes:
         atomic: paths of the modules whose calls are units.
-        drawing: names of the units that may draw random numbers.
+        drawing: the names of the units that may draw random numbers.
         modules: paths of the modules among them that have weights, in the order in which the step calls them.
-        end: the unit from which on the step runs on whole batches; None if it never does.
+        end: the unit from which the step runs on whole batches; None if it never does.
     """
 
     atomic: tuple[str, ...]
@@ -31,7 +31,12 @@ class StreamUnits(NamedTuple):
 
     @classmethod
     def from_layout(cls, layout: UnitLayout, end: int | None) -> StreamUnits:
-        """Return the units of a layout, the last of which run on whole batches from `end` on."""
+        """Return the units of a layout.
+
+        Args:
+            layout: the layout.
+            end: the unit from which the step runs on whole batches; None if it never does.
+        """
         owners = {name.rpartition(".")[0] for name in layout.parts_of}
         weighed = (path for path in layout.atomic if any(f"{each}.".startswith(f"{path}.") for each in owners))
         places = {name: number for number, name in reversed([*enumerate(layout.names)])}
@@ -39,7 +44,7 @@ class StreamUnits(NamedTuple):
         return cls(layout.atomic, layout.drawing, tuple(modules), end)
 
     def number_modules(self, module: nn.Module) -> dict[int, nn.Module]:
-        """Return the modules with weights by their number in the order of calls."""
+        """Return the modules with weights, numbered in the order in which the step calls them."""
         return {number: module.get_submodule(path) for number, path in enumerate(self.modules)}
 
 
@@ -47,9 +52,9 @@ class WholeStep(TracedStep):
     """Runs all units of a step in one process.
 
     Args:
-        module: the user's module, whole.
+        module: the whole module of the user.
         units: the units that stages run.
-        device: of the module.
+        device: the device of the module.
     """
 
     def __init__(self, module: nn.Module, units: StreamUnits, device: torch.device) -> None:
@@ -64,7 +69,9 @@ class WholeStep(TracedStep):
         """Return the result of `step`.
 
         Args:
-            seed: called before each draw with its number, as on a stage.
+            step: runs the user's step.
+            batch: the batch.
+            seed: called with the number of a draw before the draw, as on a stage.
             seed_end: called instead of `seed` in units that run on whole batches.
         """
         self.begin(batch, seed)

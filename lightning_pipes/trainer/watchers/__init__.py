@@ -1,1 +1,1 @@
-"""Checks, statistics and safety nets beside the step: one watcher each."""
+"""Watchers: checks, statistics and safeguards of the training step, one class each."""

@@ -1,4 +1,5 @@
-"""The watchers of a run, in their order; short ones are here, and those of batches that overlap."""
+"""The watchers of a run in their order. This module also defines the short watchers and the watchers of overlapping
+batches."""
 
 from __future__ import annotations
 
@@ -26,17 +27,17 @@ from lightning_pipes.trainer.watchers.whole_batch import WholeBatchValues
 
 
 class OneStep(Watcher):
-    """Refuses batches if the user's code skips, delays or repeats their step."""
+    """Refuses batches if the user's code skips, delays or repeats their optimizer step."""
 
     def __init__(self, run: PipelineRun) -> None:
         self._run = run
         self._last_number = -1
 
     def before_batch(self, step: TrainingStep) -> None:
-        """Look whether an optimizer is asked to step by this batch, for the first time.
+        """Check that this batch requests an optimizer step, for the first time.
 
         Raises:
-            PipelineError: it is not.
+            PipelineError: the closure is called outside of `optimizer.step`, or for the second time.
         """
         run, number, last = self._run, step.number, self._last_number
         self._last_number = number
@@ -52,21 +53,24 @@ class OneStep(Watcher):
 
 
 class HookChanges(Watcher):
-    """Compares parameters that batches under way use before and after the hooks between two batches."""
+    """Detects hooks that change parameters of batches in flight.
+
+    It compares these parameters before and after the hooks between two batches.
+    """
 
     def __init__(self, training: AsynchronousLoop) -> None:
         self._training = training
 
     def before_batch(self, step: TrainingStep) -> None:
-        """Look whether a hook has changed one of them since the last batch.
+        """Check that no hook has changed such a parameter since the last batch.
 
         Raises:
-            PipelineError: it has.
+            PipelineError: a hook has changed a parameter.
         """
         self._training.between.check()
 
     def around_batch(self, step: TrainingStep) -> Around:
-        """Take note of them once the batch has run."""
+        """Record the parameters after the batch has run."""
         return self._noting()
 
     @contextmanager
@@ -76,49 +80,49 @@ class HookChanges(Watcher):
 
 
 class OverlapWarning(Watcher):
-    """Warns of a layer that every batch steps, where batches overlap that use different layers."""
+    """Warns of a layer that every batch steps, if batches overlap and use different layers."""
 
     def __init__(self, run: PipelineRun) -> None:
         self._engine = run.engine
         self._overlap = Overlap()
 
     def around_batch(self, step: TrainingStep) -> None:
-        """Look at the layers that one more batch steps."""
+        """Count the layers that this batch steps."""
         self._overlap.count_batch(step.use, self._engine.plan)
 
 
 class LayersInPlace(Watcher):
-    """Refuses to train a module in which other layers have taken the place of the pipelined ones."""
+    """Refuses to train a module in which other layers have replaced the pipelined ones."""
 
     def __init__(self, run: PipelineRun) -> None:
         self._cut = run.cut
 
     def before_batch(self, step: TrainingStep) -> None:
-        """Look for the layers in the module."""
+        """Check that the module still contains the pipelined layers."""
         self._cut.check_in_place()
 
 
 class BufferBroadcast(EvaluationWatcher):
-    """Broadcasts the buffers that training changes, before each training batch and before an evaluation."""
+    """Broadcasts the buffers that training changes, before each training batch and before each evaluation."""
 
     def __init__(self, run: PipelineRun) -> None:
         self._part = run.local_layers
 
     def around_batch(self, step: Step) -> None:
-        """Give the replicas the buffers of the first one."""
+        """Broadcast the buffers of the first replica to the others."""
         if step.training or step.first:
             self._part.buffers.before_batch()
 
 
 class FirstBatch(Watcher):
-    """Warns of a batch with fewer samples than stages, and of hooks that batches which overlap run in parts."""
+    """Warns of a batch with fewer samples than stages, and of hooks that run in parts if batches overlap."""
 
     def __init__(self, run: PipelineRun) -> None:
         self._run = run
         self._warns = True
 
     def around_batch(self, step: TrainingStep) -> None:
-        """Look at the first batch; where batches overlap, at the first one that is cut."""
+        """Check the first batch. If batches overlap, check the first batch that has several micro-batches."""
         if not self._warns:
             return
         run, plan = self._run, self._run.engine.plan
@@ -131,18 +135,18 @@ class FirstBatch(Watcher):
 
 
 class SharedState(EvaluationWatcher):
-    """Watches shared objects in the first batch of training and of evaluation, by `HiddenState`."""
+    """Watches shared objects in the first batch of training and of evaluation, using `HiddenState`."""
 
     def __init__(self, run: PipelineRun) -> None:
         self._hidden = run.hidden
 
     def around_batch(self, step: Step) -> Around:
-        """Run the batch with its shared objects watched, where they are."""
+        """Return the context that watches the shared objects during the batch, or None if no watch is due."""
         return self._hidden.batch(step.training) if self._hidden.is_due(step.training) else None
 
 
 class DeferredErrors(Watcher):
-    """Raises the error of a comparison that was left for later, before anything steps by the batch."""
+    """Raises the error of a deferred comparison before any optimizer uses the gradients of the batch."""
 
     def __init__(self, run: PipelineRun) -> None:
         self._connections = run.connections
@@ -157,31 +161,32 @@ def default_watchers(
 ) -> Watchers:
     """Return the watchers of a run, in the order in which each moment calls them.
 
-    The order matters where a comment says so. A watcher reads what those before it have left; a collective call must
-    come at the same place on all ranks, so what decides whether a watcher is here must be the same on all of them.
+    The comments below explain the order if it matters. A watcher reads the results of the watchers before it. Because a
+    collective call must come at the same place on all ranks, the conditions under which a watcher is added must be the
+    same on all ranks.
 
     Args:
-        check_loss: whether first batches are compared with their micro-batches.
-        by_units: whether the module is cut by units, of which no stage can run a whole batch.
-        uncompared: why the loss of no batch is compared; empty where it is.
-        prediction: of the steps of the run; None where there is none.
+        run: the run.
+        check_loss: whether the first batches are compared with their micro-batches.
+        by_units: whether the module is cut by units. Then no stage can run a whole batch.
+        uncompared: the reason why the loss of no batch is compared; empty if losses are compared.
+        prediction: the prediction of the steps of the run; None without one.
     """
     training = run.training_loop
     watchers: list[Watcher] = [
         LayersInPlace(run),
-        SameBatch(run),  # before anything that depends on the batch: ranks with other batches would wait for ever
+        SameBatch(run),  # before anything that depends on the batch: ranks with different batches would wait forever
     ]
     if isinstance(training, AsynchronousLoop):
         watchers += [OneStep(run), HookChanges(training), AsynchronousReplanning(run, training), OverlapWarning(run)]
     else:
         watchers += [Replanning(run)]
-    if (
-        run.local_layers.buffers.has_peers and run.local_layers.replica_averages is None
-    ):  # averages bring the buffers of each batch
+    # The averages include the buffers of each batch.
+    if run.local_layers.buffers.has_peers and run.local_layers.replica_averages is None:
         watchers.append(BufferBroadcast(run))
     watchers += [FirstBatch(run), SharedState(run)]
-    if run.connections.turns is not None:  # a training alone compares at once
-        watchers.append(DeferredErrors(run))  # errors of ranks come before what only warns
+    if run.connections.turns is not None:  # a single training compares immediately
+        watchers.append(DeferredErrors(run))  # errors come before warnings
     if check_loss and run.is_fitting:
         if uncompared and not run.user_steps.ends_whole:
             watchers.append(UncomparedLoss(run, uncompared))
@@ -191,7 +196,7 @@ def default_watchers(
         if samples is not None:
             watchers.append(samples)
         if run.loss_weights is not None and not uncompared:
-            watchers.append(LossCheck(run, run.loss_weights, samples))  # it reads the layouts that `samples` has found
+            watchers.append(LossCheck(run, run.loss_weights, samples))  # it reads the layouts that `samples` finds
     watchers.append(RunStatistics(run))
     if prediction is not None:
         watchers.append(PredictionCheck(run, prediction))  # it reads the windows of RunStatistics

@@ -1,4 +1,4 @@
-"""How the logged and returned values of micro-batches are merged, decided by the values of a whole batch."""
+"""Merging of the values that steps log and return for micro-batches, decided by the values of a whole batch."""
 
 from __future__ import annotations
 
@@ -25,10 +25,14 @@ from lightning_pipes.trainer.step.steps import StepResult
 
 
 class Losses(NamedTuple):
-    """Losses of a whole batch and its parts, and the types of the numbers from which they were computed.
+    """The losses of a whole batch and of its parts.
 
     Attributes:
-        results: the results of the step for the whole batch (None), and for its parts.
+        whole: the loss of the whole batch.
+        parts: the losses of the parts.
+        kind: the data type of the losses.
+        types: the data types of the numbers from which the losses were computed.
+        results: the results of the step for the whole batch (key None) and for its parts.
     """
 
     whole: float
@@ -39,23 +43,28 @@ class Losses(NamedTuple):
 
     @classmethod
     def from_results(cls, results: Mapping[Span | None, StepResult], types: set[torch.dtype]) -> Losses:
-        """Return the losses of results, all of which have one."""
+        """Return the losses of results, each of which has a loss."""
         found = {span: result.loss for span, result in results.items() if result.loss is not None}
         whole = found[None]
         parts = {span: loss.item() for span, loss in found.items() if span is not None}
         return cls(whole.item(), parts, whole.dtype, {whole.dtype, *types}, results)
 
     def are_different(self, share: Callable[[Span], float], size: float = 0.0) -> bool:
-        """Return whether the parts add up to something else than the whole; `size` is that of losses before."""
+        """Return whether the weighted sum of the losses of the parts differs from the loss of the whole batch.
+
+        Args:
+            share: returns the weight of a part's loss in the loss of the batch.
+            size: the size of the losses of earlier batches, which allows for their rounding.
+        """
         return parts_differ(self.whole, self.parts, share, self.kind, self.types, size)
 
 
 class LoggedValues:
-    """Weighs the values that steps log and return by the weights that reproduce the values of a whole batch.
+    """Chooses, for the values that steps log and return, the weights that reproduce the values of a whole batch.
 
     Args:
         module: the user's module.
-        weights: gets the weights.
+        weights: receives the chosen weights.
     """
 
     def __init__(self, module: nn.Module, weights: LossWeights) -> None:
@@ -66,10 +75,15 @@ class LoggedValues:
     def weigh_values(
         self, weights: BatchWeights, losses: Losses, only: Collection[LogKey] | None = None
     ) -> set[LogKey]:
-        """Weigh the values of a batch, and return the values that no weights reproduce and that were not judged before.
+        """Choose the weights of the values of a batch.
 
         Args:
-            only: the values that are weighed; None for all.
+            weights: the weights of the micro-batches of this batch.
+            losses: the results of the whole batch and of its parts.
+            only: the values to weigh; None for all.
+
+        Returns:
+            The values that no weights reproduce, without the values that `warn_of_values` has already judged.
         """
         self._weights.joined_lists |= _find_joined_lists(losses)
         joined = tuple(returned_key(f"[{name!r}]")[0] for name in weights.joined_lists)
@@ -83,10 +97,12 @@ class LoggedValues:
     def warn_of_values(self, wrong: Collection[LogKey], losses: Losses, again: StepResult) -> None:
         """Warn of values that no weights reproduce, unless they differ between two runs of the whole batch.
 
-        These are times, or other values that no two runs have in common.
+        Values that differ between two runs are times, for example.
 
         Args:
-            again: the result of a second run.
+            wrong: the values that no weights reproduce.
+            losses: the results of the whole batch and of its parts.
+            again: the result of a second run of the whole batch.
         """
         self._judged |= {*wrong}
         once, twice = _read_values(losses.results[None]), _read_values(again)
@@ -103,7 +119,10 @@ class LoggedValues:
 
 
 def find_weights(losses: Losses, weights: BatchWeights) -> dict[LogKey, tuple[str, set[str]]]:
-    """Return the usual weights of each logged or returned number, and the candidates by which it adds up."""
+    """Return the usual weights of each logged or returned number, and the candidates that reproduce its value.
+
+    A candidate reproduces a value if the values of the parts, weighted by it, add up to the value of the whole batch.
+    """
     parts = {span: dict(number_calls(losses.results[span].log_calls)) for span in losses.parts}
     found = {}
     for key, call in number_calls(losses.results[None].log_calls):
@@ -124,7 +143,7 @@ def find_weights(losses: Losses, weights: BatchWeights) -> dict[LogKey, tuple[st
 
 
 def _find_joined_lists(losses: Losses) -> set[str]:
-    """Return the names of returned lists that have the entries of all micro-batches in a row."""
+    """Return the names of returned lists that concatenate the entries of all micro-batches."""
     parts = [losses.results[span].extras for span in losses.parts]
     found = set()
     for name, whole in losses.results[None].extras.items():
@@ -137,7 +156,8 @@ def _find_joined_lists(losses: Losses) -> set[str]:
 
 
 def _find_other_returned(losses: Losses, weights: BatchWeights, known: Collection[LogKey]) -> set[LogKey]:
-    """Return the returned values, without the `known` numbers, that are not what micro-batches are merged to."""
+    """Return the returned values, without the `known` numbers, that differ from the merged values of the
+    micro-batches."""
     spans, whole = sorted(losses.parts), losses.results[None].extras
     if not whole:
         return set()
@@ -169,9 +189,13 @@ def _are_equal(some: Any, others: Any) -> bool:
 
 
 def _numbers(whole: LogCall, parts: Mapping[Any, LogCall | None]) -> tuple[float, dict[Any, float]] | None:
-    """Return the values of a log call for a whole batch and its parts; None if they are no numbers, or are joined.
+    """Return the values of a log call for a whole batch and its parts as numbers.
 
-    Of larger tensors it is a sum with random weights, which is linear in them.
+    The number of a tensor with several elements is a sum with random weights, which is linear in the tensor.
+
+    Returns:
+        The number of the whole batch and the numbers of the parts; None if the values are not numbers or their shapes
+        differ, as the shapes of joined values do.
     """
     calls = [whole, *parts.values()]
     values = [None if call is None else call.value for call in calls]

@@ -1,9 +1,10 @@
-"""Whether a batch's loss is made of its micro-batches' losses, as training in a pipeline takes it to be.
+"""Comparison of the loss of a batch with the losses of its micro-batches.
 
-Else the gradients are those of another loss than on one process. So in the first batch of a run the last stage keeps
-what leaves the layers, runs the step around them once more with the whole batch, and compares the two losses. Before,
-when the first of its micro-batches has left the layers, by what micro-batches are weighed is found out in the same way:
-with copies of that micro-batch, distorted, in place of what is still to come.
+Training in a pipeline assumes that the loss of a batch is a weighted sum of the losses of its micro-batches. Otherwise
+the gradients belong to another loss than in one process. Therefore, in the first batch of a run, the last stage keeps
+the outputs of the layers, runs the code around the layers again with the whole batch, and compares the two losses. The
+weights of the micro-batches are determined in a similar way, but earlier, when the first micro-batch has left the
+layers. Distorted copies of this micro-batch then stand in for the micro-batches that have not arrived.
 """
 
 from __future__ import annotations
@@ -45,22 +46,23 @@ from lightning_pipes.trainer.watchers.logged_values import LoggedValues, Losses,
 from lightning_pipes.trainer.watchers.sample_check import SampleCheck
 
 LABELLED_BATCHES = 20
-"""Batches whose labels are looked at where no loss is compared."""
+"""The number of batches whose labels are examined if no loss is compared."""
 COMPARED_BATCHES = 4
-"""Batches that are compared at most to tell how micro-batches make what steps keep."""
+"""The largest number of batches that are compared to determine how the values that steps keep are merged."""
 _MOST = 1e4
-"""Values beyond are those of masks, which are not distorted."""
+"""Larger values belong to masks, which are not distorted."""
 
 
 class _NotComparableError(Exception):
-    """Why the two losses say nothing."""
+    """The two losses can't be compared, for the given reason."""
 
 
 class UncomparedLoss(Watcher):
-    """Warns of a batch with a loss that may be no mean over samples, where no loss is compared.
+    """Warns if no loss is compared and the loss of a batch may not be a mean over samples.
 
     Args:
-        why: no rank can run a whole batch by itself.
+        run: the run.
+        why: the reason why no loss is compared, for the message.
     """
 
     def __init__(self, run: PipelineRun, why: str) -> None:
@@ -68,7 +70,7 @@ class UncomparedLoss(Watcher):
         self._batches = 0
 
     def around_batch(self, step: TrainingStep) -> None:
-        """Look at the labels and masks of one of the first batches."""
+        """Examine the labels and masks of one of the first batches."""
         run, plan = self._run, self._run.engine.plan
         module = run.cut.module
         if self._batches == LABELLED_BATCHES or not run.is_last_rank or isinstance(module, WeighsMicrobatches):
@@ -78,7 +80,7 @@ class UncomparedLoss(Watcher):
         spans = [span for span in spans if span.rows]
         ruled_out = {SUMS} if run.loss_weights is None else {SUMS, *run.loss_weights.ruled_out}
         found = [each for each in find_candidates(module, step.batch, step.rows, spans) if each.name not in ruled_out]
-        if not found:  # a sum
+        if not found:  # the loss is a sum
             return
         other = next((each for each in found[1:] if candidates_differ([found[0], each], spans)), None)
         if other is None:
@@ -95,11 +97,16 @@ class UncomparedLoss(Watcher):
 
 
 class LossCheck(Watcher):
-    """Compares the losses in the first batch of a run that is cut, on the rank of the last stage, and warns once.
+    """Compares the loss of a batch with the losses of its micro-batches, on the rank of the last stage, and warns of a
+    difference.
+
+    It checks the first batch that has several micro-batches, and later batches at growing distances until it has
+    warned.
 
     Args:
-        weights: gets the candidates for the weights of micro-batches that make the loss.
-        samples: finds where tensors of the last stage have their samples; None if nothing does.
+        run: the run.
+        weights: receives the candidates for the weights of micro-batches that reproduce the loss.
+        samples: determines the sample axes of the tensors of the last stage; None without such a check.
     """
 
     def __init__(self, run: PipelineRun, weights: LossWeights, samples: SampleCheck | None = None) -> None:
@@ -118,7 +125,11 @@ class LossCheck(Watcher):
         self._values = LoggedValues(self._module, weights)
 
     def around_batch(self, step: TrainingStep) -> None:
-        """Have the batch kept if it is the first that is cut, or candidates disagree on it."""
+        """Keep a copy of the batch if it will be compared.
+
+        A batch is compared if it is the first with several micro-batches, if candidates disagree on it, if a value that
+        the step keeps needs a comparison, or if a later comparison is due.
+        """
         step.compare_candidates, weights = self.find_candidates, step.weights
         if weights is None or len(weights.spans) < 2:
             return
@@ -132,7 +143,7 @@ class LossCheck(Watcher):
             self._again.add(step.number)
 
     def _is_compared_again(self, step: TrainingStep) -> bool:
-        """Return whether a later batch is compared: a loss may become another one, as by weights of classes or by
+        """Return whether to compare a later batch, because losses can change, for example by class weights or
         epochs."""
         self._batches += 1
         epoch = self._run.trainer.current_epoch
@@ -144,15 +155,20 @@ class LossCheck(Watcher):
             self.compare_losses(self._run.stages[self._run.engine.plan.n_stages - 1], step.item)
 
     def find_candidates(self, stage: Stage, item: Item) -> None:
-        """Tell apart candidates for the weights of a batch, once its first micro-batch has left the layers."""
+        """Determine which candidates for the weights of a batch fit, after its first micro-batch has left the layers.
+
+        Args:
+            stage: the last stage.
+            item: the batch in the engine.
+        """
         data = item.data
         weights, kept = data.weights, data.kept
         assert weights is not None
         try:
             losses = self._distort_losses(stage, item, kept)
-            if not math.isfinite(losses.whole):  # as of a batch without labels
+            if not math.isfinite(losses.whole):  # for example, the loss of a batch without labels
                 raise _NotComparableError("it is no number")
-        except Exception as error:  # the comparison after the batch tells of it
+        except Exception as error:  # the comparison after the batch reports it
             self._weights.choose_candidate(weights, None)
             if not isinstance(error, _NotComparableError):
                 self._log_failure(error, "was not told how its micro-batches make")
@@ -169,8 +185,8 @@ class LossCheck(Watcher):
         self._weights.weigh_logs(weights, find_weights(losses, weights))
 
     def _distort_losses(self, stage: Stage, item: Item, kept: BatchCopy | None) -> Losses:
-        """Return the losses that copies of the first micro-batch make with the labels of all."""
-        if kept is None or kept.left_out or kept.inside:  # labels went into the layers, with their samples
+        """Return the losses of distorted copies of the first micro-batch, with the labels of all micro-batches."""
+        if kept is None or kept.left_out or kept.inside:  # the labels entered the layers together with their samples
             raise _NotComparableError("the loss tells it afterwards only")
         ((span, part),) = kept.parts.items()
         copies = [Span(start, start + span.rows) for start in range(0, kept.rows, span.rows)]
@@ -191,8 +207,12 @@ class LossCheck(Watcher):
         return self._losses(stage, item, replace(kept, left=left), x, entering, {})
 
     def compare_losses(self, stage: Stage, item: Item) -> None:
-        """Warn if the loss of the whole batch is another one; `stage` is the last one, with the weights by which the
-        batch was computed."""
+        """Warn if the loss of the whole batch differs from the weighted losses of its micro-batches.
+
+        Args:
+            stage: the last stage, with the weights with which the batch was computed.
+            item: the batch in the engine.
+        """
         data = item.data
         kept, data.kept = data.kept, None
         if kept is None:
@@ -206,7 +226,7 @@ class LossCheck(Watcher):
                 raise _NotComparableError("not all micro-batches have run")
             share = partial(_by_rows, kept.rows) if data.weights is None else data.weights.loss_share
             kept, x, losses = self._compare_forms(stage, item, kept, parts, share)
-        except Exception as error:  # a step that can't run on a whole batch, or not without gradients
+        except Exception as error:  # a step that can't run on a whole batch or without gradients
             self._log_failure(error, "was not compared with those of")
             return
         again = item.number in self._again
@@ -216,7 +236,8 @@ class LossCheck(Watcher):
             if wrong:
                 second = self._losses(stage, item, kept, x, kept.parts, parts)
                 self._values.warn_of_values(wrong, losses, second.results[None])
-        self._size = max(self._size, abs(losses.whole))  # a loss that has become small has the rounding of a large one
+        # A small loss may have the rounding errors of an earlier, larger loss.
+        self._size = max(self._size, abs(losses.whole))
         if losses.are_different(share, self._size):
             self._is_other = True
             mean = sum(loss * share(span) for span, loss in losses.parts.items() if share(span))
@@ -241,10 +262,13 @@ class LossCheck(Watcher):
         parts: Mapping[Span, StepResult],
         share: Callable[[Span], float],
     ) -> tuple[BatchCopy, Any, Losses]:
-        """Return the losses of a batch whose micro-batches are joined in the form that makes the loss of the whole.
+        """Return the losses of a batch, with the layer outputs joined in the form that reproduces the loss of the whole
+        batch.
 
-        If no form does, the first one counts with which the step can run. The values of the micro-batches are returned
-        in that form, and joined.
+        If no form reproduces it, the first form with which the step can run is used.
+
+        Returns:
+            The values of the micro-batches in that form, their joined value, and the losses.
         """
         order, first, failure = sorted(kept.parts), None, None
         for form, layouts in self._list_forms(kept, order, stage.number, item.number):
@@ -255,7 +279,7 @@ class LossCheck(Watcher):
                 else:
                     x = join_tensors(values, order, layouts)
                 losses = self._losses(stage, item, form, x, form.parts, parts)
-            except Exception as error:  # tensors of other forms do not fit into the step
+            except Exception as error:  # the step can't run with tensors of another form
                 failure = failure or error
                 continue
             if not losses.are_different(share, max(self._size, abs(losses.whole))):
@@ -269,7 +293,7 @@ class LossCheck(Watcher):
     def _list_forms(
         self, kept: BatchCopy, order: list[Span], stage: int, number: int
     ) -> list[tuple[BatchCopy, list[Layout] | None]]:
-        """Return the forms in which the values of a batch's micro-batches may be joined: the known one, or all that
+        """Return the forms in which the values of the micro-batches may be joined: the known form, or all forms that
         their sizes allow."""
         plain = replace(kept, parts={span: kept.layer_outputs(kept.parts[span]) for span in order}, axis=0)
         values = [plain.parts[span] for span in order]
@@ -281,7 +305,7 @@ class LossCheck(Watcher):
         return [(kept, None), *((plain, layouts) for layouts in guess_layouts(values, order))]
 
     def _later(self, losses: Losses, weights: BatchWeights | None) -> str:
-        """Return the weights of later batches, if the training loss of the first one decides them."""
+        """Return, as text, the weights of later batches if the training loss of the first batch determines them."""
         fitting = (
             set() if weights is None else {e.name for e in weights.found if not losses.are_different(e.loss_share)}
         )
@@ -305,12 +329,18 @@ class LossCheck(Watcher):
         entering: Mapping[Span, Any],
         parts: Mapping[Span, StepResult],
     ) -> Losses:
-        """Compute the losses of a whole batch and its parts from the outputs of layers.
+        """Compute the losses of a whole batch and its parts from the outputs of the layers.
 
-        The results of `parts` are known.
+        Args:
+            stage: the last stage.
+            item: the batch in the engine.
+            kept: the copy of the batch.
+            x: the outputs of the layers for the whole batch.
+            entering: the outputs of the layers for each part.
+            parts: the parts whose results are already known.
 
         Raises:
-            _NotComparableError: they can't be compared.
+            _NotComparableError: the losses can't be compared.
         """
         needed = self._run.saved_bytes.of_a_sample(stage.number)
         crowded = why_no_room(int(needed * kept.rows)) if needed is not None and self._device.type == "cpu" else ""
@@ -354,7 +384,7 @@ class LossCheck(Watcher):
                 if not drew:
                     return Losses.from_results(results, self._types(x))
             drew = False
-            # Random numbers of a whole batch are others than those of its parts. Without dropout there may be none.
+            # A whole batch draws other random numbers than its parts. Without dropout it may draw none.
             with self._evaluating(kept.inside):
                 for each in (None, *sorted(entering)):
                     run(each)
@@ -374,7 +404,8 @@ class LossCheck(Watcher):
         inside: bool,
         left: Mapping[Any, Any],
     ) -> tuple[torch.Tensor, dict[str, Any], bool]:
-        """Return the loss of samples, the other results, and whether the step drew random numbers outside of layers."""
+        """Return the loss of samples, the other results, and whether the step drew random numbers outside of the
+        layers."""
         x, batch = move_data_to_device((copy_batch(x), batch), self._device)
         step = self._module.training_step
 
@@ -392,7 +423,7 @@ class LossCheck(Watcher):
 
     @contextmanager
     def _evaluating(self, inside: bool) -> Iterator[None]:
-        """Put the modules that run in evaluation mode for the block; `keep_unchanged` ends it."""
+        """Set the modules that run to evaluation mode. `keep_unchanged` restores their mode."""
         layers: set[nn.Module] = set() if inside else set(self._cut.proxy.modules())
         for part in self._module.modules():
             if part not in layers:

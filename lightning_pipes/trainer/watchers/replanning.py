@@ -1,4 +1,5 @@
-"""Events of the last batches, and what planners make of them: another plan, or a corrected decision."""
+"""Statistics of the last batches, and the decisions of planners that follow from them: a revised plan or a corrected
+cut."""
 
 from __future__ import annotations
 
@@ -20,13 +21,14 @@ from lightning_pipes.trainer.reports.timing import Share
 
 
 class Replanning(Watcher):
-    """Gives each batch its plans: those of the run, which the planner may revise, unless layers travel meanwhile."""
+    """Gives each batch its plans. These are the plans of the run, which the planner may revise unless layers are
+    moving."""
 
     def __init__(self, run: PipelineRun) -> None:
         self._run = run
 
     def before_batch(self, step: TrainingStep) -> None:
-        """Ask the planner where it is due, and begin or end the move that its answer calls for."""
+        """Call the planner if it is due, and begin or finish the move that its plan requires."""
         run, relocation = self._run, self._run.relocation
         if not relocation.is_moving:
             run.plans = self._revised_plans(step)
@@ -46,13 +48,15 @@ class Replanning(Watcher):
         return plans.revise(step.rows, observations, batches_left(run.trainer))
 
     def _plans_for_memory(self, step: TrainingStep, free: FreeBytes) -> Plans:
-        """Return plans with which layers leave devices that are short of memory; mostly those of the run."""
+        """Return plans that move layers off devices that are short of memory. In most cases these are the plans of the
+        run."""
         plans = self._run.plans
         return plans.reduce_memory(step.rows, self._run.statistics.recall_plan(plans.for_rows(step.rows)[0]), free)
 
 
 class AsynchronousReplanning(Replanning):
-    """Replans where batches overlap: the planner answers once all ranks have published their statistics."""
+    """Revises the plans of overlapping batches. The planner is called after all ranks have published their
+    statistics."""
 
     def __init__(self, run: PipelineRun, training: AsynchronousLoop) -> None:
         super().__init__(run)
@@ -63,7 +67,7 @@ class AsynchronousReplanning(Replanning):
 
     def _revised_plans(self, step: TrainingStep) -> Plans:
         run, plans, engine, statistics = self._run, self._run.plans, self._run.engine, self._training.statistics
-        if plans is not self._seen_by:  # layers have moved since
+        if plans is not self._seen_by:  # layers have moved in the meantime
             statistics.drop_observation()
             self._seen_by = plans
         if plans.guards_memory:
@@ -79,23 +83,24 @@ class AsynchronousReplanning(Replanning):
         return plans.revise(step.rows, found, batches_left(run.trainer))
 
     def _guard_memory(self, step: TrainingStep) -> Plans:
-        """Have batches run one by one while memory is short, and if that is not enough layers leave (DynPipe, S V-B2).
-        Weights of earlier versions go with the overlap."""
+        """Run batches one by one while memory is short, and move layers away if that is not enough (DynPipe, S V-B2).
+
+        Without overlap, the weights of earlier versions are not kept either.
+        """
         plans, training = self._run.plans, self._training
         free = training.statistics.collect_free_bytes(step.number, plans.for_rows(step.rows)[0])
         if free is None:
             return plans
         self._free.append(free)
         self._serialize(step.number, plans.should_serialize_batches(tuple(self._free), training.serialized), free)
-        helps_at = (
-            self._serialized_at + 2 * self._run.relocation.max_lag + 1
-        )  # what is known then was so while they ran one by one
+        # From this batch on, the statistics are from batches that ran one by one.
+        helps_at = self._serialized_at + 2 * self._run.relocation.max_lag + 1
         if not training.serialized or step.number < helps_at:
             return plans
         return self._plans_for_memory(step, free)
 
     def _serialize(self, batch: int, serialized: bool, free: FreeBytes) -> None:
-        """Begin or end to run batches one by one."""
+        """Begin or stop running batches one by one."""
         if serialized != self._training.serialized:
             self._serialized_at = batch
             known = ", ".join(f"{bytes_text(each)} on rank {n}" for n, each in enumerate(free) if each is not None)
@@ -113,7 +118,7 @@ class RunStatistics(Watcher):
         self._run = run
 
     def after_batch(self, step: TrainingStep) -> None:
-        """Keep the events of the batch, and the time that it took."""
+        """Keep the events of the batch and its duration."""
         run, window = self._run, step.window
         if window is None:
             return
@@ -125,13 +130,14 @@ class RunStatistics(Watcher):
 
 
 class PredictionCheck(Watcher):
-    """Compares first steps with their prediction. It reads the windows of `RunStatistics`, and runs after it."""
+    """Compares the first steps with their prediction. It reads the windows of `RunStatistics`, and therefore runs after
+    it."""
 
     def __init__(self, run: PipelineRun, prediction: Prediction) -> None:
         self._run, self._prediction = run, prediction
 
     def after_batch(self, step: TrainingStep) -> None:
-        """Adopt the decision that the steps call for, from the next batch on."""
+        """Adopt the corrected decision that the measured steps imply, starting with the next batch."""
         run = self._run
         found = self._prediction.correct_decision(run.windows)
         if found is not None:

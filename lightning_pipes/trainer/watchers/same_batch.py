@@ -1,4 +1,4 @@
-"""All ranks of a pipeline load the same batches, and have them use the same layers."""
+"""Check that all ranks of a pipeline load the same batches and select the same layers for them."""
 
 from __future__ import annotations
 
@@ -13,32 +13,34 @@ from lightning_pipes.trainer.module.optimizers import check_same_settings, setti
 from lightning_pipes.trainer.ranks.control import PendingGather
 
 CHECKED_BATCHES = 2
-"""Batches at the start of every epoch, and of a run, whose checksums all ranks compare."""
+"""The number of batches at the start of every epoch, and of a run, whose checksums all ranks compare."""
 MARKED_ON_DEVICE = 16
-"""Of so many batches on a GPU one is marked: the host waits for the values."""
+"""On a GPU, one of this number of batches gets a checksum, because the host must wait for the values."""
 
 
 class SameBatch(EvaluationWatcher):
     """Compares the batches of all ranks, and the settings of their optimizers.
 
-    The first batches are compared as a whole, before they run. Of each later one every rank compares a small checksum
-    with that of the last stage, which arrives with the result.
+    The first batches are compared as a whole before they run. For each later batch, every rank compares a small
+    checksum with the checksum of the last stage, which arrives with the result.
     """
 
     def __init__(self, run: PipelineRun) -> None:
         self._run = run
-        self._trained = 0  # batches, or begun to be
+        self._trained = 0  # the number of training batches that have begun
         self._comparing = False
 
     def before_batch(self, step: Step) -> None:
         """Compare the first batches of all ranks.
 
         Raises:
-            PipelineError: now or a batch later: they differ.
+            PipelineError: the batches differ. In training, it may be raised one batch later.
         """
         run = self._run
         before = len(run.windows)
-        if step.training:  # a window may hold any number of batches, and ranks would wait for each other at each
+        # Training counts batches, not windows. A window may hold any number of batches, and ranks would wait for each
+        # other at each of them.
+        if step.training:
             before = self._trained
             self._trained += 1
         self._comparing = min(step.batch_idx, before) < CHECKED_BATCHES and run.control.size > 1
@@ -53,10 +55,12 @@ class SameBatch(EvaluationWatcher):
             check()
 
     def around_batch(self, step: Step) -> None:
-        """Take the checksums of a batch; None for most on a GPU. Compare the layers that the first ones use.
+        """Compute the checksums of a batch, and compare the layers that the first batches use.
+
+        On a GPU, most batches get no checksums.
 
         Raises:
-            PipelineError: ranks have the batch use different layers.
+            PipelineError: ranks select different layers for the batch.
         """
         control, use = self._run.control, step.use
         if control.size == 1:
@@ -67,10 +71,10 @@ class SameBatch(EvaluationWatcher):
             step.mark = sample_fingerprint(step.batch), 0 if use is None else use.fingerprint
 
     def after_batch(self, step: Step) -> None:
-        """Compare the checksums of this rank with the last stage's.
+        """Compare the checksums of this rank with the checksums of the last stage.
 
         Raises:
-            PipelineError: they differ.
+            PipelineError: the checksums differ.
         """
         own, last = step.mark, step.last_mark
         if own is not None and last is not None and own != last:

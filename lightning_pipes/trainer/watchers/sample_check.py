@@ -1,7 +1,8 @@
-"""Whether what enters the layers, and what each layer does, depends on each sample by itself.
+"""Check that the inputs of the layers, and the outputs of each layer, depend on each sample separately.
 
-A micro-batch goes through the code before the layers, and through them, without the other samples of its batch. So for
-the first batch, and for a few later ones, each rank runs both once more with the whole batch and with its parts.
+A micro-batch passes through the code before the layers and through the layers without the other samples of its batch.
+Therefore, for the first batch and for a few later ones, each rank runs both again with the whole batch and with its
+parts, and compares the results.
 """
 
 from __future__ import annotations
@@ -46,15 +47,19 @@ from lightning_pipes.trainer.step.steps import HOST, why_no_room
 _log = logging.getLogger(__name__)
 
 _COARSE = 1e-2
-"""By how much values may differ, relative to the largest, where they were computed from numbers with half the bits."""
+"""The tolerated difference between values, relative to the largest value, if autocast computes some of them in half
+precision."""
 
 
 class _LayerOutputs(NamedTuple):
     """The outputs of a layer for a whole batch and for its parts.
 
     Attributes:
-        left: the same of values with a graph that it leaves in attributes, by their names.
-        compared: whether they can be compared.
+        whole: the output for the whole batch.
+        parts: the outputs for the parts.
+        left: the values with a graph that the layer stores in attributes, for the whole batch and for its parts, by the
+            names of the attributes.
+        compared: whether the outputs can be compared.
     """
 
     whole: Any
@@ -64,12 +69,12 @@ class _LayerOutputs(NamedTuple):
 
 
 class _Mixing(NamedTuple):
-    """A place where something is computed from several samples.
+    """A place where a value is computed from several samples.
 
     Attributes:
-        place: identifies it; a place is warned of once.
+        place: identifies the place. Each place is reported once.
         what: the subject and verb of the warning.
-        way_out: what to do, before the advice of all warnings.
+        way_out: specific advice, which precedes the advice of all warnings.
     """
 
     place: str
@@ -86,14 +91,16 @@ class _Mixing(NamedTuple):
 
 
 class SampleCheck(Watcher):
-    """Compares a whole batch with its micro-batches, on this rank's stages, and warns once of each place.
+    """Compares a whole batch with its micro-batches on this rank's stages, and warns once of each place that mixes
+    samples.
 
-    Where schedules flush, stages compare in turn. Each tells the next one where its outputs have their samples, and all
-    warnings appear on global rank 0. Where batches overlap, a stage compares alone, and tries what sizes allow.
+    With schedules that flush, the stages compare in turn. Each stage passes the sample axes of its outputs to the next
+    stage, and all warnings appear on global rank 0. If batches overlap, each stage compares independently, and tries
+    the layouts that the sizes allow.
 
     Attributes:
-        layouts: the layouts of what enters the layers of each stage, and of what leaves them, where they are known.
-        compared: the number of the batch whose layouts these are; -1 before any.
+        layouts: by stage, the layouts of the inputs and of the outputs of its layers, as far as they are known.
+        compared: the number of the batch to which the layouts belong; -1 before the first comparison.
     """
 
     def __init__(self, run: PipelineRun) -> None:
@@ -102,16 +109,16 @@ class SampleCheck(Watcher):
         self._batches = 0
         self._looks = False
         self._noted: set[str] = set()
-        """Places that this rank has found."""
+        """The places that this rank has found."""
         self._warned: set[str] = set()
-        """Places of which this rank has warned."""
+        """The places of which this rank has warned."""
         self._unsent: list[_Mixing] = []
-        """Places of this rank that global rank 0 has not warned of yet."""
+        """The places of this rank of which global rank 0 has not warned yet."""
         self.layouts: dict[int, tuple[list[Layout] | None, list[Layout] | None]] = {}
         self.compared = -1
 
     def around_batch(self, step: TrainingStep) -> None:
-        """Have the batch kept if it is one that is looked at and is cut. Collective for batches that are looked at."""
+        """Keep a copy of the batch if it is due and has several micro-batches. Collective for batches that are due."""
         spans = self._pipeline.engine.plan.spans(Kind.F, 0)
         self._looks = False
         if len(spans) < 2 or spans[1].start >= step.rows:
@@ -125,10 +132,10 @@ class SampleCheck(Watcher):
         self._batches += 1
 
     def before_optimizer_step(self, step: TrainingStep) -> None:
-        """Compare the batch on the stages that have run it. Collective where stages do not step apart."""
+        """Compare the batch on the stages that have run it. Collective unless batches overlap."""
         if self._pipeline.is_asynchronous:
             if step.stage_inputs and step.item is not None:
-                with trimmed_heap():  # a whole batch fits into no hole that micro-batches have left
+                with trimmed_heap():  # a whole batch does not fit into the free blocks that micro-batches have left
                     for number, stage in self._pipeline.stages.items():
                         if number in step.stage_inputs:
                             self.compare_samples(stage, step.item)
@@ -139,12 +146,12 @@ class SampleCheck(Watcher):
             self._compare_in_turn(step)
             step.loaded_copy = None
             self._send_warnings()
-            left = self._steps.left  # the last stage merges what layers of other ranks leave, too
+            left = self._steps.left  # the last stage also merges the values that layers of other ranks leave
             for values in self._pipeline.control.all_gather(left.collect_whole_values()):
                 left.add_whole_values(values)
 
     def _compare_in_turn(self, step: TrainingStep) -> None:
-        """Compare the batch on all stages, one after the other. Collective."""
+        """Compare the batch on all stages, one after another. Collective."""
         layouts: list[Layout] | None = None
         self.compared = -1 if step.item is None else step.item.number
         for number in range(self._pipeline.engine.plan.n_stages):
@@ -168,13 +175,16 @@ class SampleCheck(Watcher):
     def compare_samples(
         self, stage: Stage, item: Item, layouts: list[Layout] | None = None
     ) -> tuple[list[Layout] | None, list[Layout] | None]:
-        """Note what depends on several samples on this stage, with the weights that the batch has had.
+        """Note the values that depend on several samples on this stage, with the weights with which the batch was
+        computed.
 
         Args:
-            layouts: of what enters the stage; None if they are unknown.
+            stage: the stage.
+            item: the batch in the engine.
+            layouts: the layouts of the inputs of the stage; None if they are unknown.
 
         Returns:
-            the layouts of what enters the stage and of what leaves it; None where they are unknown.
+            The layouts of the inputs and of the outputs of the stage; None if they are unknown.
         """
         data = item.data
         entered = {} if data.stage_inputs is None else data.stage_inputs.get(stage.number, {})
@@ -186,7 +196,7 @@ class SampleCheck(Watcher):
         del data.stage_inputs[stage.number]
         try:
             return self._compare(stage, item, entered, layouts)
-        except Exception as error:  # code that can't run with a whole batch, or not without gradients
+        except Exception as error:  # code that can't run with a whole batch or without gradients
             rank_zero_info(
                 f"Stage {stage.number} was not compared for a whole batch and its micro-batches: "
                 f"{type(error).__name__}: {error}"
@@ -201,7 +211,8 @@ class SampleCheck(Watcher):
         if self._device.type == "cpu" and why_no_room(8 * bytes_of_all):
             return None, None
         with torch.no_grad(), forked_rng(self._device), self._steps.step_context():
-            if stage.number == 0 and sum(span.rows for span in spans) == item.rows:  # else others have the rest
+            # Otherwise, other ranks have the rest.
+            if stage.number == 0 and sum(span.rows for span in spans) == item.rows:
                 layouts = self._compare_entering(item, entered)
             parts = {span: move_batch(entered[span], self._device) for span in spans}
             if layouts is not None and len(layouts) == len(tensors_in(parts[spans[0]])):
@@ -228,10 +239,12 @@ class SampleCheck(Watcher):
     def _compare_layers(
         self, stage: Stage, parts: dict[Span, Any], layouts: list[Layout] | None
     ) -> tuple[list[_Mixing], list[Layout] | None]:
-        """Return the places where layers mix samples, and the layouts of what leaves the last layer.
+        """Return the places where layers mix samples, and the layouts of the outputs of the last layer.
 
         Args:
-            layouts: of what enters the first layer; None if it has lists with an entry for each sample.
+            stage: the stage.
+            parts: the inputs of the stage for each micro-batch.
+            layouts: the layouts of these inputs; None if they contain lists with an entry for each sample.
         """
         found: list[_Mixing] = []
         for number, layer in stage.layers.items():
@@ -252,7 +265,7 @@ class SampleCheck(Watcher):
         return found, layouts
 
     def _compare_entering(self, item: Item, entered: dict[Span, Any]) -> list[Layout] | None:
-        """Return the layouts of what enters the layers; note if it is computed from several samples."""
+        """Return the layouts of the inputs of the layers, and note if they are computed from several samples."""
         step, data = named_step(self._cut.module, "training_step"), item.data
         loaded = move_batch(data.loaded_copy, self._device)
 
@@ -264,15 +277,14 @@ class SampleCheck(Watcher):
             draws = RngUse(self._device)
             whole, parts = capture(loaded, data.rows, draws), entered
             others: Any = None
-            if (
-                draws.was_used
-            ):  # a whole batch gets other random numbers than its parts; without dropout there may be none
+            # A whole batch draws other random numbers than its parts, but without dropout it may draw none.
+            if draws.was_used:
                 with _evaluating(self._cut.module, set(self._cut.proxy.modules())):
                     draws = RngUse(self._device)
                     whole = capture(loaded, data.rows, draws)
                     cuts = {s: take_samples(loaded, s, data.rows, samples=data.samples) for s in entered}
                     parts = {span: capture(cuts[span], span.rows, draws) for span in sorted(entered)}
-                    if draws.was_used:  # with the same numbers, samples are what they are whatever the others are
+                    if draws.was_used:  # with the same random numbers, a sample does not depend on the others
                         again = capture(loaded, data.rows, draws)
                         first = min(min(entered).rows, data.rows // 2)
                         if not _rows_differ(whole, again, 0):
@@ -297,14 +309,18 @@ class SampleCheck(Watcher):
     def _outputs(
         self, number: int, layer: nn.Module, parts: dict[Span, Any], layouts: Sequence[Layout] | None = None
     ) -> _LayerOutputs | None:
-        """Return the outputs of a layer; None if the layer, or its successor, gets no samples.
+        """Return the outputs of a layer; None if a module in it is compiled, which would be compiled again for other
+        sizes.
 
         Args:
-            layouts: of the tensors in each part; None if they have their samples on axis 0, or are in lists.
+            number: the number of the layer.
+            layer: the layer.
+            parts: the inputs of the layer for each micro-batch.
+            layouts: the layouts of the tensors in each part; None if their samples are on axis 0 or in lists.
         """
         spans = sorted(parts)
         if any(map(is_compiled, layer.modules())):
-            return None  # it would be compiled anew, for other sizes
+            return None  # it would be compiled again, for other sizes
         entering = [parts[span] for span in spans]
         if layouts is None:
             x = join(entering, spans, "what enters a layer", average=True)
@@ -313,7 +329,8 @@ class SampleCheck(Watcher):
         left_trained: set[str] = set()
 
         def run(samples: Any) -> tuple[Any, dict[str, Any]]:
-            self._steps.left.reset_layer(number)  # each micro-batch begins with what the layer kept before the batch
+            # Each micro-batch starts with the values that the layer had before the batch.
+            self._steps.left.reset_layer(number)
             return self._run(layer, samples, draws)
 
         with keep_unchanged(layer):
@@ -328,11 +345,11 @@ class SampleCheck(Watcher):
             else:
                 self._steps.left.note_whole_batch(number)
                 found = {span: run(parts[span]) for span in spans}
-            if left:  # what has no graph is not trained by
+            if left:  # values without a graph do not contribute to gradients
                 with torch.enable_grad():
                     _, again = run(parts[spans[0]])
                 left_trained = {key for key, value in again.items() if any(t.requires_grad for t in tensors_in(value))}
-        # A warning has named them before.
+        # An earlier warning has named these layers.
         known = any(isinstance(part, BatchNorm) for part in layer.modules()) or spectral_norms(layer)
         outputs = {span: out for span, (out, _) in found.items()}
         both = {
@@ -343,7 +360,7 @@ class SampleCheck(Watcher):
         return _LayerOutputs(whole, outputs, both, not known and not drew)
 
     def _run(self, layer: nn.Module, x: Any, draws: RngUse) -> tuple[Any, dict[str, Any]]:
-        """Return the output of a layer, and new values of attributes of its modules, by their names."""
+        """Return the output of a layer, and the new values of attributes of its modules by their names."""
         seed_all(0, self._device)
         before = {place: (value, len(value) if _is_list(value) else 0) for place, value in _attributes(layer).items()}
         draws.start()
@@ -356,7 +373,8 @@ class SampleCheck(Watcher):
         return out, {place: value for place, value in left.items() if tensors_in(value)}
 
     def _note(self, mixing: _Mixing) -> None:
-        """Warn of a place, or leave that to global rank 0 where it will hear of it in this batch."""
+        """Record a place for the warnings of global rank 0. If batches overlap, also warn of it on this rank
+        immediately."""
         if mixing.place in self._noted:
             return
         self._noted.add(mixing.place)
@@ -368,7 +386,7 @@ class SampleCheck(Watcher):
 
 @contextmanager
 def _evaluating(root: nn.Module, but: set[nn.Module] = frozenset()) -> Iterator[None]:  # type: ignore[assignment]
-    """Put all modules in `root` in evaluation mode for the block."""
+    """Set all modules in `root` to evaluation mode for the block."""
     training = [part for part in root.modules() if part.training and part not in but]
     for part in training:
         part.training = False
@@ -398,7 +416,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 
 
 def _with_other_samples(batch: Any, rows: int, first: int) -> Any:
-    """Return a copy of a batch with its last samples in place of its `first` ones."""
+    """Return a copy of a batch in which its last samples replace its `first` ones."""
 
     def change(t: torch.Tensor) -> torch.Tensor:
         return torch.cat([t[rows - first :], t[first:]]) if t.ndim and t.size(0) == rows else t
@@ -413,7 +431,7 @@ def _rows_differ(whole: Any, other: Any, start: int) -> bool:
 
 
 def _samples_differ(whole: Any, other: Any, parts: Mapping[Span, Any], first: int, rows: int) -> bool:
-    """Return whether samples from `first` on differ where a whole batch has had other samples before them."""
+    """Return whether the samples from `first` on change if other samples precede them in the whole batch."""
     spans = sorted(parts)
     found = compare_tensors(whole, [parts[span] for span in spans], spans, _values_differ)
     changed = tensors_in(other)
@@ -431,22 +449,23 @@ def _samples_differ(whole: Any, other: Any, parts: Mapping[Span, Any], first: in
 
 
 def _differ(whole: Any, parts: Mapping[Span, Any], totals: bool = False) -> bool:
-    """Return whether tensors of a whole batch and of its parts differ by more than rounding, wherever their samples
-    are.
+    """Return whether tensors of a whole batch and of its parts differ by more than rounding, on any of their axes.
 
     Args:
+        whole: the tensors of the whole batch.
+        parts: the tensors of its parts.
         totals: whether tensors without samples may be means or sums over samples.
     """
     spans = sorted(parts)
     found = compare_tensors(whole, [parts[span] for span in spans], spans, _values_differ)
     if found is None:
-        return False  # what is not a tensor differs, such as a string of each sample
+        return False  # a value that is not a tensor differs, such as a string of each sample
     wrong = (each for each in found if each.is_different and each.is_decidable)
     return any(not (totals and _is_total(each, spans)) for each in wrong)
 
 
 def _is_total(compared: TensorComparison, spans: Sequence[Span]) -> bool:
-    """Return whether a tensor is the mean or the sum of those of the micro-batches."""
+    """Return whether a tensor is the mean or the sum of the tensors of the micro-batches."""
     whole, parts = compared.whole, compared.parts
     if any(part.shape != whole.shape for part in parts):
         return False
@@ -457,7 +476,7 @@ def _is_total(compared: TensorComparison, spans: Sequence[Span]) -> bool:
 
 
 def _leaving_layouts(whole: Any, parts: Mapping[Span, Any]) -> list[Layout] | None:
-    """Return the layouts of the tensors that leave a layer; None if one of them can't be told."""
+    """Return the layouts of the tensors that leave a layer; None if one of them can't be determined."""
     spans = sorted(parts)
     found = compare_tensors(whole, [parts[span] for span in spans], spans, _values_differ)
     if found is None or any(not each.layouts for each in found):
@@ -466,7 +485,7 @@ def _leaving_layouts(whole: Any, parts: Mapping[Span, Any]) -> list[Layout] | No
 
 
 def _has_lists(parts: Mapping[Span, Any]) -> bool:
-    """Return whether micro-batches have lists with an entry for each sample."""
+    """Return whether micro-batches contain lists with an entry for each sample."""
     return len({pytree.tree_structure(part) for part in parts.values()}) > 1 or any(
         per_sample(leaf, span.rows)
         for span, part in parts.items()

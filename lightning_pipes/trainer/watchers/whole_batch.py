@@ -1,4 +1,5 @@
-"""Comparison of what a step leaves in the module, logs and returns for a whole batch and for its micro-batches."""
+"""Comparison of the values that a step stores in the module, logs and returns for a whole batch and for its
+micro-batches."""
 
 from __future__ import annotations
 
@@ -24,13 +25,14 @@ from lightning_pipes.trainer.watchers.logged_values import LoggedValues, Losses
 
 
 class WholeBatchValues(Watcher):
-    """Runs a batch once more as one micro-batch through all stages of a module that is cut by units.
+    """Runs some batches a second time as one micro-batch, through all stages of a module that is cut by units.
 
-    What the step leaves in the module, logs and returns then decides how the values of micro-batches are merged: as
-    means, sums, lists of samples and others. Batches 0, 1, 2, 4, 8, ..., and the first batches of epochs 0, 1, 2, 4, 8,
-    ..., run again, forward only and without a trace.
-    If logged or returned values fit no way of merging, the batch and its micro-batches run again in evaluation mode,
-    because dropout and statistics of batches make other numbers of a whole batch. Collective.
+    The values that the step stores in the module, logs and returns then determine how the values of micro-batches are
+    merged: as means, sums, lists of samples, and others. Batches 0, 1, 2, 4, 8, ... and the first batches of epochs 0,
+    1, 2, 4, 8, ... run again, forward only and without a trace.
+
+    If no way of merging fits a logged or returned value, the batch and its micro-batches run again in evaluation mode,
+    because dropout and batch statistics make the values of a whole batch differ. Collective.
     """
 
     def __init__(self, run: PipelineRun) -> None:
@@ -42,17 +44,17 @@ class WholeBatchValues(Watcher):
         self._values = None if weights is None else LoggedValues(run.cut.module, weights)
 
     def around_batch(self, step: TrainingStep) -> None:
-        """Keep a copy of the batch if it is due and if it is cut."""
+        """Keep a copy of the batch if it is due and has several micro-batches."""
         self._copy = None
         if self._count_parts(step) < 2:
             return
         begins_epoch = step.batch_idx == 0 and is_due(self._run.trainer.current_epoch)
-        if is_due(self._batches) or begins_epoch:  # the number of an epoch may be logged
+        if is_due(self._batches) or begins_epoch:  # the epoch number may be logged
             self._copy = move_batch(copy_batch(step.batch), HOST)
         self._batches += 1
 
     def before_optimizer_step(self, step: TrainingStep) -> None:
-        """Run the batch again, with the weights that it had."""
+        """Run the batch again, with the weights with which it was computed."""
         run, batch, self._copy = self._run, self._copy, None
         if batch is None:
             return
@@ -66,7 +68,8 @@ class WholeBatchValues(Watcher):
             self._warn_of_failure(step, whole.failure)
 
     def _evaluate_values(self, step: TrainingStep, batch: Any, wrong: set[LogKey]) -> None:
-        """Weigh values that fit nothing by results in evaluation mode, and warn of values that fit nothing then."""
+        """Choose the weights of unmatched values from results in evaluation mode, and warn of values that still do not
+        fit."""
         counts = (1, self._count_parts(step), 1)
         once, parts, again = (self._run_again(step, batch, evaluate=True, parts=count) for count in counts)
         if self._values is None or step.weights is None:
@@ -84,7 +87,7 @@ class WholeBatchValues(Watcher):
         return sum(span.start < step.rows for span in self._run.engine.plan.spans(Kind.F, 0))
 
     def _run_again(self, step: TrainingStep, batch: Any, evaluate: bool = False, parts: int = 1) -> WholeBatch:
-        """Run a batch once more in this number of parts, forward only and without a trace."""
+        """Run a batch again in the given number of parts, forward only and without a trace."""
         run = self._run
         module = run.cut.module
 
@@ -103,7 +106,7 @@ class WholeBatchValues(Watcher):
             leaves_values=not evaluate,
         )
         with trimmed_heap(), keep_unchanged(module, weights=False):
-            if evaluate:  # `keep_unchanged` ends it
+            if evaluate:  # `keep_unchanged` restores the mode
                 for part in module.modules():
                     part.training = False
             run.engine.evaluate(Item(step.number, step.rows, whole, training=False), parts)
@@ -119,7 +122,7 @@ class WholeBatchValues(Watcher):
         return Losses.from_results(dict(results), kinds)
 
     def _warn_of_failure(self, step: TrainingStep, failure: str) -> None:
-        """Warn once of values that are merged without a comparison, because a step does not run on a whole batch."""
+        """Warn once that values are merged without a comparison, because the step does not run on a whole batch."""
         run, does = self._run, list[str]()
         if run.state.has_results:
             does.append("sets attributes of the module")
