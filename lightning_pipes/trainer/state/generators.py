@@ -28,8 +28,10 @@ from lightning_pipes.ir import Span
 from lightning_pipes.trainer.module.unchanged import find_generators, set_state, state_of
 
 States = Mapping[int, bytes]
-"""The states of some of the generators, by position in the list of all generators, in a form that can be sent and
-compared."""
+"""The states of some of the generators, in a form that can be sent and compared.
+
+The keys are the positions of the generators in the list of all generators.
+"""
 
 
 class ModuleGenerators:
@@ -128,7 +130,10 @@ class ModuleGenerators:
 
 
 def _pack(generator: Any) -> bytes:
-    """Return the state as bytes. Python numbers would take a hundred times as long to serialize as their bytes."""
+    """Return the state as bytes.
+
+    Serializing Python numbers would take a hundred times as long as serializing their bytes.
+    """
     state = state_of(generator)
     if isinstance(generator, torch.Generator):
         state = state.numpy().tobytes()

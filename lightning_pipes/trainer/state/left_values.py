@@ -39,17 +39,24 @@ _LOOKS = 16
 """The number of runs of a layer in which all its modules are examined."""
 _PLAIN = (torch.Tensor, str, bytes, int, float, complex, type(None))
 _SMALL = 1 << 16
-"""The largest size in bytes of a tensor that is sent for hooks. Larger tensors are replaced by a stand-in that refuses
-to be read."""
+"""The largest size in bytes of a tensor that is sent for hooks.
+
+Larger tensors are replaced by a stand-in that refuses to be read.
+"""
 _COPIED = 1 << 26
-"""The largest size in bytes of a tensor that is copied before a layer runs for the first time, in case the layer
-changes it in place."""
+"""The largest size in bytes of a tensor that is copied before a layer runs for the first time.
+
+The copy is needed if the layer changes the tensor in place.
+"""
 _ABSENT = object()
 """Stands for the value of an attribute that a layer does not have yet."""
 
 Place = tuple[Any, ...]
-"""A place in a layer is its number, the path of a module in it, and a name. A place in an object around the layers is
-the path of the object and a key."""
+"""The place of a value.
+
+A place in a layer is the number of the layer, the path of a module in it, and a name. A place in an object around the
+layers is the path of the object and a key.
+"""
 
 
 class SentValues(NamedTuple):
@@ -100,7 +107,9 @@ class SharedStorage(NamedTuple):
 
 
 class LeftValues:
-    """The values that layers leave: collected on each rank, sent along, and put into the layers of the last stage.
+    """The values that layers leave.
+
+    They are collected on each rank, sent along, and put into the layers of the last stage.
 
     Args:
         module: the user's module.
@@ -190,8 +199,10 @@ class LeftValues:
                 self._set(place, self._before[place])
 
     def note_whole_batch(self, layer: int) -> None:
-        """Record the present values of a layer, after a run with the whole batch. `end_batch` merges by comparison with
-        them."""
+        """Record the present values of a layer, after a run with the whole batch.
+
+        `end_batch` merges the values of micro-batches by comparison with them.
+        """
         for place in self._places.get(layer, ()) if self._active else ():
             if place in self._before:
                 self._whole[place] = _entries_of(self._content(place))
@@ -452,7 +463,10 @@ class LeftValues:
         return value.detach().clone() if isinstance(value, torch.Tensor) else ObjectContent(_read_entries(value))
 
     def _set(self, place: Place, content: Any) -> None:
-        """Set the content of a place. An object that is changed in place remains the same object."""
+        """Set the content of a place.
+
+        An object that is changed in place remains the same object.
+        """
         value = self._value(place, _ABSENT)
         if isinstance(content, list) and isinstance(value, list):
             value[:] = _copy_entries(content) if place in self._in_place else content
@@ -482,7 +496,10 @@ class LeftValues:
         return value is put and (not isinstance(put, torch.Tensor) or tensor_version(put) == before)
 
     def _value(self, place: Place, absent: Any = None) -> Any:
-        """Return the value at a place. If the layer has none, return the attribute of its class or `absent`."""
+        """Return the value at a place.
+
+        If the layer has none, return the attribute of its class or `absent`.
+        """
         number, name, key = place
         part = self.layers[number].get_submodule(name)
         if key in part._buffers:
@@ -514,8 +531,10 @@ class _Mark:
 
     @property
     def before(self) -> Any:
-        """A copy of the content, in the form in which `LeftValues` keeps it. A list that has only grown keeps its
-        original entries."""
+        """A copy of the content, in the form in which `LeftValues` keeps it.
+
+        A list that has only grown keeps its original entries.
+        """
         if isinstance(self._copy, torch.Tensor):
             return self._copy
         if isinstance(self._entries, list):
@@ -530,7 +549,7 @@ class _Mark:
         return longer or self.is_rewritten(value)
 
     def is_rewritten(self, value: Any) -> bool:
-        """Return whether the value has changed other than by growth, for example if an entry of a list was replaced."""
+        """Return whether the value has changed other than by growth, for example if a list entry was replaced."""
         if isinstance(value, torch.Tensor):
             return True
         entries = read_entries(value)
@@ -738,7 +757,7 @@ def _own(part: nn.Module) -> dict[str, Any]:
 
 
 def _is_computed(part: nn.Module, key: str) -> bool:
-    """Return whether a weight is computed from other weights in each forward, as by torch.nn.utils.weight_norm."""
+    """Return whether a weight is computed from others in each forward, as by torch.nn.utils.weight_norm."""
     return f"{key}_g" in part._parameters or f"{key}_orig" in part._parameters
 
 

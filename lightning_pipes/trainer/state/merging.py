@@ -15,8 +15,10 @@ Path = tuple[tuple[str, Any], ...]
 _RELATIVE = 1e-4
 """The relative difference of values that are considered close."""
 SUM, TOTAL = "sum", "total"
-"""Names of two kinds of sums: a sum that continues from its value before the batch, and one that starts at zero in each
-batch."""
+"""Names of two kinds of sums.
+
+The first continues from its value before the batch, and the second starts at zero in each batch.
+"""
 
 
 def format_path(path: Path) -> str:
@@ -41,16 +43,14 @@ class ValueMerger:
         self._owner = owner
         self._how: dict[Path, str] = {}
         self._by_sample: dict[Path, bool] = {}
-        """Whether lists and tuples grow by an entry for each sample, as determined by comparisons with whole
-        batches."""
+        """Whether lists and tuples grow by an entry for each sample, as found in comparisons with whole batches."""
         self._warned: set[Path] = set()
         self._compared: set[Path] = set()
         self._guessed: set[Path] = set()
         self.ambiguous: set[Path] = set()
         """Sums for which no batch has shown yet whether they start at zero in each batch."""
         self.is_exact = True
-        """Whether the whole batch was computed with the random numbers of its micro-batches, or without random
-        numbers."""
+        """Whether the whole batch was computed without random numbers, or with those of its micro-batches."""
 
     def merge(self, path: Path, before: Any, values: Sequence[Any], rows: Sequence[int], whole: Any) -> Any:
         """Return the merged value.
@@ -188,8 +188,7 @@ class ValueMerger:
         return merged
 
     def warn_of_guesses(self) -> None:
-        """Warn of each value that was assumed to be a mean or sum and was never compared with the value of a whole
-        batch."""
+        """Warn of each value that was assumed to be a mean or sum and was never compared with a whole batch."""
         for path in sorted(self._guessed - self._compared, key=format_path):
             self._warn(
                 path,
@@ -240,8 +239,10 @@ def _candidates(before: Any, values: Sequence[Any], rows: Sequence[int]) -> Iter
 
 
 def _are_columns(lists: Sequence[Sequence[Any]], rows: Sequence[int]) -> bool:
-    """Return whether the entries of lists are tensors with an entry for each sample, such as the two states of an
-    LSTM."""
+    """Return whether the entries of lists are tensors with an entry for each sample.
+
+    An example are the two states of an LSTM.
+    """
     return all(
         isinstance(entry, torch.Tensor) and entry.ndim > 0 and entry.size(0) == n
         for entries, n in zip(lists, rows, strict=True)

@@ -1,4 +1,4 @@
-"""Entries of objects that a module holds: attributes and buffers of modules, items of containers, fields of objects."""
+"""Entries of objects in a module: attributes and buffers of modules, items of containers, fields of objects."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from lightning_pipes.trainer.module.hidden_state import CONTAINERS, OWN, list_en
 from lightning_pipes.trainer.state.merging import Path
 
 HIDDEN_NAMES = frozenset((*OWN, *dir(pl.LightningModule), "_metric_attributes"))
-"""Names that are not part of the user's state. They include steps and hooks that were replaced on the instance, for
-example by wrappers."""
+"""Names that are not part of the user's state.
+
+They include steps and hooks that were replaced on the instance, for example by wrappers.
+"""
 MISSING = object()
 """Marks a missing entry."""
 
@@ -26,8 +28,10 @@ Content = dict[Any, Any] | list[Any] | set[Any]
 
 
 def find_kept_tensors(module: nn.Module, rows: int) -> list[str]:
-    """Return the attributes of modules, other than parameters and buffers, that contain a tensor with an axis of `rows`
-    entries."""
+    """Return the attributes of modules that contain a tensor with an axis of `rows` entries.
+
+    Parameters and buffers are left out.
+    """
     return [
         ".".join(("self", *filter(None, (path, name))))
         for path, part in module.named_modules()
@@ -135,7 +139,7 @@ def entry_at(content: Content, key: Any) -> Any:
 
 
 def map_entries(content: Any, change: Callable[[Any, Any], Any]) -> Any:
-    """Return the entries with each value replaced by the result of `change`, which takes the key and the value."""
+    """Return the entries with each value replaced by the result of `change` for its key and value."""
     if isinstance(content, dict):
         return {key: change(key, value) for key, value in content.items()}
     return [change(number, value) for number, value in enumerate(content)]

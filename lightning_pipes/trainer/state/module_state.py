@@ -1,10 +1,9 @@
-"""The state of a module around its layers: attributes, buffers, lists, dicts and objects, of which every rank has a
-copy.
+"""The state of a module around its layers, of which every rank has a copy.
 
-In one process, a step changes this state once per batch. In a pipeline, the step runs for each micro-batch, and
-completely on one rank only. Therefore every micro-batch begins with the state from the start of the batch. The last
-stage merges the resulting states and sends the result to all ranks. Their hooks and next steps then find the same state
-as in one process:
+It consists of attributes, buffers, lists, dicts and objects. In one process, a step changes this state once per batch.
+In a pipeline, the step runs for each micro-batch, and completely on one rank only. Therefore every micro-batch begins
+with the state from the start of the batch. The last stage merges the resulting states and sends the result to all
+ranks. Their hooks and next steps then find the same state as in one process:
 
     batch begins    micro-batch 0    micro-batch 1     merged
     n = 4           n = 5            n = 5             n = 5
@@ -60,8 +59,10 @@ _MOST = 10_000
 _DEPTH = 8
 """The largest depth of a watched object below the module."""
 _SMALL = 1 << 16
-"""Tensors up to this number of bytes are copied before each batch, in case they are changed in place. Larger tensors
-are copied after they have been changed in place once."""
+"""The largest size in bytes of a tensor that is copied before each batch, in case it is changed in place.
+
+Larger tensors are copied after they have been changed in place once.
+"""
 _MANY = 256
 """The largest number of entries of a list whose tensors are checked for changes in place."""
 _FIRST = 2
@@ -151,8 +152,9 @@ class _Changed:
 
 
 class BatchState:
-    """The state that hooks had left when a batch began, for the steps of this batch. Hooks of later batches may have
-    run since.
+    """The state that hooks had left when a batch began, for the steps of this batch.
+
+    Hooks of later batches may have run since.
 
     Args:
         contents: objects with their entries.
@@ -275,8 +277,10 @@ class ModuleState:
         self._overlapping, self._alone, self._watched, self._watched_hooks = "", True, 0, 0
         self._why_refused = ""
         self._statistics: list[tuple[int, list[int]]] = []
-        """For each batch norm, the id of its counter and the ids of its buffers, which torch changes without new
-        versions."""
+        """For each batch norm, the id of its counter and the ids of its buffers.
+
+        torch changes these buffers without new versions.
+        """
         self._captured: dict[int, tuple[Any, Content]] = {}
         self._set_by_steps: set[Any] = set()
         self._copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
@@ -424,8 +428,9 @@ class ModuleState:
             self.apply_changes(None if last else changes)
 
     def follow_hook(self, hook: Hook, synchronise: Callable[[], None]) -> Hook:
-        """Return a hook after which all ranks have the state of the last stage. Objects that can't be sent stay as they
-        are on each rank.
+        """Return a hook after which all ranks have the state of the last stage.
+
+        Objects that can't be sent stay as they are on each rank.
 
         Args:
             hook: the user's hook.
@@ -493,8 +498,7 @@ class ModuleState:
 
     @contextmanager
     def watch_step_hooks(self) -> Iterator[None]:
-        """Warn of entries that hooks in the block set, before the optimizer step of one of several overlapping
-        batches."""
+        """Warn of entries that hooks in the block set, before the optimizer step of an overlapping batch."""
         if not self._watched_hooks or self._alone:
             yield
             return
@@ -512,8 +516,11 @@ class ModuleState:
 
     @contextmanager
     def _watch_entries(self, cut: bool) -> Iterator[list[str]]:
-        """Watch the state in the block. Afterwards the list contains the name of an entry that was set, if there is
-        one."""
+        """Watch the state in the block.
+
+        Yields:
+            A list that contains, after the block, the name of an entry that was set, if there is one.
+        """
         before = self.read_objects()
         tensors = [t for content in before.values() for t in entry_values(content) if _is_tensor(t)]
         versions = [(t, tensor_version(t)) for t in tensors]
@@ -753,8 +760,10 @@ class ModuleState:
 
 
 def _set_entry(path: Path, before: Content | None, after: Content, written: set[int], cut: bool) -> str:
-    """Return the name of an entry that has changed; empty if there is none, or if a list has only grown for a whole
-    batch."""
+    """Return the name of an entry that has changed; empty if there is none.
+
+    A list that has only grown counts as unchanged, unless the step runs on a part of its batch.
+    """
     if before is None:
         return ""
     if isinstance(after, dict):

@@ -166,8 +166,9 @@ def find_layouts(part: SampleTrace, part_rows: int, whole: SampleTrace, rows: in
 def _find_layout(
     axis: int, part: torch.Tensor, part_rows: int, whole: torch.Tensor, rows: int, known: dict[int, int]
 ) -> Layout:
-    """Return the layout of a tensor with an axis of samples. For example, several views of a batch may follow one
-    another.
+    """Return the layout of a tensor with an axis of samples.
+
+    The axis may consist of several groups, for example one for each view of a batch.
 
     Args:
         known: by number of entries per sample, the groups of the last such tensor, for tensors with random numbers.

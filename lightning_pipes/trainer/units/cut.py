@@ -1,4 +1,7 @@
-"""A module that is cut by units. This rank holds the weights of its own stages, which may be anywhere in the module."""
+"""A module that is cut by units.
+
+This rank holds the weights of its own stages, which may be anywhere in the module.
+"""
 
 from __future__ import annotations
 
@@ -114,8 +117,13 @@ class UnitCut(CutModule):
         super().check_arrival(layer)
 
     def hold(self, local: Collection[int], arrived: Mapping[int, LayerState], device: torch.device) -> None:
-        """Hold the weights of the `local` parts from now on: the weights in `arrived`, on `device`, and the weights
-        that stay."""
+        """Hold the weights of the `local` parts from now on.
+
+        Args:
+            local: the numbers of the parts.
+            arrived: the weights of the parts that have arrived. The weights of the other parts stay.
+            device: the device for arrived weights.
+        """
         with self.show_weights():
             leaving = {*self.local} - {*local}
             self.local = sorted(local)
@@ -202,8 +210,10 @@ class UnitCut(CutModule):
                 table[name] = value
 
     def _set_parameters(self, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
-        """Show other parameters in place of this rank's. Attributes are set, because modules such as nn.LSTM keep lists
-        of them."""
+        """Show other parameters in place of this rank's.
+
+        They are set as attributes, because modules such as nn.LSTM keep lists of their parameters.
+        """
         for live, shown in pairs:
             for owner, name in self._owners[id(live)]:
                 setattr(owner, name, shown)
@@ -233,8 +243,10 @@ class UnitCut(CutModule):
         }
 
     def find_gaps(self) -> dict[str, list[ParameterSlot]]:
-        """Return the slots of each tensor by its key, with the stand-ins in them. The list is empty if the tensor is on
-        this rank."""
+        """Return the slots of each tensor by its key, with the stand-ins in them.
+
+        The list of a tensor is empty if the tensor is on this rank.
+        """
         gaps: dict[str, list[ParameterSlot]] = {slot.key: [] for slot in self._slots}
         whole = {id(table): dict(entries) for table, entries in self._hidden}
         for slot in self._absent.slots:

@@ -109,8 +109,10 @@ def _is_of_library(path: str) -> bool:
 
 
 def list_places(index: Any) -> Any:
-    """Return an index in which masks with values are replaced by lists of positions, which determine the size of the
-    result."""
+    """Return an index with lists of positions in place of masks with values.
+
+    The lists determine the size of the result.
+    """
     if not isinstance(index, tuple):
         index = (index,)
     found: list[Any] = []

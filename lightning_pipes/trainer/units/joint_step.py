@@ -1,5 +1,6 @@
-"""A step that calls backward and optimizers itself. All stages run it together to its end, and one stage at a time
-computes.
+"""A step that calls backward and optimizers itself.
+
+All stages run it together to its end, and one stage at a time computes:
 
 units      run on the stage that has their weights; the other stages wait, and then skip them
 values     are sent in a transfer when a unit needs them on a stage that has not made them
@@ -37,8 +38,11 @@ from lightning_pipes.trainer.units.traced_step import refuse_unit
 from lightning_pipes.trainer.units.values import storage_of
 
 _UNITS, _PLACE, _FETCH = range(3)
-"""Messages of the computing stage: units that it has run; units, and that it is at a pause; the values that it
-needs."""
+"""Messages of the computing stage.
+
+All of them contain the units that it has run. In addition, they contain the stage that computes next, the place of a
+pause, or the values that it needs, respectively.
+"""
 
 
 class _RunUnit(NamedTuple):
@@ -296,7 +300,10 @@ class JointStep(LazyStep):
         return out
 
     def _assign(self, name: str, function: Function, to: torch.Tensor, value: torch.Tensor) -> None:
-        """Set `data` or `grad` on the stage that has a tensor. The value moves to that stage."""
+        """Set `data` or `grad` on the stage that has a tensor.
+
+        The value moves to that stage.
+        """
         if not self.values.is_placed(to) and not self.values.is_value(to):
             if self.values.is_placed(value) or self.values.is_value(value):
                 raise refuse_unit(
@@ -602,7 +609,10 @@ class JointStep(LazyStep):
                 table.update(kept)
 
     def _find_home(self, tensor: torch.Tensor) -> int:
-        """Return the stage with the graph of a tensor. For a tensor that all stages have, this is the stage in turn."""
+        """Return the stage with the graph of a tensor.
+
+        For a tensor that all stages have, this is the stage in turn.
+        """
         key = self.values.key_of(tensor)
         if key is not None:
             return self._home[key]
@@ -618,8 +628,11 @@ class JointStep(LazyStep):
     def _go_back(
         self, asked: _Differentiation, pending: list[tuple[Any, torch.Tensor | None]]
     ) -> dict[int, torch.Tensor]:
-        """Run backward on all stages, and return the gradients of the requested inputs on this stage by the ids of the
-        inputs."""
+        """Run backward on all stages.
+
+        Returns:
+            The gradients of the requested inputs on this stage, by id of the input.
+        """
         sums: dict[int, torch.Tensor] = {}
         before = list(self._transfers)
         for number in reversed(range(len(before))):
@@ -734,8 +747,10 @@ class JointStep(LazyStep):
 
 
 def _view_gradient(function: Function, tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return a view of the gradient of a tensor. It is a new value, because other stages may have released the old
-    one."""
+    """Return a view of the gradient of a tensor.
+
+    It is a new value, because other stages may have released the old one.
+    """
     found: torch.Tensor | None = function(tensor)
     if found is None:
         return None
@@ -743,8 +758,10 @@ def _view_gradient(function: Function, tensor: torch.Tensor) -> torch.Tensor | N
 
 
 def _listed(tensors: Any, like: Any = None) -> Sequence[Any]:
-    """Return a list of tensors for an argument that is one tensor or several. For None, return None for each entry of
-    `like`."""
+    """Return a list for an argument that is one tensor or several.
+
+    For None, return a list with None for each entry of `like`.
+    """
     if tensors is None and like is not None:
         return [None] * len(_listed(like))
     return [tensors] if isinstance(tensors, torch.Tensor) or tensors is None else list(tensors)

@@ -302,8 +302,10 @@ class LazyStep(TracedStep):
         return found, self._make_trace(keys, shared)
 
     def _make_trace(self, keys: tuple[int, ...], shared: tuple[tuple[int, ...], ...]) -> Trace:
-        """Return the trace up to here. If it equals the previous micro-batch's trace, return that one, so that it is
-        serialized only once."""
+        """Return the trace up to here.
+
+        If it equals the trace of the previous micro-batch, that trace is returned, so that it is serialized only once.
+        """
         last, ends = self._sent, (keys, shared, self._rows)
         if last is None or (last.keys, last.shared, last.rows) != ends or not _equal(last.units, self.units):
             self._sent = last = Trace(list(self.units), *ends)
@@ -340,7 +342,7 @@ def explain_change(layout: UnitLayout, name: str, why_once: str) -> str:
 
 
 def _equal(some: Sequence[Done], others: Sequence[Done]) -> bool:
-    """Return whether two lists contain the same units with the same results, as far as results can be compared."""
+    """Return whether two lists have the same units with the same results, as far as results can be compared."""
     try:
         return bool(some == others)
     except (TypeError, ValueError, RuntimeError):  # results may contain objects without a truth value, such as arrays

@@ -100,8 +100,7 @@ class UnitMode(TorchFunctionMode, ABC):
 
     @property
     def checkpoint(self) -> int:
-        """The number of the block of `torch.utils.checkpoint` that is running, counted from 1; 0 outside of such
-        blocks.
+        """The number of the running block of `torch.utils.checkpoint`, counted from 1; 0 outside of such blocks.
 
         A nested block has the number of the outer one.
         """

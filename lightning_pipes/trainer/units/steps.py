@@ -156,7 +156,10 @@ class UnitSteps(Steps):
             yield
 
     def _defer_loss(self, end: BatchEnd, stage: Stage, item: Item, span: Span, crossing: Crossing) -> torch.Tensor:
-        """Return a placeholder for the loss of a micro-batch. After the last micro-batch, the end of the step runs."""
+        """Return a placeholder for the loss of a micro-batch.
+
+        After the last micro-batch, the end of the step runs.
+        """
         waiting, gradients = self._waiting.setdefault(item, {}), list[torch.Tensor | None]()
         waiting[span] = crossing, gradients
         loss: torch.Tensor = DeferredLoss.apply(gradients, *crossing[0])  # type: ignore[no-untyped-call]
@@ -260,15 +263,16 @@ class UnitSteps(Steps):
         return self._lazy[key].run(step, batch, item.data.arguments, received, seed, span.rows, why_once)
 
     def _key(self, number: int, item: Item) -> tuple[int, int, bool]:
-        """Return the key of a stage's step: its number, its last part, and whether the step ends with the whole
-        batch."""
+        """Return the key of a stage's step.
+
+        It consists of the number of the stage, its last part, and whether the step ends with the whole batch.
+        """
         layers = self._holdings.layers
         last = layers[number].stop - 1 if number < self._stages else layers[-1].stop
         return number, last, self._end is not None and item.training
 
     def _explain_once(self, stage: Stage, item: Item, span: Span) -> str:
-        """Return the reason why a change of weights by the step would differ from one process; empty if it would
-        not."""
+        """Return why a change of weights by the step would differ from one process; empty if it would not."""
         return explain_repetition(stage, item, span, self.overlaps, self.ends_whole)
 
     def _explain_change(self, why_once: str, name: str, is_replaced: bool) -> str:

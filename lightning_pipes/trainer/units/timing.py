@@ -1,5 +1,4 @@
-"""Measurement of the units of a step: their forward and backward durations, and the bytes that they save for
-backward."""
+"""Measurement of the units of a step: the durations of forward and backward, and the bytes saved for backward."""
 
 from __future__ import annotations
 
@@ -146,8 +145,7 @@ def measure_units(
     device: torch.device,
     read_loss: Callable[[Any], torch.Tensor],
 ) -> list[tuple[float, float]] | None:
-    """Return the seconds of each unit of a record, forward and backward; None if the step takes another path than
-    recorded.
+    """Return the seconds of each unit of a record, forward and backward.
 
     Args:
         module: the user's module.
@@ -158,6 +156,9 @@ def measure_units(
         arguments: further arguments of the step.
         device: the device of the module.
         read_loss: returns the loss from the result of the step.
+
+    Returns:
+        The seconds; None if the step takes another path than recorded.
     """
     best: list[tuple[float, float]] = []
     names = [unit.name for unit in record.units]

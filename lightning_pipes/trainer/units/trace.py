@@ -46,8 +46,10 @@ def map_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _is_result_of_torch(tree: Any) -> bool:
-    """Return whether a tree is a named tuple from torch, as `torch.topk` returns it, which is created like a plain
-    tuple."""
+    """Return whether a tree is a named tuple of torch, such as the result of `torch.topk`.
+
+    Such a tuple is created like a plain tuple.
+    """
     return isinstance(tree, tuple) and type(tree).__module__ == "torch.return_types"
 
 

@@ -99,8 +99,10 @@ class Values:
         return key in self._held and (where := storage_of(self._held[key])) is not None and where in memory
 
     def meet(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Number the tensors that no unit has made: tensors of the batch, buffers, and other tensors that the user's
-        code holds."""
+        """Number the tensors that no unit has made.
+
+        These are tensors of the batch, buffers, and other tensors that the user's code holds.
+        """
         for tensor in tensors:
             if id(tensor) not in self._keys and id(tensor) not in self._numbers and not self.is_placed(tensor):
                 self.add_pure(tensor)

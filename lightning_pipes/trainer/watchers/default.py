@@ -1,5 +1,7 @@
-"""The watchers of a run in their order. This module also defines the short watchers and the watchers of overlapping
-batches."""
+"""The watchers of a run in their order.
+
+This module also defines the short watchers and the watchers of overlapping batches.
+"""
 
 from __future__ import annotations
 

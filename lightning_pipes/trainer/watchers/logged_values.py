@@ -156,8 +156,7 @@ def _find_joined_lists(losses: Losses) -> set[str]:
 
 
 def _find_other_returned(losses: Losses, weights: BatchWeights, known: Collection[LogKey]) -> set[LogKey]:
-    """Return the returned values, without the `known` numbers, that differ from the merged values of the
-    micro-batches."""
+    """Return the returned values, without the `known` numbers, that differ from the merged values of micro-batches."""
     spans, whole = sorted(losses.parts), losses.results[None].extras
     if not whole:
         return set()

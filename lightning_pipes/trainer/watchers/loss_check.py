@@ -97,11 +97,10 @@ class UncomparedLoss(Watcher):
 
 
 class LossCheck(Watcher):
-    """Compares the loss of a batch with the losses of its micro-batches, on the rank of the last stage, and warns of a
-    difference.
+    """Compares the loss of a batch with the losses of its micro-batches, on the rank of the last stage.
 
-    It checks the first batch that has several micro-batches, and later batches at growing distances until it has
-    warned.
+    It checks the first batch that has several micro-batches, and later batches at growing distances until it has warned
+    of a difference.
 
     Args:
         run: the run.
@@ -143,8 +142,10 @@ class LossCheck(Watcher):
             self._again.add(step.number)
 
     def _is_compared_again(self, step: TrainingStep) -> bool:
-        """Return whether to compare a later batch, because losses can change, for example by class weights or
-        epochs."""
+        """Return whether to compare a later batch.
+
+        Losses can change, for example with class weights or epochs.
+        """
         self._batches += 1
         epoch = self._run.trainer.current_epoch
         return not self._is_other and (is_due(self._batches - 1) or (step.batch_idx == 0 and is_due(epoch)))
@@ -262,8 +263,7 @@ class LossCheck(Watcher):
         parts: Mapping[Span, StepResult],
         share: Callable[[Span], float],
     ) -> tuple[BatchCopy, Any, Losses]:
-        """Return the losses of a batch, with the layer outputs joined in the form that reproduces the loss of the whole
-        batch.
+        """Return the losses of a batch, from layer outputs that are joined in a form that reproduces its loss.
 
         If no form reproduces it, the first form with which the step can run is used.
 
@@ -293,8 +293,10 @@ class LossCheck(Watcher):
     def _list_forms(
         self, kept: BatchCopy, order: list[Span], stage: int, number: int
     ) -> list[tuple[BatchCopy, list[Layout] | None]]:
-        """Return the forms in which the values of the micro-batches may be joined: the known form, or all forms that
-        their sizes allow."""
+        """Return the forms in which the values of the micro-batches may be joined.
+
+        This is the known form, or all forms that the sizes of the values allow.
+        """
         plain = replace(kept, parts={span: kept.layer_outputs(kept.parts[span]) for span in order}, axis=0)
         values = [plain.parts[span] for span in order]
         if self._samples is not None and self._samples.compared == number:
@@ -404,8 +406,7 @@ class LossCheck(Watcher):
         inside: bool,
         left: Mapping[Any, Any],
     ) -> tuple[torch.Tensor, dict[str, Any], bool]:
-        """Return the loss of samples, the other results, and whether the step drew random numbers outside of the
-        layers."""
+        """Return the loss, the other results, and whether the step drew random numbers outside of the layers."""
         x, batch = move_data_to_device((copy_batch(x), batch), self._device)
         step = self._module.training_step
 

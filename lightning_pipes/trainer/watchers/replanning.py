@@ -1,5 +1,4 @@
-"""Statistics of the last batches, and the decisions of planners that follow from them: a revised plan or a corrected
-cut."""
+"""Statistics of the last batches, and the resulting decisions of planners: a revised plan or a corrected cut."""
 
 from __future__ import annotations
 
@@ -21,8 +20,10 @@ from lightning_pipes.trainer.reports.timing import Share
 
 
 class Replanning(Watcher):
-    """Gives each batch its plans. These are the plans of the run, which the planner may revise unless layers are
-    moving."""
+    """Gives each batch its plans.
+
+    These are the plans of the run, which the planner may revise unless layers are moving.
+    """
 
     def __init__(self, run: PipelineRun) -> None:
         self._run = run
@@ -48,15 +49,19 @@ class Replanning(Watcher):
         return plans.revise(step.rows, observations, batches_left(run.trainer))
 
     def _plans_for_memory(self, step: TrainingStep, free: FreeBytes) -> Plans:
-        """Return plans that move layers off devices that are short of memory. In most cases these are the plans of the
-        run."""
+        """Return plans that move layers off devices that are short of memory.
+
+        In most cases these are the plans of the run.
+        """
         plans = self._run.plans
         return plans.reduce_memory(step.rows, self._run.statistics.recall_plan(plans.for_rows(step.rows)[0]), free)
 
 
 class AsynchronousReplanning(Replanning):
-    """Revises the plans of overlapping batches. The planner is called after all ranks have published their
-    statistics."""
+    """Revises the plans of overlapping batches.
+
+    The planner is called after all ranks have published their statistics.
+    """
 
     def __init__(self, run: PipelineRun, training: AsynchronousLoop) -> None:
         super().__init__(run)
@@ -130,8 +135,10 @@ class RunStatistics(Watcher):
 
 
 class PredictionCheck(Watcher):
-    """Compares the first steps with their prediction. It reads the windows of `RunStatistics`, and therefore runs after
-    it."""
+    """Compares the first steps with their prediction.
+
+    It reads the windows of `RunStatistics`, and therefore runs after it.
+    """
 
     def __init__(self, run: PipelineRun, prediction: Prediction) -> None:
         self._run, self._prediction = run, prediction

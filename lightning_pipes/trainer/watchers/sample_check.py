@@ -47,8 +47,10 @@ from lightning_pipes.trainer.step.steps import HOST, why_no_room
 _log = logging.getLogger(__name__)
 
 _COARSE = 1e-2
-"""The tolerated difference between values, relative to the largest value, if autocast computes some of them in half
-precision."""
+"""The tolerated difference between values under autocast, relative to the largest value.
+
+autocast may compute some of the values in half precision.
+"""
 
 
 class _LayerOutputs(NamedTuple):
@@ -91,12 +93,11 @@ class _Mixing(NamedTuple):
 
 
 class SampleCheck(Watcher):
-    """Compares a whole batch with its micro-batches on this rank's stages, and warns once of each place that mixes
-    samples.
+    """Compares a whole batch with its micro-batches on this rank's stages.
 
-    With schedules that flush, the stages compare in turn. Each stage passes the sample axes of its outputs to the next
-    stage, and all warnings appear on global rank 0. If batches overlap, each stage compares independently, and tries
-    the layouts that the sizes allow.
+    It warns once of each place that mixes samples. With schedules that flush, the stages compare in turn. Each stage
+    passes the sample axes of its outputs to the next stage, and all warnings appear on global rank 0. If batches
+    overlap, each stage compares independently, and tries the layouts that the sizes allow.
 
     Attributes:
         layouts: by stage, the layouts of the inputs and of the outputs of its layers, as far as they are known.
@@ -175,8 +176,9 @@ class SampleCheck(Watcher):
     def compare_samples(
         self, stage: Stage, item: Item, layouts: list[Layout] | None = None
     ) -> tuple[list[Layout] | None, list[Layout] | None]:
-        """Note the values that depend on several samples on this stage, with the weights with which the batch was
-        computed.
+        """Find values that depend on several samples on this stage.
+
+        The stage must have the weights with which the batch was computed.
 
         Args:
             stage: the stage.
@@ -309,8 +311,7 @@ class SampleCheck(Watcher):
     def _outputs(
         self, number: int, layer: nn.Module, parts: dict[Span, Any], layouts: Sequence[Layout] | None = None
     ) -> _LayerOutputs | None:
-        """Return the outputs of a layer; None if a module in it is compiled, which would be compiled again for other
-        sizes.
+        """Return the outputs of a layer; None if a module in it is compiled.
 
         Args:
             number: the number of the layer.
@@ -373,8 +374,10 @@ class SampleCheck(Watcher):
         return out, {place: value for place, value in left.items() if tensors_in(value)}
 
     def _note(self, mixing: _Mixing) -> None:
-        """Record a place for the warnings of global rank 0. If batches overlap, also warn of it on this rank
-        immediately."""
+        """Record a place for the warnings of global rank 0.
+
+        If batches overlap, also warn of it on this rank immediately.
+        """
         if mixing.place in self._noted:
             return
         self._noted.add(mixing.place)

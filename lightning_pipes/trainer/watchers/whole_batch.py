@@ -1,5 +1,4 @@
-"""Comparison of the values that a step stores in the module, logs and returns for a whole batch and for its
-micro-batches."""
+"""Comparison of the values that a step stores, logs and returns for a whole batch and for its micro-batches."""
 
 from __future__ import annotations
 
@@ -68,8 +67,10 @@ class WholeBatchValues(Watcher):
             self._warn_of_failure(step, whole.failure)
 
     def _evaluate_values(self, step: TrainingStep, batch: Any, wrong: set[LogKey]) -> None:
-        """Choose the weights of unmatched values from results in evaluation mode, and warn of values that still do not
-        fit."""
+        """Choose the weights of unmatched values from results in evaluation mode.
+
+        Warn of values that still do not fit.
+        """
         counts = (1, self._count_parts(step), 1)
         once, parts, again = (self._run_again(step, batch, evaluate=True, parts=count) for count in counts)
         if self._values is None or step.weights is None:
