@@ -54,8 +54,6 @@ class TimedStage:
         self.kind, self._module = kind, module
         self._output = output or (lambda: module(x))
         self._rows = len(x)
-        self.steps: list[float] = []
-        self.forwards: list[float] = []
         self.alone: list[tuple[float, float]] = []
         """Seconds of forwards and of whole steps, measured without a neighbor."""
         with saved_for_backward() as saved:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lightning_pipes.cost import CostModel, Costs
-from lightning_pipes.ir import InputError, Kind, Plan, PlanError, adapt_plan
+from lightning_pipes.ir import InputError, Kind, Plan, PlanError, adapt_plan, check_count
 from lightning_pipes.planning.candidates import Candidate, TuningPlanner, cut_into, make_candidate, nothing_fits
 from lightning_pipes.sim.loops.operations import Limit
 from lightning_pipes.strategies.deep import Deep, taper_slack
@@ -92,11 +92,13 @@ def memory_curve(
         largest_k: the largest k to try.
 
     Raises:
-        PlanError: k = 1 does not fit even with the smallest micro-batches, or `prune` has another value. In the first
-            case, the message names the stage and the missing bytes.
+        PlanError: k = 1 does not fit even with the smallest micro-batches, a size is below 1, or `prune` has another
+            value. In the first case, the message names the stage and the missing bytes.
     """
     if prune not in PRUNE_MODES:
         raise InputError(f"kfkb: prune must be 'per_k' or 'pareto', got {prune!r}")
+    for size in sizes:
+        check_count("kfkb: samples of a micro-batch", size)
     every = sorted({*sizes} or range(1, plan.jobs[0].rows + 1))
     found: list[tuple[int, int, Candidate]] = []
     for k in range(1, largest_k + 1):

@@ -43,6 +43,13 @@ def test_the_largest_micro_batches_that_fit():
     assert points(memory_curve(plan, costs, 100 + 120)) == [(1, 3), (2, 1), (3, 1)]
 
 
+@pytest.mark.parametrize("size", [0, -2])
+def test_a_micro_batch_has_a_sample(size):
+    plan, costs = problem()
+    with pytest.raises(PlanError, match="samples of a micro-batch"):
+        memory_curve(plan, costs, sizes=(size, 4))
+
+
 def test_candidates_keep_the_cut_of_the_run_unless_sizes_are_given():
     """24 micro-batches of 32 samples have one or two samples. Fewer micro-batches of two would change the order in
     which gradients are summed."""

@@ -18,7 +18,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
 from statistics import median
 from typing import NamedTuple
 
@@ -134,9 +133,7 @@ class _Exchange:
 
     def _rounds(self) -> list[tuple[int, int]]:
         """Return the number and size of each message. Sizes alternate, so that a disturbance affects all of them."""
-        numbers = count(1)
-        every = (_SMALL, *self.sizes)
-        return [(next(numbers), size) for _ in range(self.repeats + 1) for size in every][len(every) :]
+        return list(enumerate((_SMALL, *self.sizes) * self.repeats, 1))
 
 
 def clock_id() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -16,7 +16,7 @@ from lightning_pipes.ir import MAX_FORWARDS, DeadlockError, Plan, PlanError, Pol
 from lightning_pipes.planning.auto.choice import Choice, Option, list_options, most_microbatches, numbers_to_try
 from lightning_pipes.planning.candidates import TuningPlanner
 from lightning_pipes.planning.fit import Fit, evaluate_plan, fit_layers, improve_cuts
-from lightning_pipes.planning.formatting import schedule_label
+from lightning_pipes.planning.formatting import Progress, schedule_label
 from lightning_pipes.planning.planner import Planner, Problem, Solution, planner_of
 from lightning_pipes.planning.staleness import Iterations
 from lightning_pipes.sim import makespan
@@ -40,8 +40,6 @@ BESIDE = "not simulated: "
 """The prefix of `Option.why_not` for options that were skipped because of the step times of related options."""
 NAMED = 8
 """The largest number of options that a sentence lists by name."""
-Progress = Callable[[str, float], None]
-"""A function that receives a description of the current work and the share of the work that is done, from 0 to 1."""
 
 
 def choose_option(

@@ -37,9 +37,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
         from lightning_pipes.tune.cli import subjects
 
         subject = (
-            subjects.subject_from_factory(cfg.factory, rows)
-            if cfg.factory
-            else subjects.subject_from_example(cfg, rows)
+            subjects.subject_from_factory(cfg.factory) if cfg.factory else subjects.subject_from_example(cfg, rows)
         )
         profile = subjects.profile_subject(
             subject, rows, cfg.device, cfg.threads, cfg.optimizer, cfg.split, cfg.repeats, progress

@@ -64,12 +64,11 @@ def subject_from_example(cfg: DictConfig, rows: Sequence[int]) -> Subject:
     return _subject(module, next(iter(data.train_dataloader()))[0], f"model={name}")
 
 
-def subject_from_factory(path: str, rows: Sequence[int]) -> Subject:
+def subject_from_factory(path: str) -> Subject:
     """Return the model that `package.module:factory` returns. The current directory is searched for the package, too.
 
     Args:
         path: the path of the factory.
-        rows: the numbers of samples to measure, which do not matter here.
 
     Raises:
         InputError: there is no such function, the function raises an error, or it does not return layers and an

@@ -65,11 +65,10 @@ def search_orders(
 ) -> ArraySolution:
     """Return the best order that was found.
 
-    It is at least as good as the order of every rule, and as `incumbent` if the first orders do not use up the effort.
-    The jobs are inserted one by one, each at the position where the makespan grows least (Nawaz, Enscore and Ham 1983).
-    Rounds of improvement follow, which start from the best of these orders in turn. A round first anneals the places of
-    jobs, the direction that goes first, and the time that a stage waits for a better block. It then exchanges blocks
-    along the longest path.
+    It is at least as good as the order of every rule and as `incumbent`. The jobs are inserted one by one, each at the
+    position where the makespan grows least (Nawaz, Enscore and Ham 1983). Rounds of improvement follow, which start
+    from the best of these orders in turn. A round first anneals the places of jobs, the direction that goes first, and
+    the time that a stage waits for a better block. It then exchanges blocks along the longest path.
 
     Args:
         problem: the iteration.
@@ -84,7 +83,7 @@ def search_orders(
         for style in (0, 2):
             beginnings += search.insert_jobs(longest_first, style)
     beginnings.sort(key=lambda beginning: beginning.makespan)
-    if incumbent is not None and search.can_improve and search.keep_best(incumbent.starts) <= search.makespan:
+    if incumbent is not None and search.keep_best(incumbent.starts) <= search.makespan and search.can_improve:
         search.exchange_blocks(incumbent.starts)
     turn = 0
     while search.can_improve:

@@ -24,6 +24,13 @@ def test_search_beats_the_paper():
     assert found.makespan < 0.90 * evolve_orders(problem, Effort(3000)).makespan
 
 
+def test_a_known_order_is_returned_if_the_effort_finds_no_better_one():
+    problem = random_array(12, 4)
+    known = search_orders(problem, Effort(1500))
+    assert search_orders(problem, Effort(1)).makespan > known.makespan
+    assert search_orders(problem, Effort(1), incumbent=known).makespan == known.makespan
+
+
 def test_effort_in_seconds():
     """Of a clock that goes on by one at each look."""
     ticks = iter(range(1000))
