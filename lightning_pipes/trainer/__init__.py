@@ -1,6 +1,7 @@
-"""Pipelines as a strategy of PyTorch Lightning's Trainer.
+"""Pipeline parallelism as a strategy of the Lightning Trainer.
 
-Importing it registers a name for `Trainer(strategy="pipeline_...")` for every installed schedule, "auto" and the class.
+Importing this package registers a name `pipeline_<schedule>` for every installed schedule and for "auto", for use in
+`Trainer(strategy="pipeline_...")`. It also registers the name of the class.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ from lightning_pipes.trainer.reports.report import PipelineReport
 from lightning_pipes.trainer.strategy import PipelineStrategy
 
 CLASS_NAMES = ("PipelineStrategy", "lightning_pipes.PipelineStrategy")
-"""LightningCLI passes `--trainer.strategy=CLASS` on as a name, unless arguments of the class follow."""
+"""The names of the class. LightningCLI passes `--trainer.strategy=CLASS` as a name unless arguments of the class
+follow.
+"""
 
 
 def register_names() -> None:
-    """Register the names with Lightning, in lower case, as the Trainer lowers names.
+    """Register the strategy names with Lightning, in lower case because the Trainer converts names to lower case.
 
-    With Fabric they are registered for a clear error.
+    The names are also registered with Fabric, so that Fabric raises an error with an explanation.
     """
     settings: dict[str, dict[str, Any]] = {f"pipeline_{name}": {"schedule": name} for name in installed_schedules()}
     settings[f"pipeline_{AUTO}"] = {"schedule": AUTO}

@@ -1,4 +1,4 @@
-"""A run under way, with its stops and its evaluation."""
+"""The current run, with its stop agreement and its evaluation."""
 
 from __future__ import annotations
 
@@ -30,10 +30,12 @@ from lightning_pipes.trainer.reports.report import RunInfo, Window, describe_mem
 
 @dataclass(frozen=True)
 class ActiveRun:
-    """A run from `setup` of a strategy to its `teardown`.
+    """A run between the `setup` and the `teardown` of a strategy.
 
     Attributes:
-        evaluation: evaluates batches in it.
+        run: the run, with its stages and its training loop.
+        stops: the agreement of all ranks about when the run ends.
+        evaluation: evaluates batches of validation, test and prediction.
     """
 
     run: PipelineRun
@@ -47,21 +49,28 @@ class ActiveRun:
         closure: Callable[[], Any],
         take_step: Callable[[Callable[[], Any]], Any],
     ) -> Any:
-        """Run `closure`, which trains a batch, and step the optimizer by `take_step`; return the closure's result.
+        """Run `closure`, which trains a batch, and then step the optimizer with `take_step`.
 
-        The optimizer does not step where stages step by themselves, or while a move of layers defers steps.
+        The optimizer is not stepped if the stages step their own optimizers, or while a transfer of layers defers
+        steps.
 
         Args:
-            take_step: Lightning's own step, which runs a closure first.
+            host: the strategy.
+            optimizer: the optimizer to step.
+            closure: trains a batch.
+            take_step: the optimizer step of Lightning, which first runs the closure that it is called with.
+
+        Returns:
+            The result of `take_step`, or the result of the closure if the step is not taken.
         """
         run, moving = self.run, self.run.relocation
         if run.is_asynchronous:
             with run.expect_batch():
-                return closure()  # every stage steps by itself when a batch's gradients are complete
+                return closure()  # each stage takes its step once the gradients of a batch are complete
         if not moving.defers_steps():
             return take_step(closure)
         result = closure()
-        if not moving.defers_steps():  # layers have arrived before the batch
+        if not moving.defers_steps():  # the layers arrived before the batch
             return take_step(lambda: result)
         private.before_step(host.precision_plugin, run.cut.module, optimizer)
         number, which = run.trainer.fit_loop.total_batch_idx, host.optimizers.index(optimizer)
@@ -71,10 +80,18 @@ class ActiveRun:
     def close(
         self, host: PipelineHost, connections: Connections, ranks: Ranks | None, gather: str
     ) -> tuple[Sequence[Sequence[Window]], RunInfo] | None:
-        """End the run, and return its windows with facts, as `gather_run` gives them.
+        """End the run and return the result of `gather_run`: its windows and facts.
 
-        The layers are brought together before, as `gather` says. None is returned where the other ranks can't be asked,
-        for `ranks` is None then.
+        The layers are gathered first, as `gather` specifies.
+
+        Args:
+            host: the strategy.
+            connections: the connections to the other ranks.
+            ranks: the ranks of the run, or None if the other ranks can no longer be reached. Nothing is gathered then.
+            gather: the ranks that get the whole module; see `gather_layers`.
+
+        Returns:
+            The windows and the facts, or None if `ranks` is None or nothing was trained.
         """
         reported = None
         if ranks is not None:
@@ -91,8 +108,12 @@ class ActiveRun:
 
 
 def describe_run(strategy: PipelineHost, siblings: int) -> RunInfo:
-    """Return the facts that this rank knows by itself of a training with so many siblings at a time, itself
-    included."""
+    """Return the facts about a run that this rank can determine without other ranks.
+
+    Args:
+        strategy: the strategy of the run.
+        siblings: the number of siblings that train at a time, including this one.
+    """
     device, plugin = strategy.root_device, strategy.precision_plugin
     threads = torch.get_num_threads()
     facts = {
@@ -120,7 +141,7 @@ def describe_run(strategy: PipelineHost, siblings: int) -> RunInfo:
 
 
 def _explain_missing_prediction(decision: Decision) -> str:
-    """Return why a decision predicts no step, as a clause."""
+    """Return the reason why a decision has no predicted step, as a clause."""
     if decision.profile is not None:
         return "batches overlap, so that there is no single step to predict"
     why = f" ({decision.why})" if decision.why else ""
@@ -135,13 +156,17 @@ def gather_run(
     gather: str,
     about: RunInfo,
 ) -> tuple[list[tuple[Window, ...]], RunInfo] | None:
-    """Bring the layers together, and return the windows of every rank of the pipeline with the facts of the run.
+    """Gather the layers, and return the windows of every rank of the pipeline with the facts about the run.
 
-    Collective over the pipeline's ranks. The result is None if nothing was trained.
+    This function is collective over the ranks of the pipeline. The result is None if nothing was trained.
 
     Args:
-        gather: which ranks get the whole module; see `gather_layers`.
-        about: the facts that this rank knows by itself.
+        run: the run that ends.
+        pipeline: the control channel of the ranks of the pipeline.
+        optimizers: the optimizers of this rank.
+        device: the device of this rank.
+        gather: the ranks that get the whole module; see `gather_layers`.
+        about: the facts from `describe_run`.
     """
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     curves = None if run.statistics.monitor is None else run.statistics.monitor.to_curves()

@@ -1,5 +1,8 @@
-"""The part of a strategy that saves and loads: the state of a module that is spread out, from `setup_environment`
-on, and where training is in its data and random numbers."""
+"""Saving and loading for a strategy.
+
+A checkpoint has the state of a module that is distributed over ranks. It also has the position of the training in its
+data, and the states of the random number generators.
+"""
 
 from __future__ import annotations
 
@@ -51,13 +54,13 @@ if TYPE_CHECKING:
     from lightning_pipes.trainer.checkpoint.sharded import ShardedCheckpoint
 
 KEY = "lightning_pipes"
-"""Where a checkpoint has what other strategies do not know of."""
+"""The key of a checkpoint that holds values which other strategies do not use."""
 _NAMES = "names"
-"""Where the part of a failing rank has the names of its parameters, by optimizer."""
+"""The key, in the part of a failing rank, of the parameter names of each optimizer."""
 _MEETING = "meeting"
-"""Where it has the text that only parts of one failure share."""
+"""The key of a text that only the parts of the same failure have in common."""
 _MEETING_SECONDS = 6.0
-"""How long a failing rank waits for the others before it writes its part: those that are blocked are ended then."""
+"""The time that a failing rank waits for other ranks before it writes its part. Blocked ranks have ended by then."""
 _WRITING_SECONDS = 600.0
 _log = logging.getLogger(__name__)
 
@@ -66,8 +69,9 @@ class TrainingData:
     """The training loaders of one Trainer.
 
     Args:
-        device: whose random numbers are saved with those of the CPU.
-        compare: warn when a resumed sampler does not give what it gave before; on one rank, whose state it was.
+        device: the device whose random state is saved together with the random state of the CPU.
+        compare: whether to warn if a resumed sampler does not return the same indices as before. This is set on one
+            rank only, whose state was saved.
     """
 
     def __init__(self, device: torch.device, compare: bool) -> None:
@@ -77,16 +81,16 @@ class TrainingData:
         self._waiting: list[State | None] = []
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
-        """Remember what `state` gave; a checkpoint of another strategy has nothing to remember."""
+        """Store the part of a checkpoint that `state` has made. Checkpoints of other strategies have no such part."""
         own = checkpoint.get(KEY, {})
         self._loaded = to_native(own["data"]) if "data" in own else None
         self._waiting = list(self._loaded["loaders"]) if self._loaded is not None else []
 
     def prepare_loader(self, loader: object) -> object:
-        """Return the loader that Lightning should take for a training loader: called for one after the other, in their
-        order.
+        """Return the loader that Lightning should use in place of a training loader.
 
-        Loaders that can save their own state, and what is no DataLoader, stay as they are.
+        This method must be called for one loader after the other, in their order. Loaders that can save their own
+        state, and objects that are not a DataLoader, are returned unchanged.
         """
         state = self._waiting.pop(0) if self._waiting else None
         if not isinstance(loader, DataLoader) or hasattr(loader, "state_dict"):
@@ -97,7 +101,10 @@ class TrainingData:
         return made
 
     def go_on(self, trainer: pl.Trainer, patches: Patches) -> None:
-        """Has the random numbers of the checkpoint; called last before the first batch, after other hooks drew some."""
+        """Restore the random states and the position of the checkpoint.
+
+        This is called last before the first batch, because other hooks may have drawn random numbers.
+        """
         state, self._loaded, self._waiting = self._loaded, None, []
         if state is None:
             return
@@ -118,20 +125,20 @@ class TrainingData:
         private.begin_epoch(trainer)
         for loader, earlier in zip(loaders, state["loaders"], strict=False):
             if isinstance(loader, ResumableLoader) and earlier is not None:
-                loader.draw_as(earlier)  # again: Lightning loads ahead where it does not know the end of the data
+                loader.draw_as(earlier)  # again, because Lightning loads ahead if the data have no length
 
     def epoch_starts(self, trainer: pl.Trainer) -> None:
-        """Every epoch that is not resumed begins with the first batch."""
+        """Begin every epoch that is not resumed with the first batch."""
         for loader in private.training_loaders(trainer):
             if isinstance(loader, ResumableLoader):
                 loader.begin_anew()
 
     def forget_loaded(self) -> None:
-        """Drop loaded states, which are for one run only."""
+        """Drop loaded states, which are valid for one run only."""
         self._loaded, self._waiting = None, []
 
     def state(self, trainer: pl.Trainer) -> State:
-        """For a checkpoint: plain values and tensors."""
+        """Return the state of the training data for a checkpoint, as plain values and tensors."""
         loaded, trained, _ = private.batches_of_epoch(trainer)
         loaders = private.training_loaders(trainer)
         passes = private.training_passes(trainer)
@@ -156,12 +163,17 @@ class TrainingData:
 
 
 def to_portable(tree: Any) -> Any:
-    """Return the same values without NumPy's arrays, which careful readers of checkpoints refuse."""
+    """Return the same values without NumPy arrays, which checkpoints that are read with `weights_only` must not
+    contain.
+    """
     return _map_leaves(tree, lambda leaf: torch.from_numpy(leaf.copy()) if isinstance(leaf, np.ndarray) else leaf)
 
 
 def to_native(tree: Any) -> Any:
-    """Return the other direction of `to_portable`; torch's own random states are bytes, NumPy's are not."""
+    """Return the inverse of `to_portable`.
+
+    Random states of torch are tensors of bytes and stay tensors. Random states of NumPy have another type.
+    """
 
     def back(leaf: Any) -> Any:
         return leaf.numpy() if isinstance(leaf, torch.Tensor) and leaf.dtype is not torch.uint8 else leaf
@@ -178,20 +190,25 @@ def _map_leaves(tree: Any, of: Any) -> Any:
 
 
 class Checkpointing:
-    """Checkpoints of one pipeline's ranks: in one file that the first rank gathers, or in parts.
+    """Writes and reads the checkpoints of the ranks of one pipeline.
+
+    A checkpoint is one file, for which the first rank gathers the state, or a folder to which each rank adds its part.
 
     Args:
-        sharded: in parts.
-        writing: by what, and when.
-        status: of this rank.
+        ranks: the ranks of the run.
+        sharded: whether each rank writes its own part.
+        writing: specifies the plugin that writes checkpoints, and whether it writes in the background.
+        status: the status of this rank.
 
     Attributes:
-        data: where training is in its data.
-        sharded: in parts.
-        container: the path of what the last run has cut; random numbers depend on which layers are counted.
-        shards: has the parts of optimizer states that this replica steps; None where states are whole.
-        joins_parts: the parts that ranks write after a failure become whole checkpoints; True until one did not.
-        placement: returns where the layers of the run are now, and what was asked for; None before there is a run.
+        data: the position of the training in its data.
+        sharded: whether each rank writes its own part.
+        container: the path of the container that the last run has cut. Random numbers depend on the numbering of its
+            layers.
+        shards: the parts of the optimizer states that this replica steps, or None if states are whole.
+        joins_parts: whether the parts that ranks write after a failure are joined into a whole checkpoint. True until
+            this was not possible.
+        placement: returns the current position of the layers and the requested partition. None before a run exists.
     """
 
     def __init__(self, ranks: Ranks, sharded: bool, writing: CheckpointWriter, status: RankStatus) -> None:
@@ -215,7 +232,9 @@ class Checkpointing:
     # ---- saving
 
     def model_state(self, cut: CutModule) -> dict[str, Any]:
-        """Return the state dict of the whole module where it is written, as the form of the checkpoints has it."""
+        """Return the state dict of the module for the format of the checkpoints; it is empty on ranks that write
+        nothing.
+        """
         state = cut.local_state(outside=self._ranks.grid.position == 0)
         if self.sharded:
             found: dict[str, Any] = gather_uneven(state)
@@ -223,9 +242,9 @@ class Checkpointing:
         return self._gather(cut, gather_whole(state))
 
     def gather_state(self, cut: CutModule, local: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state dict of another module with the spread of `cut`.
+        """Return the state dict of another module whose layers are distributed in the same way as those of `cut`.
 
-        It is whole on the first rank and empty on the others. Collective.
+        This method is collective. The state dict is whole on the first rank and empty on the other ranks.
         """
         return self._gather(cut, cut.select_own(local, outside=self._ranks.grid.position == 0))
 
@@ -234,7 +253,9 @@ class Checkpointing:
         return gather_model(cut, own, self._ranks.pipeline) if self._ranks.grid.is_in_first_pipeline else {}
 
     def optimizer_state(self, optimizer: Optimizer, layout: OptimizerLayout) -> dict[str, Any]:
-        """Return the same of an optimizer."""
+        """Return the state dict of an optimizer for the format of the checkpoints, as `model_state` does for the
+        module.
+        """
         local = optimizer.state_dict() if self.shards is None else self.shards.gather_states(optimizer)
         if self.sharded:
             return layout.named_state(gather_uneven(local))
@@ -253,14 +274,18 @@ class Checkpointing:
         training: bool,
         storage_options: Any | None,
     ) -> None:
-        """Write what `model_state` and `optimizer_state` gave, and more; all ranks call it.
+        """Write a checkpoint with the results of `model_state` and `optimizer_state`. All ranks must call this method.
 
         Args:
-            cut: what is saved; None if the module is whole.
-            training: goes on meanwhile, if it may.
+            checkpoint: the checkpoint of Lightning, which is changed in place.
+            path: the file or folder to write.
+            trainer: the Trainer.
+            cut: the module to save, or None if the module is whole.
+            training: whether training may continue while the checkpoint is written in the background.
+            storage_options: the options for the CheckpointIO plugin, or None.
 
         Raises:
-            InputError: there are storage options, which checkpoints in parts do not take.
+            InputError: storage options were passed, which sharded checkpoints do not support.
         """
         if self.sharded and storage_options is not None:
             raise InputError(
@@ -299,14 +324,20 @@ class Checkpointing:
         step: str | None,
         storage_options: Any | None,
     ) -> None:
-        """Write the part of this rank, to `path` with `.rank1of2` at its end, as collective calls may not end now.
+        """Write the part of this rank to `path` with a suffix such as `.rank1of2`, because collective calls may no
+        longer end.
 
-        Where all ranks call this soon, after the same `step`, the first one joins their parts to a whole checkpoint.
+        If all ranks call this method soon and after the same `step`, the first rank joins their parts into a whole
+        checkpoint.
 
         Args:
-            checkpoint: what this rank has.
-            layouts: of the optimizers.
-            step: a text that is the same on ranks whose parts belong together; None where parts are never joined.
+            checkpoint: the checkpoint of this rank.
+            path: the path of the whole checkpoint.
+            trainer: the Trainer.
+            cut: the module to save.
+            layouts: the layout of each optimizer.
+            step: a text that is the same on all ranks whose parts belong together, or None if parts are never joined.
+            storage_options: the options for the CheckpointIO plugin, or None.
         """
         self._add_place(checkpoint, trainer)
         grid, watch = self._ranks.grid, self._ranks.control.watch
@@ -326,7 +357,7 @@ class Checkpointing:
             self.joins_parts = {where for _, _, where in texts} == {place}
             if self.joins_parts:
                 part[_MEETING] = texts[0][0]
-            else:  # others may have seen all texts just before this rank gave up
+            else:  # other ranks may have received all texts just before this rank gave up
                 watch.exchange_texts(written, None, 0.0)
         if grid.position > 0 and self.joins_parts:
             local = cut.local_state(outside=False)
@@ -343,17 +374,17 @@ class Checkpointing:
             try:
                 own = [paths[rank] for rank in grid.pipeline]
                 self._join_parts(checkpoint, own, part[_MEETING], path, cut, layouts)
-            except Exception as error:  # the run's own error counts
+            except Exception as error:  # the error of the run itself is more important
                 is_joined = False
                 _log.warning("%s is not written, and the parts of the ranks stay: %s", path, error)
             for name in paths if is_joined else ():
                 with suppress(OSError):
                     self._writing.io.remove_checkpoint(name)
-        # Together, as what started the ranks may end all of them.
+        # The ranks end together, because the launcher may end all of them once one has ended.
         self.joins_parts = bool(watch.exchange_texts(f"{topic} joined", "" if is_joined else None, _WRITING_SECONDS))
 
     def meet_after_failure(self) -> None:
-        """Wait until the other ranks are here, too, or seconds have passed."""
+        """Wait until the other ranks call this method, too, for a few seconds at most."""
         self._after_failure += 1
         self._ranks.control.watch.exchange_texts(f"checkpoint {self._after_failure}", "", _MEETING_SECONDS)
 
@@ -366,11 +397,11 @@ class Checkpointing:
         cut: CutModule,
         layouts: Sequence[OptimizerLayout],
     ) -> None:
-        """Write the whole checkpoint.
+        """Read the parts of all ranks and write the whole checkpoint.
 
         Raises:
-            PipelineError: a part is not of this failure.
-            OSError: one can't be read, or the whole not written.
+            PipelineError: a part belongs to a different failure.
+            OSError: a part cannot be read, or the whole checkpoint cannot be written.
         """
         parts = [load(Path(name), map_location="cpu", mmap=True, weights_only=False) for name in paths]
         for name, part in zip(paths, parts, strict=True):
@@ -390,23 +421,27 @@ class Checkpointing:
 
     def _add_place(self, checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:
         fault_point("checkpoint")
-        if "optimizer_states" in checkpoint:  # not for weights alone
+        if "optimizer_states" in checkpoint:  # absent if only weights are saved
             checkpoint[KEY] = self.data.state(trainer)
             checkpoint[KEY]["module"] = self.container
             if self.placement is not None:
                 checkpoint[KEY]["placement"] = self.placement().data()
 
     def remove(self, path: str | Path) -> None:
-        """Remove a checkpoint, after pending writes."""
+        """Remove a checkpoint after all pending writes."""
         self._saver.remove(path, self._writing.io)
 
     def check(self) -> None:
-        """Raise PipelineError if something could not be written."""
+        """Raise a PipelineError if a checkpoint could not be written."""
         self._saver.check()
 
     def finish(self, down: bool) -> None:
-        """Wait for the checkpoints that are being written; where the ranks are `down`, an earlier failure is
-        not to be covered."""
+        """Wait for checkpoints that are being written.
+
+        Args:
+            down: whether a rank has already failed. Errors of writing are then not raised, so that they do not hide the
+                failure.
+        """
         if down:
             self._saver.close()
         else:
@@ -423,11 +458,14 @@ class Checkpointing:
         running: bool,
         read: Callable[..., dict[str, Any]],
     ) -> dict[str, Any]:
-        """Return a checkpoint, from a file that is one, or a folder.
+        """Return a checkpoint that is read from a file or a folder.
 
         Args:
-            running: while training, tuners go back to where they started.
-            read: reads a file as Lightning does.
+            path: the path of the checkpoint.
+            weights_only: the argument of `torch.load`.
+            module: the module of the run.
+            running: whether a run is active, in which tuners restore an earlier state.
+            read: reads a file in the same way as Lightning.
         """
         _log.debug("checkpoint: load %s", path)
         self._parts = None
@@ -453,21 +491,21 @@ class Checkpointing:
         return checkpoint
 
     def resumed_container(self) -> str | None:
-        """Return the path of the container in the last loaded checkpoint; once."""
+        """Return the path of the container in the last loaded checkpoint, and forget it."""
         found, self._resumed = self._resumed, None
         return found
 
     def resumed_placement(self) -> Placement | None:
-        """Return where layers were when the checkpoint was written that was loaded last; once."""
+        """Return the placement of the layers in the last loaded checkpoint, and forget it."""
         found, self._placed = self._placed, None
         return found
 
     def load_later(self, state: Mapping[str, Any], strict: bool) -> None:
-        """Keep weights for a module without values until it is cut."""
+        """Keep the weights for a module whose weights are on `meta`, until the module is cut."""
         self._waiting = state, strict
 
     def load_waiting(self, cut: CutModule) -> None:
-        """Load what `load_later` kept."""
+        """Load the weights that `load_later` has kept."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             load_model(cut, *waiting)
@@ -479,7 +517,7 @@ class Checkpointing:
         states: Sequence[Mapping[str, Any]],
         device: torch.device,
     ) -> None:
-        """Load what belongs to this rank, from the checkpoint that was loaded last."""
+        """Load the optimizer states of this rank from the checkpoint that was loaded last."""
         if self._parts is not None:
             parameters = [[p for group in o.param_groups for p in group["params"]] for o in optimizers]
             named = zip(layouts, parameters, strict=False)
@@ -491,26 +529,29 @@ class Checkpointing:
 
 
 def gather_model(cut: CutModule, local: Mapping[str, Any], control: Control) -> dict[str, Any]:
-    """Return the state dict of the whole module on the first rank, in its own order of keys; empty on other ranks.
+    """Return the state dict of the whole module on the first rank, in the key order of the module, and {} on other
+    ranks.
 
     Args:
-        local: this rank's part of it.
+        cut: the module, whose layers are distributed.
+        local: the part of the state dict that this rank has.
+        control: the control channel of the ranks.
     """
     parts = control.gather(local, control.ranks[0])
     return {} if parts is None else cut.in_order(parts)
 
 
 def load_model(cut: CutModule, state: Mapping[str, Any], strict: bool) -> None:
-    """Load from a state dict of the whole module what lives on this rank.
+    """Load the values of this rank from a state dict of the whole module.
 
     Raises:
-        PipelineError: with `strict`, the keys are not those of the whole module.
+        PipelineError: `strict` is set, and the keys differ from the keys of the whole module.
     """
     if strict and set(state) != set(cut.keys):
         different = sorted(set(state) ^ set(cut.keys))
         raise PipelineError(f"the checkpoint's keys are not those of the module; only in one: {different[:5]}")
-    read: Any = getattr(state, "read_like", lambda key, _: state[key])  # parts of a checkpoint are read as shards
-    with cut.scope.module_view(True):  # batch normalization asks for what it has
+    read: Any = getattr(state, "read_like", lambda key, _: state[key])  # sharded checkpoints are read by shards
+    with cut.scope.module_view(True):  # batch normalization reads its own state
         own = cut.module.state_dict()
         here = {key for key, value in own.items() if key in state and not isinstance(value, RemoteTensor)}
         loaded = {key: _like(read(key, value), value) if key in here else value for key, value in own.items()}
@@ -518,7 +559,7 @@ def load_model(cut: CutModule, state: Mapping[str, Any], strict: bool) -> None:
 
 
 def _like(value: Any, own: Any) -> Any:
-    """Return a loaded value sharded as the own one is."""
+    """Return a loaded value, sharded in the same way as `own`."""
     both = isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor)
     return shard_like(value, own) if both and value.shape == own.shape else value
 
@@ -540,11 +581,11 @@ def load_optimizers(
     states: Sequence[Mapping[str, Any]],
     device: Any,
 ) -> None:
-    """Load from one process's `state_dict` of each optimizer what belongs to this rank."""
+    """Load the states of this rank from the `state_dict` of each optimizer in training with one process."""
     for optimizer, layout, whole in zip(optimizers, layouts, states, strict=False):
         own = layout.local_state(whole)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        # Copies: the tensors may be parts of a file that will be overwritten.
+        # Copy the tensors, because they may be views of a file that will be overwritten.
         own["state"] = {
             number: pytree.tree_map_only(torch.Tensor, partial(_copy_like, own=parameters[number]), state)
             for number, state in own["state"].items()

@@ -1,7 +1,7 @@
-"""Trains from a program that can't be started again, such as a notebook: every rank is a fork of its process.
+"""Launcher for programs that cannot be started again, such as notebooks: every rank is a fork of the current process.
 
-The process of the notebook waits for the ranks, and takes over what rank 0 has then: weights, metrics, counters,
-attributes of callbacks and loggers, and what the Trainer's method returns.
+The original process waits for the ranks. It then adopts the results of rank 0: weights, metrics, counters, attributes
+of callbacks and loggers, and the return value of the Trainer's method.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ _log = logging.getLogger(__name__)
 _OF_MODULES = frozenset(vars(nn.Module()))
 _OF_LIGHTNING_MODULES = frozenset(vars(pl.LightningModule()))
 _OF_STRATEGY = ("_reported", "_decision", "schedule")
-"""Attributes of the strategy that reports of a run are made from."""
+"""The attributes of the strategy from which reports of a run are made."""
 
 
 class RankTraceback(Exception):  # noqa: N818 - as concurrent.futures shows the traceback of another process
-    """The traceback of an exception on a rank, which is raised again in the process that waits for it."""
+    """The traceback of an exception on a rank, which is raised again in the process that waits for the ranks."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
 class ForkLauncher(private.BaseLauncher):
-    """Runs each call of a Trainer's method on processes forked from this one, one for each device.
+    """Runs each call of a Trainer method in processes that are forked from this one, one for each device.
 
     Attributes:
-        is_failing: the ranks of the last call have failed. They have saved what is to be saved then.
+        is_failing: whether the ranks of the last call have failed. They have saved their checkpoints themselves.
     """
 
     def __init__(self, strategy: Any, environment: ClusterEnvironment, num_processes: int, why: str) -> None:
@@ -68,14 +68,14 @@ class ForkLauncher(private.BaseLauncher):
         """Run `function` on all ranks, and return its result on rank 0.
 
         Raises:
-            PlanError: processes forked from this one can't train.
+            PlanError: processes that are forked from this one cannot train.
             PipelineError: a rank has ended without an exception.
         """
         assert trainer is not None, "Lightning's Trainer is the caller"
         self.is_failing = False
         self._check()
         secret_for_children()
-        self._environment.main_port  # noqa: B018 - chooses a free one, the same for all ranks
+        self._environment.main_port  # noqa: B018 - reading it selects a free port, the same for all ranks
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(self._size):
                 process = multiprocessing.get_context("fork").Process(
@@ -115,7 +115,9 @@ class ForkLauncher(private.BaseLauncher):
             )
 
     def _wait_for_ranks(self) -> None:
-        """Wait until all ranks have ended. After the first failure others have some seconds to end by themselves."""
+        """Wait until all ranks have ended. After the first failure, the other ranks have some seconds to end on their
+        own.
+        """
         left, until = {process.sentinel: process for process in self._processes}, float("inf")
         while left and time.monotonic() < until:
             for sentinel in wait([*left], timeout=None if until == float("inf") else until - time.monotonic()):
@@ -125,7 +127,7 @@ class ForkLauncher(private.BaseLauncher):
                     until = min(until, time.monotonic() + 2 * GRACE_SECONDS)
 
     def _end_ranks(self) -> None:
-        """End the remaining ranks, which save nothing any more: after Ctrl-C they have had some seconds."""
+        """End the remaining ranks, which no longer save anything. After Ctrl-C, they have some seconds to end."""
         self.kill(signal.SIGINT)
         until = time.monotonic() + GRACE_SECONDS
         for process in self._processes:
@@ -160,9 +162,9 @@ class ForkLauncher(private.BaseLauncher):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        """Run a rank in its process, which ends then."""
+        """Run one rank in its process, and end the process."""
         os.environ["LOCAL_RANK"] = str(rank)
-        # Threads of OpenMP are not there after a fork, and a computation that uses several would wait for them.
+        # The threads of OpenMP do not exist after a fork, and a computation with several threads would wait for them.
         os.environ["OMP_NUM_THREADS"] = "1"
         torch.set_num_threads(1)
         exit_with_parent(parent)
@@ -203,6 +205,7 @@ class ForkLauncher(private.BaseLauncher):
         }
 
     def _restore(self, trainer: pl.Trainer, result: Mapping[str, Any]) -> None:
+        """Apply the results of rank 0 to the Trainer and the module of the waiting process."""
         module = trainer.lightning_module
         module.load_state_dict(result["weights"], strict=False)
         if result["missing"]:
@@ -228,11 +231,11 @@ def _skipped(part: nn.Module) -> frozenset[str]:
 
 
 def _attributes(owner: object, skip: frozenset[str] | set[str] = frozenset()) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of an object that can be sent to another process, such as numbers and lists of them."""
+    """Yield the attributes of an object that can be sent to another process, such as numbers and lists of numbers."""
     for name, value in vars(owner).items():
         if name in skip or isinstance(value, (nn.Module, pl.Trainer)) or callable(value):
             continue
-        with suppress(Exception):  # whatever it holds, such as an open file
+        with suppress(Exception):  # the value may not support pickling, such as an open file
             pickle.dumps(value)
             yield name, value
 

@@ -1,4 +1,4 @@
-"""The part of a setup that depends on how the module is cut, and that of a module cut in layers of a container."""
+"""The part of a setup that depends on how the module is cut, and its implementation for a container of layers."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ class SetupContext:
 
     Attributes:
         host: the strategy.
-        session: the connections and resources from connecting to the next connecting.
+        session: the connections and resources from one call of `setup_environment` to the next.
+        request: the run that the user requests.
         settings: the arguments of the strategy.
-        request: the run that the user asks for.
-        writing: writes checkpoints.
-        reference: the process that verifies the run, if one does.
-        start_epoch: called when an epoch has begun.
-        patches: closed by `teardown`.
+        writing: specifies how checkpoints are written.
+        reference: the process that verifies the run, or None.
+        start_epoch: called at the start of each epoch.
+        patches: the changes of the run to other objects, which `teardown` reverts.
         by_units: modules whose training_step could not be cut in the layers of a container.
     """
 
@@ -90,12 +90,12 @@ class SetupContext:
 
     @property
     def is_manual(self) -> bool:
-        """Whether the run trains by steps that call backward and optimizers themselves."""
+        """Whether the run trains with manual optimization."""
         return self.is_fitting and not self.module.automatic_optimization
 
     @property
     def ranks(self) -> Ranks:
-        """This rank among the others."""
+        """The position of this rank, and the control channels to the other ranks."""
         return self.session.ranks
 
     @property
@@ -111,12 +111,12 @@ class SetupContext:
 
 @dataclass(frozen=True)
 class WholeWeights:
-    """How ranks have the weights of a module before it is cut.
+    """Describes how ranks hold the weights of a module before it is cut.
 
     Attributes:
-        container: path of the container to cut, where it had to be chosen early because layers are sharded.
-        is_sharded: whether layers are sharded, by fully_shard or parallelize_module.
-        is_spread: whether an earlier run has left the layers of any rank spread out.
+        container: the path of the container to cut, if it had to be chosen early because layers are sharded.
+        is_sharded: whether layers are sharded by `fully_shard` or `parallelize_module`.
+        is_spread: whether an earlier run has left the layers of any rank distributed.
     """
 
     container: str | None
@@ -125,14 +125,16 @@ class WholeWeights:
 
 
 class ModuleSetup(ABC):
-    """The setup of a module that is cut in one way. Collective: all ranks make one, and the same calls of it.
+    """The setup of a module for one way of cutting it.
+
+    All methods are collective: all ranks make one setup and make the same calls.
 
     Attributes:
-        path: of the container that is cut; empty for the whole module.
+        path: the path of the container to cut, or an empty path for the whole module.
         body: the part of the module that sees one micro-batch at a time.
-        whole_loss_refusal: why no stage can compute the loss of a whole batch; empty where the last one can.
-        ruled_out_weights: candidates for the weights of micro-batches that don't make the loss; None where nothing
-            was compared.
+        whole_loss_refusal: the reason why no stage can compute the loss of a whole batch. Empty if the last stage can.
+        ruled_out_weights: candidates for the weights of micro-batches that do not reproduce the loss of a batch, or
+            None if nothing was compared.
     """
 
     path: str
@@ -147,7 +149,7 @@ class ModuleSetup(ABC):
         """The measured profiles of earlier runs."""
 
     def explain_uncompared_loss(self, holdings: Holdings) -> str:
-        """Return why no rank can compute the loss of a whole batch; empty where one can."""
+        """Return the reason why no rank can compute the loss of a whole batch, or an empty text if one can."""
         if len(holdings.ranks_of_stages[-1]) > 1:
             return "the last stage has several ranks, and none of them has a whole batch"
         return self.whole_loss_refusal
@@ -158,31 +160,34 @@ class ModuleSetup(ABC):
 
     @abstractmethod
     def index_parameters(self, holdings: Holdings) -> None:
-        """Tell `holdings` the stages of each parameter."""
+        """Register the stages of each parameter in `holdings`."""
 
     @abstractmethod
     def group_parts(self) -> Mapping[int, Iterable[nn.Module]]:
-        """Return the parts of the module whose weights on `meta` are made together, by the number of their draws."""
+        """Return the parts of the module whose weights on `meta` are initialized together, by the numbers of their
+        seeds.
+        """
 
     @abstractmethod
     def make_weights(self, deferred: DeferredWeights, holdings: Holdings) -> None:
-        """Give values to the weights of this rank. Called while the module is whole. Collective."""
+        """Initialize the weights of this rank. This method is collective and is called while the module is whole."""
 
     @abstractmethod
     def make_hidden_state(self, holdings: Holdings) -> HiddenState:
-        """Return what watches objects that layers of several stages share. Called while the module is whole."""
+        """Return the tracker of objects that layers of several stages share. It is called while the module is whole."""
 
     @abstractmethod
     def cut(self, local: Sequence[int]) -> CutModule:
-        """Cut the module: this rank keeps the `local` layers."""
+        """Cut the module so that this rank keeps the `local` layers."""
 
     @abstractmethod
     def make_steps(self, part: LocalLayers, plan: Plan, seed: int) -> Steps:
-        """Return what runs the user's steps on the stages of this rank.
+        """Return the object that runs the user's steps on the stages of this rank.
 
         Args:
             part: the layers of this rank.
-            seed: what the random numbers of the steps start from.
+            plan: the plan of a batch.
+            seed: the seed of the random numbers of the steps.
         """
 
 
@@ -190,8 +195,9 @@ class ContainerSetup(ModuleSetup):
     """The setup of a module that is cut in the layers of a container.
 
     Args:
-        path: of the container.
-        weights: how ranks have the weights.
+        context: the inputs of the setup.
+        path: the path of the container.
+        weights: how ranks hold the weights.
     """
 
     def __init__(self, context: SetupContext, path: str, weights: WholeWeights) -> None:
@@ -205,7 +211,11 @@ class ContainerSetup(ModuleSetup):
         warn_about_module(self._module, layers)
 
     def decide(self) -> Decision:
-        """Return the decision: as asked for, as measured where something is trained, or as siblings have made it."""
+        """Return the decision.
+
+        The decision is made as requested, from measured times if the run trains, or it is the decision of earlier
+        siblings.
+        """
         grid, connections = self._ranks.grid, self._context.connections
         request = self._resume_cut(connections.complete_request(self._request, grid.n_planned))
         least = LEAST_FOR_STATISTICS if batch_statistics(self._layers) else 1
@@ -216,7 +226,7 @@ class ContainerSetup(ModuleSetup):
         )
 
     def _resume_cut(self, request: RunRequest) -> RunRequest:
-        """Return the request with the stages of the checkpoint from which training goes on, if it has any."""
+        """Return the request with the stages of the checkpoint from which training resumes, if it has any."""
         before = self._context.session.checkpointing.resumed_placement()
         if before is None or not self._context.is_fitting or self._context.shares_ranks:
             return request
@@ -226,7 +236,7 @@ class ContainerSetup(ModuleSetup):
         return resumed
 
     def _measure(self, request: RunRequest, plain: Decision) -> Decision:
-        """Return the decision by measured times."""
+        """Return the decision from measured times."""
         _log.debug("setup: layers of %s are measured", self.path)
         shards = self._ranks.grid.replicas if self._settings.shard_optimizer else 1
         decider = PlanDecider(self._trainer, self.path, self._ranks, self._settings.transport, self.profiles, shards)
@@ -236,25 +246,25 @@ class ContainerSetup(ModuleSetup):
         return measured
 
     def index_parameters(self, holdings: Holdings) -> None:
-        """Tell `holdings` the layers of each parameter."""
+        """Register the layers of each parameter in `holdings`."""
         holdings.index_parameters(self._module, self.path)
 
     def group_parts(self) -> Mapping[int, Iterable[nn.Module]]:
-        """Return the parts of each layer, and those outside of them."""
+        """Return the parts of each layer, and the parts of the module outside of the layers."""
         return group_layers(self._module, self.path)
 
     def make_weights(self, deferred: DeferredWeights, holdings: Holdings) -> None:
-        """Give values to the weights of the local layers, and to those outside of them."""
+        """Initialize the weights of the local layers, and the weights outside of the layers."""
         deferred.make_layers(holdings.local, holdings.position_of_layer, self._settings.seed, self._ranks)
 
     def make_hidden_state(self, holdings: Holdings) -> HiddenState:
-        """Return what watches objects that layers of several stages share."""
+        """Return the tracker of objects that layers of several stages share."""
         return HiddenState(
             self._module, self.path, holdings, self._ranks.pipeline, self._context.connections.check_later
         )
 
     def cut(self, local: Sequence[int]) -> CutModule:
-        """Put the `local` layers in the place of the container."""
+        """Replace the container by the `local` layers."""
         self._caches.log()
         if self._weights.is_sharded:
             leave_spread(self._module, self.path, local)
@@ -263,7 +273,7 @@ class ContainerSetup(ModuleSetup):
         return CutModule(self._module, self.path, local, self._interceptor, self._ranks.device)
 
     def make_steps(self, part: LocalLayers, plan: Plan, seed: int) -> Steps:
-        """Return what runs the user's steps around the layers of this rank."""
+        """Return the object that runs the user's steps around the layers of this rank."""
         module, device, cut, holdings = self._module, self._ranks.device, part.cut, part.holdings
         generators = ModuleGenerators(module, self._layers, cut.proxy)
         state = ModuleState(

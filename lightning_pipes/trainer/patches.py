@@ -1,4 +1,4 @@
-"""Attributes of the user's objects and of Lightning's that differ while a run lasts."""
+"""Temporary changes to attributes of the user's objects and of Lightning's objects during a run."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ _MISSING = object()
 class Patches(ExitStack):
     """Replaces attributes of objects, and restores them in reverse order when it is closed.
 
-    Whatever else a run changes outside of itself registers its undo here, too, by `callback`.
+    Any other change that a run makes to outside objects also registers its undo function here, with `callback`.
     """
 
     def replace(self, owner: object, name: str, value: object) -> None:
-        """Set an attribute on the object itself; closing restores the one before, or that of the class."""
+        """Set an attribute on the object itself. Closing restores the previous attribute, or the attribute of the
+        class.
+        """
         attributes = vars(owner)
         before = attributes.get(name, _MISSING)
         attributes[name] = value
         self.callback(_restore, attributes, name, before)
 
     def replace_method(self, owner: object, name: str, function: Callable[..., Any]) -> None:
-        """Replace a method of an object by a function that looks like it; usually it calls the method."""
+        """Replace a method of an object by a function with the same metadata, which usually calls the method."""
         self.replace(owner, name, functools.wraps(getattr(owner, name))(function))
 
 

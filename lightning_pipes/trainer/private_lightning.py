@@ -1,7 +1,7 @@
-"""Every private name of Lightning, torch, torchmetrics and transformers that the trainer layer touches.
+"""All private names of Lightning, torch, torchmetrics and transformers that the trainer layer uses.
 
-Each has a test of its own, so that a new version which renames or changes one is noticed by name. Nothing outside
-this module may use a name with a leading underscore that is not ours.
+Each name has its own test, so that a new version which renames or changes it fails a test with this name. No other
+module may use private names of these libraries.
 """
 
 from __future__ import annotations
@@ -81,11 +81,12 @@ call_and_handle_interrupt = _call_and_handle_interrupt
 
 
 def call_children_scripts(launcher: _SubprocessScriptLauncher, command: Sequence[str], directory: str) -> None:
-    """Start the program for the other devices of this node; the processes are in `launcher.procs` then.
+    """Start the program for the other devices of this node. The processes are in `launcher.procs` afterwards.
 
     Args:
-        command: starts the program where Hydra does not run it; Hydra has a command of its own.
-        directory: where `command` is started.
+        launcher: the launcher.
+        command: the command of the program. Under Hydra, the command of Hydra is used instead.
+        directory: the working directory of `command`.
     """
 
     def start(given: Sequence[str], env: Mapping[str, str], cwd: str | None) -> Any:
@@ -101,12 +102,12 @@ def call_children_scripts(launcher: _SubprocessScriptLauncher, command: Sequence
 
 
 def is_interactive() -> bool:
-    """Return whether Lightning takes this process for a notebook or a prompt."""
+    """Return whether Lightning considers this process a notebook or a prompt."""
     return bool(_IS_INTERACTIVE)
 
 
 def trainer_results(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return the state of a Trainer after a run: metrics, progress of its loops, and what ended it."""
+    """Return the state of a Trainer after a run: metrics, the progress of its loops, and the reason why it ended."""
     return {
         "metrics": [dict(each) for each in _metrics(trainer)],
         "loops": [loop.state_dict() for loop in _loops(trainer).values()],
@@ -116,7 +117,7 @@ def trainer_results(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def restore_trainer_results(trainer: pl.Trainer, results: Mapping[str, Any]) -> None:
-    """Give a Trainer the state of one in another process."""
+    """Set the state of a Trainer to the state of a Trainer in another process."""
     for mine, given in zip(_metrics(trainer), results["metrics"], strict=True):
         mine.clear()
         mine.update(given)
@@ -127,7 +128,7 @@ def restore_trainer_results(trainer: pl.Trainer, results: Mapping[str, Any]) -> 
 
 
 def _mark_as_run(loop: Any) -> None:
-    """Take back that `load_state_dict` has a loop begin where a checkpoint was written."""
+    """Reset the flags with which `load_state_dict` makes a loop continue from a checkpoint."""
     loop.restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
     for each in vars(loop).values():
         if isinstance(each, _Loop):
@@ -146,11 +147,13 @@ WrappingCheckpointIO = _WrappingCheckpointIO
 Averaging: TypeAlias = WeightAveraging | StochasticWeightAveraging
 SignalHandler = Callable[[int, FrameType | None], None]
 _FRAMES = 10
-"""Calls between a function of Lightning's that reads a tensor and the tensor's own answer; modes of ours have some."""
+"""The largest number of calls between a Lightning function that reads a tensor and the tensor's own method. Some of
+these calls are our modes.
+"""
 
 
 def storage_info(file: str, offset: int, length: int) -> Any:
-    """Return how the index of torch.distributed.checkpoint says where a tensor is."""
+    """Return the entry for the position of a tensor in the index of torch.distributed.checkpoint."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(file, offset, length)
@@ -162,10 +165,11 @@ def process_groups() -> list[object]:
 
 
 def caller_of_property(frame: FrameType, *names: str) -> FrameType | None:
-    """Return the caller of a property of the Trainer if `frame` runs that; None if it does not.
+    """Return the caller of a property of the Trainer if `frame` runs that property, and None otherwise.
 
     Args:
-        names: of the property, and of those by which it is computed, the innermost last.
+        frame: the frame to examine.
+        names: the name of the property, and the names of the properties that compute it, the innermost last.
     """
     found: FrameType | None = frame
     for name in reversed(names):
@@ -176,17 +180,17 @@ def caller_of_property(frame: FrameType, *names: str) -> FrameType | None:
 
 
 def default_group() -> Any:
-    """Return torch's default process group; None before there is one."""
+    """Return the default process group of torch, or None if it does not exist yet."""
     return dist.distributed_c10d._world.default_pg
 
 
 def set_default_group(group: Any) -> None:
-    """Set torch's default process group."""
+    """Set the default process group of torch."""
     dist.distributed_c10d._world.default_pg = group
 
 
 def show_default_group(group: Any, size: int) -> None:
-    """Make a group that stands for `size` processes the default one; `group.whole` is the one before."""
+    """Make a group of `size` ranks the default process group. `group.whole` is the previous default group."""
     world: Any = dist.distributed_c10d._world
     whole = group.whole
     backend, store = world.pg_map[whole]
@@ -198,7 +202,7 @@ def show_default_group(group: Any, size: int) -> None:
 
 
 def hide_default_group(whole: Any) -> None:
-    """Undo `show_default_group`: the default group is `whole` again."""
+    """Undo `show_default_group`, so that `whole` is the default group again."""
     world: Any = dist.distributed_c10d._world
     group = default_group()
     world.default_pg = whole
@@ -208,7 +212,7 @@ def hide_default_group(whole: Any) -> None:
 
 
 def redirect_functional_collectives(redirect: Callable[[Any], Any]) -> Callable[[], None]:
-    """Make the functional collectives of torch use `redirect(group)`; the function that is returned undoes it."""
+    """Make the functional collectives of torch use `redirect(group)`, and return a function that undoes this."""
     module: Any = _functional_collectives
     resolve = module._resolve_group
 
@@ -221,17 +225,17 @@ def redirect_functional_collectives(redirect: Callable[[Any], Any]) -> Callable[
 
 
 def plain_optimizer(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
-    """Return the optimizer that Lightning wrapped, or the one given."""
+    """Return the optimizer inside of Lightning's wrapper, or the given optimizer if it is not wrapped."""
     return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
 def lightning_optimizers(trainer: pl.Trainer) -> list[LightningOptimizer]:
-    """Return what `self.optimizers()` gives to the user's step."""
+    """Return the optimizers that `self.optimizers()` returns in the user's step."""
     return list(trainer.strategy._lightning_optimizers)
 
 
 def forget_optimizers(strategy: Strategy) -> None:
-    """Take away the optimizers and schedulers of an earlier run."""
+    """Remove the optimizers and schedulers of an earlier run."""
     strategy._reset_optimizers_and_schedulers()
 
 
@@ -241,20 +245,26 @@ def set_device_mesh(module: pl.LightningModule, mesh: DeviceMesh | None) -> None
 
 
 def callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
-    """Return the Trainer's callbacks; public, but set from another class, where no type checker sees it."""
+    """Return the callbacks of the Trainer. The attribute is public, but another class sets it, so type checkers miss
+    it.
+    """
     found: list[pl.Callback] = vars(trainer)["callbacks"]
     return found
 
 
 def remove_progress_bars(trainer: pl.Trainer) -> None:
-    """Take the progress bars from the Trainer's callbacks."""
+    """Remove the progress bars from the callbacks of the Trainer."""
     vars(trainer)["callbacks"] = [c for c in callbacks(trainer) if not isinstance(c, ProgressBar)]
 
 
 def replace_signal_handlers(trainer: pl.Trainer, sigterm: SignalHandler, requeue: SignalHandler) -> SignalHandler:
-    """Puts our handlers where Lightning registers its own from; returns Lightning's for a SLURM requeue.
+    """Install handlers in the place from which Lightning registers its own handlers.
 
-    Lightning's broadcast over all ranks, and save checkpoints, inside the handler, where the other ranks are not.
+    The handlers of Lightning broadcast over all ranks and save checkpoints inside the handler, while the other ranks
+    are elsewhere.
+
+    Returns:
+        Lightning's handler for a requeue by SLURM.
     """
     connector = trainer._signal_connector
     original = connector._slurm_sigusr_handler_fn
@@ -270,17 +280,17 @@ def restore_signal_handlers(trainer: pl.Trainer) -> None:
 
 
 def ends_at_sigterm(trainer: pl.Trainer) -> bool:
-    """Return whether SIGTERM ends the process where no Trainer runs."""
+    """Return whether SIGTERM ends the process while no Trainer is running."""
     return trainer._signal_connector._original_handlers.get(signal.SIGTERM) == signal.SIG_DFL
 
 
 def set_received_sigterm(trainer: pl.Trainer) -> None:
-    """Make Lightning leave its loop at the next occasion."""
+    """Make Lightning leave its loop at the next opportunity."""
     trainer._signal_connector.received_sigterm = True
 
 
 def silence_sigterm_broadcast(trainer: pl.Trainer) -> None:
-    """Keep the training loop from broadcasting over all ranks before every batch."""
+    """Prevent the training loop from broadcasting over all ranks before every batch."""
     trainer.fit_loop.epoch_loop.__dict__["_broadcast_sigterm_tensor"] = lambda: None
 
 
@@ -290,7 +300,11 @@ def restore_sigterm_broadcast(trainer: pl.Trainer) -> None:
 
 
 def allow_skipped_batches(trainer: pl.Trainer) -> Callable[[], None]:
-    """Have a training step of several processes skip a batch by returning None, as one does; return what undoes it."""
+    """Allow a training step with several processes to skip a batch by returning None, as is allowed with one process.
+
+    Returns:
+        A function that undoes this.
+    """
     loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
 
     def run_step(kwargs: Mapping[str, Any]) -> Any:
@@ -302,13 +316,17 @@ def allow_skipped_batches(trainer: pl.Trainer) -> Callable[[], None]:
 
 
 def share_validation_time(trainer: pl.Trainer, share: Callable[[bool], bool]) -> Callable[[], None]:
-    """Have all ranks validate after the same batch where `val_check_interval` is a time; return what undoes it.
+    """Make all ranks validate after the same batch if `val_check_interval` is a time.
 
     Args:
-        share: returns whether the time is over on any rank. Called at most once for a batch.
+        trainer: the Trainer.
+        share: returns whether the time is over on any rank. It is called at most once per batch.
+
+    Returns:
+        A function that undoes this.
     """
     loop: Any = trainer.fit_loop.epoch_loop
-    times: Any = trainer  # which does not declare these attributes
+    times: Any = trainer  # the Trainer does not declare these attributes
     interval, decided = times._val_check_time_interval, dict[int, bool]()
     if interval is None:
         return lambda: None
@@ -330,8 +348,11 @@ def share_validation_time(trainer: pl.Trainer, share: Callable[[bool], bool]) ->
 
 
 def pauses_after_this_batch(trainer: pl.Trainer) -> bool:
-    """Return whether the epoch, training, or an uninterrupted run of batches ends with the batch in training_step, or a
-    scheduler or checkpoint reads its metrics, as far as all ranks know: a stop that one asks for is agreed on later."""
+    """Return whether training pauses after the current batch, as far as all ranks can determine this.
+
+    Training pauses if the epoch, the training or an uninterrupted sequence of batches ends, or if a scheduler or a
+    checkpoint reads metrics. A stop that one rank requests is not considered, because ranks agree on it later.
+    """
     loop, fetcher, asked = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher, trainer.should_stop
     assert fetcher is not None, "nothing is being trained"
     trainer.should_stop = False
@@ -373,7 +394,7 @@ def monitors_by_time(trainer: pl.Trainer) -> bool:
 
 @contextmanager
 def as_in_training_step(trainer: pl.Trainer) -> Iterator[None]:
-    """Let `self.log` act in the block as in training_step."""
+    """Make `self.log` behave in the block as it does in training_step."""
     module, stage = trainer.lightning_module, trainer.state.stage
     hook, module._current_fx_name = module._current_fx_name, "training_step"
     trainer.training = True
@@ -384,9 +405,10 @@ def as_in_training_step(trainer: pl.Trainer) -> Iterator[None]:
 
 
 def in_grad_norm() -> bool:
-    """Return whether Lightning's `grad_norm` asks, a few calls above.
+    """Return whether this function is called, a few calls below, from Lightning's `grad_norm`.
 
-    It wants values at once; those of other ranks' layers are put together from what ranks log of it.
+    `grad_norm` needs values immediately. The values for layers of other ranks are assembled from the logs of these
+    ranks.
     """
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_FRAMES):
@@ -397,35 +419,35 @@ def in_grad_norm() -> bool:
 
 
 def before_step(precision: Precision, module: pl.LightningModule, optimizer: Optimizer) -> None:
-    """Do what Lightning does between backward and step: hooks, and clipping."""
+    """Run what Lightning runs between backward and the optimizer step: hooks and gradient clipping."""
     precision._after_closure(module, optimizer)
 
 
 def expect_late_steps(optimizer: Optimizer) -> None:
-    """Keep schedulers from complaining that the optimizer has not stepped yet."""
+    """Prevent schedulers from warning that the optimizer has not stepped yet."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def metric_counts(metric: Metric) -> tuple[int, Any]:
-    """Return how often a torchmetrics object was updated, and the value of its last `forward`."""
+    """Return the number of updates of a torchmetrics object, and the value of its last `forward`."""
     return metric._update_count, metric._forward_cache
 
 
 def set_metric_counts(metric: Metric, updates: int, last: Any) -> None:
-    """Set what `metric_counts` returned; a computed value is forgotten."""
+    """Set the values that `metric_counts` returned, and drop any computed value."""
     metric._update_count = updates
     metric._forward_cache = last
     metric._computed = None
 
 
 def set_metric_sync(metric: Metric, on: bool) -> None:
-    """Set whether a torchmetrics object gathers over all ranks when it computes, also for one that never saw data."""
+    """Set whether a torchmetrics object gathers over all ranks when it computes, even if it has not been updated."""
     metric.sync_on_compute = on
     metric._to_sync = on
 
 
 class LoaderOfSamples(DataLoader[Any]):
-    """A DataLoader with iterators that take indices from a wrapper around its sampler, or batch sampler."""
+    """A DataLoader whose iterators take indices from a wrapper around its sampler or batch sampler."""
 
     def wrap_sampler(self, sampler: Iterable[Any]) -> Any:
         """Return the sampler from which iterators take indices."""
@@ -437,7 +459,7 @@ class LoaderOfSamples(DataLoader[Any]):
 
     @property
     def has_workers(self) -> bool:
-        """Whether there are worker processes that stay from pass to pass: a pass draws no seed for them then."""
+        """Whether persistent workers exist already. A pass draws no seed for them in this case."""
         return self._iterator is not None
 
     @property
@@ -446,17 +468,19 @@ class LoaderOfSamples(DataLoader[Any]):
 
 
 def training_loaders(trainer: pl.Trainer) -> list[Any]:
-    """Return the loaders of the training data, in the order of their dict or list; none before Lightning has set them
-    up."""
+    """Return the loaders of the training data, in the order of their dict or list. Empty before Lightning has set them
+    up.
+    """
     combined = trainer.fit_loop._combined_loader
     return [] if combined is None else list(combined.flattened)
 
 
 def run_data(trainer: pl.Trainer) -> Any:
-    """The data that the hook for loaders of a run returns. If Lightning has not asked for it yet it will get the same
-    object when it does, once, so that the hook is not called again; `forget_run_data` takes that back.
+    """Return the data from the hook that creates the loaders of a run.
 
-    Random numbers that the hook draws are drawn when Lightning asks, where no others are drawn before.
+    If Lightning has not requested the data yet, it receives the same object at its next request, so that the hook is
+    not called again. `forget_run_data` undoes this. The random numbers of the hook count as drawn at the request of
+    Lightning, if no other numbers are drawn before.
     """
     loop = _loops(trainer)[trainer.state.fn or TrainerFn.FITTING]
     if loop._combined_loader is not None:
@@ -480,7 +504,7 @@ def run_data(trainer: pl.Trainer) -> Any:
 
 @contextmanager
 def show_training_data(trainer: pl.Trainer, data: Any) -> Iterator[None]:
-    """Let `trainer.train_dataloader` return these data in the block, where Lightning has not asked for them yet."""
+    """Make `trainer.train_dataloader` return these data in the block if Lightning has not requested its data yet."""
     loop = trainer.fit_loop
     if loop._combined_loader is not None:
         yield
@@ -502,9 +526,10 @@ def _loops(trainer: pl.Trainer) -> dict[TrainerFn, Any]:
 
 
 def has_delayed_training_data(trainer: pl.Trainer) -> bool:
-    """Return whether the training data of a hook must be made later.
+    """Return whether the hook that creates the training data must be called later.
 
-    Its counters may not be those of the checkpoint to resume from yet, or the batch size is still to be found.
+    This is the case if the counters of the Trainer may still be replaced by a checkpoint, or if the batch size is still
+    to be found.
     """
     fit = trainer.fit_loop
     changing = trainer.ckpt_path is not None or any(isinstance(c, BatchSizeFinder) for c in callbacks(trainer))
@@ -512,15 +537,15 @@ def has_delayed_training_data(trainer: pl.Trainer) -> bool:
 
 
 def forget_run_data(trainer: pl.Trainer) -> None:
-    """Have Lightning call hooks for loaders when it asks for data."""
+    """Make Lightning call the hooks for loaders again when it requests data."""
     for loop in _loops(trainer).values():
         loop._data_source.__dict__.pop("dataloader", None)
 
 
 def on_device(trainer: pl.Trainer, batch: Any) -> Any:
-    """Return a batch as a step gets it: converted, and through the module's hooks around the transfer.
+    """Return a batch as a step receives it: converted, and passed through the module's hooks for the transfer.
 
-    The Trainer's profiler does not see it: the batch is a sample from before training.
+    The profiler of the Trainer is disabled meanwhile, because the batch is a sample from before training.
     """
     module, profiler = trainer.lightning_module, vars(trainer)["profiler"]
     vars(trainer)["profiler"] = PassThroughProfiler()
@@ -532,8 +557,7 @@ def on_device(trainer: pl.Trainer, batch: Any) -> Any:
 
 
 def training_passes(trainer: pl.Trainer) -> list[Any]:
-    """Return the iterators that the training batches come from now, in the order of `training_loaders`; none after
-    `fit`."""
+    """Return the current iterators of the training batches, in the order of `training_loaders`. Empty after `fit`."""
     combined = trainer.fit_loop._combined_loader
     if combined is None or combined._iterator is None or trainer.fit_loop._data_fetcher is None:
         return []
@@ -541,8 +565,7 @@ def training_passes(trainer: pl.Trainer) -> list[Any]:
 
 
 def batches_of_epoch(trainer: pl.Trainer) -> tuple[int, int, int]:
-    """Return how many training batches of this epoch have been loaded, trained on, and seen by all hooks after
-    training."""
+    """Return the number of training batches of this epoch that were loaded, trained, and completed by all hooks."""
     fetcher = trainer.fit_loop._data_fetcher
     current: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     loaded = current.ready if fetcher is None else max(fetcher.fetched, current.ready)
@@ -556,27 +579,28 @@ def between_epochs(trainer: pl.Trainer) -> bool:
 
 
 def validation_follows(trainer: pl.Trainer) -> bool:
-    """Return whether the hooks after a training batch are running, and a validation comes next."""
+    """Return whether the hooks after a training batch are running and a validation follows."""
     fetcher = trainer.fit_loop._data_fetcher
     _, trained, hooked = batches_of_epoch(trainer)
     return fetcher is not None and trained > hooked and trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher)
 
 
 def finish_batch(trainer: pl.Trainer, validate: bool) -> None:
-    """Let a resumed run do what came next when its checkpoint was written after a batch, in `on_train_batch_end`.
+    """Make a resumed run continue as it did after its checkpoint was written in `on_train_batch_end`.
 
-    Lightning would leave out the validation, and after the last batch of an epoch also the end of the epoch. Here the
-    counters become those of a checkpoint that is written after the batch and before the validation.
+    Lightning would skip the validation, and after the last batch of an epoch also the end of the epoch. This function
+    sets the counters to the values of a checkpoint that is written after the batch and before the validation.
 
     Args:
-        validate: a validation came next.
+        trainer: the Trainer.
+        validate: whether a validation followed.
     """
     fit: Any = trainer.fit_loop
     epoch = fit.epoch_loop
     if not epoch.restarted_on_train_batch_end or not (validate or epoch.batch_progress.is_last_batch):
         return
     if epoch.batch_progress.is_last_batch and fit.restarted_mid_epoch:
-        for counter in (fit.epoch_progress.total, fit.epoch_progress.current):  # Lightning has counted the epoch's end
+        for counter in (fit.epoch_progress.total, fit.epoch_progress.current):  # Lightning counted the epoch's end
             counter.processed -= 1
             counter.completed -= 1
     epoch.batch_progress.increment_completed()
@@ -591,7 +615,7 @@ def finish_batch(trainer: pl.Trainer, validate: bool) -> None:
 
 
 def forget_unfinished_batch(trainer: pl.Trainer) -> None:
-    """Let the batch that failed before a checkpoint have the number that it had, by which its random numbers differ."""
+    """Give the batch that failed before a checkpoint the same number again, because its random numbers depend on it."""
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress
     if batches.total.ready > batches.total.processed:
         for counter in (batches.total, batches.current):
@@ -599,9 +623,9 @@ def forget_unfinished_batch(trainer: pl.Trainer) -> None:
 
 
 def begin_epoch(trainer: pl.Trainer) -> None:
-    """Let a run that resumes between two epochs begin the next as any other: with a new pass over the data.
+    """Make a run that resumes between two epochs begin the next epoch normally, with a new pass over the data.
 
-    Given `max_steps`, Lightning would end the last epoch again.
+    With `max_steps`, Lightning would end the last epoch a second time.
     """
     fit = trainer.fit_loop
     epochs: Any = fit.epoch_progress.current
@@ -611,8 +635,9 @@ def begin_epoch(trainer: pl.Trainer) -> None:
 
 
 def seeded_workers(loader: DataLoader[Any]) -> bool:
-    """Return whether Lightning would seed the loader's workers by global rank, so that ranks would see other
-    batches."""
+    """Return whether Lightning would seed the workers of a loader by global rank, so that ranks would load other
+    batches.
+    """
     wanted = bool(int(os.environ.get("PL_SEED_WORKERS", "0")))
     return wanted and loader.num_workers > 0 and loader.worker_init_fn is None
 
@@ -624,14 +649,14 @@ def spectral_norms(module: torch.nn.Module) -> list[str]:
 
 
 def unscale_gradients(scaler: torch.amp.GradScaler) -> Callable[..., dict[torch.device, torch.Tensor]]:
-    """Return the method that divides gradients by the scale and says where one was not finite."""
+    """Return the method that divides gradients by the scale and reports whether one of them was not finite."""
     return scaler._unscale_grads_
 
 
 def replace_unscale_gradients(
     scaler: torch.amp.GradScaler, method: Callable[..., dict[torch.device, torch.Tensor]] | None
 ) -> None:
-    """Put `method` in place of `_unscale_grads_`; None restores it."""
+    """Replace `_unscale_grads_` by `method`, or restore it if `method` is None."""
     if method is None:
         scaler.__dict__.pop("_unscale_grads_", None)
     else:
@@ -639,8 +664,9 @@ def replace_unscale_gradients(
 
 
 def needed_layer_outputs() -> list[str]:
-    """Return the outputs that a running Hugging Face model collects of all its layers by hooks, such as
-    hidden_states."""
+    """Return the outputs, such as hidden_states, that a running Hugging Face model collects of all its layers with
+    hooks.
+    """
     capturing = sys.modules.get("transformers.utils.output_capturing")
     collector = getattr(capturing, "_active_collector", None)
     return [] if collector is None else sorted(k for k in collector.get() or () if not k.startswith("_"))
@@ -652,21 +678,25 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def forget_process_groups() -> None:
-    """Have this process, forked from one of several ranks, count as one on its own."""
+    """Remove the process groups from this process, which was forked from one of several ranks."""
     if dist.is_initialized():
         dist.distributed_c10d._update_default_pg(None)
 
 
 def replace_strategy(trainer: pl.Trainer, strategy: Strategy, folder: str) -> None:
-    """Give the Trainer another strategy, and no profiler, at the start of `fit`; its files go to `folder`."""
+    """Replace the strategy of the Trainer at the start of `fit`, remove its profiler, and set `folder` as its root
+    folder.
+    """
     connector = trainer._accelerator_connector
     vars(connector).update(strategy=strategy, accelerator=strategy.accelerator)
     vars(trainer).update(_default_root_dir=folder, profiler=PassThroughProfiler())
 
 
 def logged_values(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
-    """Return the values that were logged so far, by hook and name: those of the last step, and sums that epochs are
-    made from."""
+    """Return the values that have been logged so far, by hook and name.
+
+    These are the values of the last step, and the sums from which the values of epochs are computed.
+    """
     results, found = trainer._results, {}
     for name, logged in ({} if results is None else dict(results)).items():
         states = {"value": logged.value} if logged.is_tensor else dict(logged.value.metric_state)
@@ -682,11 +712,10 @@ def logged_values(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
 
 
 def ignore_warnings(message: str) -> Callable[[], None]:
-    """Ignore warnings with this text, a regular expression; return what undoes it.
+    """Ignore warnings that match a regular expression, and return a function that undoes this.
 
-    The filters are read as they are later: other code may have changed them meanwhile. Python notes that they have
-    changed only if it is told so, and would show all warnings of a process again, which every sibling of an array would
-    then repeat.
+    The undo function looks up the filters again, because other code may have changed them. It does not report the
+    change to Python, which would show all warnings of a process again, in every sibling of an array.
     """
     ignored = "ignore", re.compile(message, re.IGNORECASE), Warning, None, 0
     filters = cast(list[Any], warnings.filters)
@@ -702,25 +731,26 @@ def ignore_warnings(message: str) -> Callable[[], None]:
 
 
 def find_average(callback: Averaging) -> nn.Module | None:
-    """Return the copy of a module in which a callback averages weights, from its `setup` on."""
+    """Return the copy of a module in which a callback averages weights. The `setup` of the callback creates the copy.
+    """
     average: nn.Module | None = callback._average_model
     return average
 
 
 def count_averaged(callback: Averaging) -> int:
-    """Return how many times weights were averaged, in the run or before it was resumed."""
+    """Return the number of times that weights were averaged, in this run and before it was resumed."""
     if isinstance(callback, StochasticWeightAveraging):
         return callback._init_n_averaged
     return 0 if callback._average_model is None else int(callback._average_model.n_averaged)
 
 
 def drop_average(callback: Averaging) -> None:
-    """Have a callback be as before its `setup`."""
+    """Reset a callback to its state before `setup`."""
     callback._average_model = None
 
 
 def find_pruning_obstacles(callback: ModelPruning) -> Iterator[str]:
-    """Yield the settings of a callback with which layers are not pruned each by itself, and what to set instead."""
+    """Yield the settings of a callback that prevent pruning each layer separately, and the settings to use instead."""
     prunes_at_random = (callback._pruning_method_name or "").startswith("random")
     resamples = bool(callback._use_lottery_ticket_hypothesis) and callback._resample_parameters
     obstacles = {
@@ -736,12 +766,12 @@ def find_pruning_obstacles(callback: ModelPruning) -> Iterator[str]:
 
 
 def pruned_layers(callback: ModelPruning) -> tuple[list[tuple[nn.Module, str]], dict[int, Any]]:
-    """Return what a callback prunes, layers and names of weights, and its copies of them from its `setup`."""
+    """Return the layers and weight names that a callback prunes, and the copies of the layers from its `setup`."""
     return [*callback._parameters_to_prune], callback._original_layers or {}
 
 
 def keep_pruned(callback: ModelPruning, kept: Sequence[tuple[nn.Module, str]], copies: Mapping[int, Any]) -> None:
-    """Have a callback prune these weights, and begin anew from these copies where it does so."""
+    """Make a callback prune only these weights, and use these copies if it starts again from the original weights."""
     numbers = {(id(layer), name): n for n, (layer, name) in enumerate(kept)}
     callback._parameters_to_prune = kept
     if callback._original_layers is not None:

@@ -1,6 +1,6 @@
-"""Interfaces of transformers beyond its documented ones, for loading weights and for steps; from version 5 on.
+"""Undocumented interfaces of transformers that loading of weights and steps need, from version 5 on.
 
-Every function works without transformers installed: then no module is a model of it.
+Every function also works if transformers is not installed, because no module is a transformers model then.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from torch import Tensor, nn
 
 
 def is_pretrained_model(module: nn.Module) -> bool:
-    """Return whether a module is a model of transformers."""
+    """Return whether a module is a transformers model."""
     library = sys.modules.get("transformers.modeling_utils")
     return library is not None and isinstance(module, library.PreTrainedModel)
 
 
 def initialize(model: nn.Module, part: nn.Module) -> None:
-    """Give a part of a model its initial values, buffers included."""
+    """Set the initial values of a part of a model, including its buffers."""
     with torch.no_grad():
         model._init_weights(part)  # type: ignore[operator]
 
 
 def install_output_hooks(module: nn.Module) -> None:
-    """Install the hooks by which models in a module collect outputs of their layers, if steps ask for these.
+    """Install the hooks with which the models in a module collect outputs of their layers, if a step requests these
+    outputs.
 
-    A model installs them in its first step that asks, and notes that in an attribute. Micro-batches begin with the
-    attributes that their batch began with, and would install hooks again.
+    A model installs these hooks in the first step that requests outputs, and records this in an attribute.
+    Micro-batches start with the attributes from the start of their batch, and would therefore install the hooks again.
     """
     library = sys.modules.get("transformers.utils.output_capturing")
     for part in module.modules() if library is not None else ():
@@ -40,15 +41,15 @@ def install_output_hooks(module: nn.Module) -> None:
 
 
 def ignored_keys(module: nn.Module) -> tuple[str, ...]:
-    """Return patterns of keys in files that the model does not need, as the library says."""
+    """Return patterns of keys in files that the model does not need, according to transformers."""
     patterns = getattr(module, "_keys_to_ignore_on_load_unexpected", None) if is_pretrained_model(module) else None
     return (*(patterns or ()), r"rotary_emb\.inv_freq$") if is_pretrained_model(module) else ()
 
 
 def rename_keys(module: nn.Module, keys: Sequence[str]) -> dict[str, tuple[str, bool]]:
-    """Return the name of each key in the module, and whether its value is converted besides.
+    """Return the name of each key in the module, and whether its value is also converted.
 
-    Where a value is converted into several tensors, the name is that of the first one.
+    If a value is converted into several tensors, the name is the name of the first tensor.
     """
     mapping = _conversions(module)
     if not mapping:
@@ -68,7 +69,7 @@ def rename_keys(module: nn.Module, keys: Sequence[str]) -> dict[str, tuple[str, 
 
 
 def name_targets(module: nn.Module, name: str, keys: Sequence[str]) -> list[str]:
-    """Return the names of all tensors that these keys make together; `name` is the first of them."""
+    """Return the names of all tensors that these keys produce together. `name` is the first of them."""
     from transformers.core_model_loading import WeightConverter
 
     for converter in _conversions(module):
@@ -79,12 +80,18 @@ def name_targets(module: nn.Module, name: str, keys: Sequence[str]) -> list[str]
 
 
 def copy_on_meta(module: nn.Module) -> nn.Module:
-    """Return a copy on `meta` of a module."""
+    """Return a copy of a module that is on `meta`."""
     return copy.deepcopy(module)
 
 
 def convert_weights(skeleton: nn.Module, values: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and tensors that the values of files make; the skeleton is on `meta` again afterwards."""
+    """Yield the names and tensors into which the values of files are converted.
+
+    The skeleton is on `meta` again afterwards.
+
+    Raises:
+        ValueError: transformers cannot convert the values.
+    """
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
     from transformers.utils import logging
@@ -109,22 +116,23 @@ def convert_weights(skeleton: nn.Module, values: Mapping[str, Tensor]) -> Iterat
 
 
 def _conversions(module: nn.Module) -> list[Any]:
-    """Return the library's renames and conversions for a model; they keep notes, so each use takes new ones."""
+    """Return the renamings and conversions of transformers for a model. They have state, so each use needs new ones."""
     if not is_pretrained_model(module):
         return []
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
-    except ImportError:  # before transformers 5 names in files were those of the model
+    except ImportError:  # before transformers 5, files used the names of the model
         return []
     return list(get_model_conversion_mapping(module))  # type: ignore[arg-type]
 
 
 def revert_weights(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights as `save_pretrained` writes them: without tied ones, by the names and forms of its files.
+    """Return weights as `save_pretrained` writes them: without tied weights, and with the names and formats of its
+    files.
 
     Args:
-        model: only its configuration and its classes count.
-        state: by the names of `model.state_dict()`.
+        model: only the configuration and the classes of the model are used.
+        state: the weights by their names in `model.state_dict()`.
     """
     if not is_pretrained_model(model):
         return dict(state)

@@ -1,4 +1,4 @@
-"""A session: what one rank shares with the others from one connection to the next."""
+"""The resources that one rank shares with the other ranks, from one call of `setup_environment` to the next."""
 
 from __future__ import annotations
 
@@ -62,9 +62,10 @@ _log = logging.getLogger(__name__)
 
 
 class StepCount:
-    """The optimizer steps of this rank: whether parts of a checkpoint belong together that ranks write after a failure.
+    """Counts the optimizer steps of this rank.
 
-    The weights of a rank are those after a whole number of steps, unless it fails within one.
+    The count shows whether the checkpoint parts that ranks write after a failure belong together. The weights of a rank
+    are the weights after a whole number of steps, unless the rank fails within a step.
     """
 
     def __init__(self) -> None:
@@ -80,7 +81,7 @@ class StepCount:
         self._parameters, self._versions = [], []
 
     def follow(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return `closure`, after which the optimizer changes its parameters."""
+        """Return a wrapper of `closure` that records the versions of the parameters before the optimizer steps."""
 
         def compute() -> Any:
             result = closure()
@@ -91,29 +92,34 @@ class StepCount:
         return compute
 
     def describe(self) -> str:
-        """Return a text that is the same on ranks that have taken the same steps, and no other's within one."""
+        """Return a text that is the same on all ranks that have taken the same steps, and unique for a rank within a
+        step.
+        """
         if self._versions == [p._version for p in self._parameters]:
             return f"after {self._steps} steps"
         return f"in step {self._steps + 1} of rank {process_rank()}"
 
 
 class Session:
-    """Holds connections and common decisions, from `setup_environment` of a strategy to the next call of it.
+    """Holds connections and common decisions from one call of `setup_environment` of a strategy to the next.
 
     Args:
-        trainer: whose run begins.
-        environment: what has started the processes.
-        local_size: how many of the ranks are on this node.
+        trainer: the Trainer whose run begins.
+        grid: the position of this rank.
+        device: the device of this rank.
+        environment: the cluster environment that started the processes.
+        local_size: the number of ranks on this node.
+        settings: the arguments of the strategy.
 
     Attributes:
-        connections: to the other ranks. Release them even where `connect` fails.
-        status: of this rank.
-        is_connected: whether `connect` has ended, so that there are `ranks`, `replicas` and `checkpointing`.
-        cut: the module as it is cut; None before that, and when the run has ended.
-        layouts: of the optimizers: which parameters of the whole module this rank steps.
-        active_run: the run under way; None before and after it.
+        connections: the connections to the other ranks. They must be released even if `connect` fails.
+        status: the status of this rank.
+        is_connected: whether `connect` has finished, so that `ranks`, `replicas` and `checkpointing` exist.
+        cut: the module after it was cut. None before this and after the run.
+        layouts: for each optimizer, the parameters of the whole module that this rank steps.
+        active_run: the current run, or None before and after a run.
         step_count: counts the optimizer steps of this rank.
-        verifier: compares first batches with those of one process, where that is wanted.
+        verifier: compares the first batches with training in one process, or None.
     """
 
     ranks: Ranks
@@ -144,7 +150,7 @@ class Session:
         self.status = RankStatus(self.connections.report_failure)
 
     def connect(self, threads: Threads, writing: CheckpointWriter) -> None:
-        """Connect this rank with the others. Collective."""
+        """Connect this rank with the other ranks. This method is collective."""
         grid, settings = self._grid, self._settings
         if self._needs_process_group:
             self._make_process_group()
@@ -162,24 +168,24 @@ class Session:
 
     @property
     def control(self) -> Control:
-        """The control of all ranks."""
+        """The control channel of all ranks."""
         return self.ranks.control
 
     def barrier(self, name: str | None) -> None:
-        """Wait for all ranks, where they wait for each other at the barrier of that name."""
+        """Wait for all ranks if ranks wait for each other at the barrier of this name."""
         if self.connections.waits_at(name):
             self.control.barrier()
 
     def reduce_decision(self, decision: bool, all: bool) -> bool:
-        """Return whether all ranks, or any of them, decide so."""
+        """Return whether all ranks, or any of them, made this decision."""
         return not self.control.any(not decision)[0] if all else self.control.any(decision)[0]
 
     def gather_timing(self, own: Share) -> Timing:
-        """Return where the time of a window went on all ranks of the pipeline."""
+        """Return how the time of a window was spent on all ranks of the pipeline."""
         return Timing.from_shares(self.ranks.pipeline.all_gather(own), self.connections.n_siblings == 1)
 
     def _open_store(self) -> None:
-        """Give the ranks a store to meet in, where there is no process group yet."""
+        """Create the store in which the ranks meet. This is called if no process group exists yet."""
         os.environ["MASTER_ADDR"] = self._environment.main_address
         os.environ["MASTER_PORT"] = str(self._environment.main_port)
         rank, size = self._grid.rank, self._grid.size
@@ -187,7 +193,7 @@ class Session:
             run_store(rank, size, self._local_size, self._settings.timeout, StartupWatch().check)
 
     def _make_watch(self) -> FailureWatch:
-        """Return what sees failures of other ranks, in the store that they have."""
+        """Return the watch that detects failures of other ranks through the common store."""
         rank, size, store = self._grid.rank, self._grid.size, None
         if size > 1:
             store = current_store() or adopt_store(default_store(), rank, size, self._local_size)
@@ -203,7 +209,7 @@ class Session:
         )
 
     def _make_process_group(self) -> None:
-        """Create the default process group, once all ranks have joined."""
+        """Create the default process group once all ranks have joined."""
         watch, device, timeout = self.connections.watch, self._device, self._settings.timeout
         watch.wait_for_ranks(timeout.total_seconds(), StartupWatch().check)
         fault_point("process_group")
@@ -225,9 +231,10 @@ class Session:
 
 
 def _destroy_process_groups() -> None:
-    """Destroy the process groups before the interpreter ends: gloo's threads abort the process otherwise.
+    """Destroy the process groups before the interpreter exits, because the threads of gloo would abort the process
+    otherwise.
 
-    They stay where one of them may sit on a collective that was given up: destroying its group would wait for it.
+    If a collective was given up, its group is kept, because destroying the group would wait for the collective.
     """
     fault_point("exit")
     private.hide_default_group(whole_group())  # a run may have ended without a teardown
@@ -241,12 +248,15 @@ def _destroy_process_groups() -> None:
 class Launcher(private.SubprocessLauncher):
     """Starts the script once more for each other device of this node.
 
-    Lightning kills all processes at once when one of them dies, up to five seconds later. Here they have time to say
-    which rank has died and to close what they have open, and those that are started end when this process does.
+    If a process dies, Lightning kills all other processes up to five seconds later. With this launcher, they have time
+    to report which rank has died and to close their resources. The started processes end when this process ends.
 
     Args:
-        command: starts the script.
-        directory: where it is started.
+        environment: the cluster environment.
+        num_processes: the number of processes on this node.
+        num_nodes: the number of nodes.
+        command: the command that starts the script.
+        directory: the working directory of the command.
     """
 
     def __init__(
@@ -273,7 +283,7 @@ class Launcher(private.SubprocessLauncher):
                 variables |= secret_for_children()
                 hold_port(
                     environment.main_port
-                )  # of several nodes the store listens for others, and this is in its way
+                )  # with several nodes, this would block the port of the store, which listens for other nodes
             with environment_for_children(variables):
                 private.call_children_scripts(self, self._command, self._directory)
             watch_launched(environment.node_rank() * self.num_processes + 1, self.procs)
@@ -281,19 +291,19 @@ class Launcher(private.SubprocessLauncher):
         return function(*args, **kwargs)
 
     def kill(self, signum: Any) -> None:
-        """Send a signal to the started processes; Lightning kills them after Ctrl-C, and that is no failure."""
+        """Send a signal to the started processes. If Lightning kills them after Ctrl-C, this is not a failure."""
         if signum == signal.SIGKILL:
             stop_watching_launched()
         super().kill(signum)
 
 
 TESTED = (2, 14)
-"""The newest torch that the tests run on; a newer one may be installed."""
+"""The newest version of torch that the tests use. A newer version may be installed."""
 
 
 @cache
 def warn_if_untested(version: str = torch.__version__) -> None:
-    """Warn on rank 0, once, of a torch newer than the tested one."""
+    """Show one message on rank 0 if torch is newer than the tested version."""
     if tuple(int(part) for part in version.split(".")[:2]) > TESTED:
         rank_zero_info(
             f"lightning_pipes was tested with torch {TESTED[0]}.{TESTED[1]} and older, and this is {version}; if "

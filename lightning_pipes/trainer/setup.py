@@ -1,4 +1,4 @@
-"""Setup of a run: from a whole module to stages in a pipeline."""
+"""The setup of a run, which turns a whole module into stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -68,18 +68,19 @@ _log = logging.getLogger(__name__)
 
 
 def prepare(context: SetupContext) -> None:
-    """Prepare the run that a Trainer begins, in the order in which this runs. Collective.
+    """Prepare a run that a Trainer begins, in the order of the calls below. This function is collective.
 
-    Every resource is stored in the session as soon as it exists, so that `teardown` releases it when a later call
+    Every resource is stored in the session as soon as it exists, so that `teardown` can release it if a later call
     fails.
 
     Raises:
-        PlanError, PipelineError: the module, the settings or the schedule don't go together.
+        PlanError: the module, the settings and the schedule are not compatible.
+        PipelineError: as for PlanError, or the module cannot be trained in a pipeline.
     """
     check_arguments(context)
     weights = share_weights(context)
     names_by_optimizer = make_optimizers(context)
-    with alone():  # steps that are recorded and measured
+    with alone():  # around the steps that are recorded and measured
         setup = choose_setup(context, weights)
         deferred = DeferredWeights(context.module, setup.group_parts())
         decision = decide(context, setup)
@@ -95,13 +96,13 @@ def prepare(context: SetupContext) -> None:
 
 
 def check_arguments(context: SetupContext) -> None:
-    """Check that the run is possible, and that all ranks have the same settings."""
+    """Check that the run is possible and that all ranks have the same settings."""
     check_run(context.module, context.trainer, context.writing.background)
     check_same_arguments(describe_arguments(context.request, context.settings), context.ranks.control)
 
 
 def share_weights(context: SetupContext) -> WholeWeights:
-    """Give all ranks the weights of rank 0, and return how they have them.
+    """Copy the weights of rank 0 to all ranks, and return a description of how the ranks hold the weights.
 
     Sharded parameters outside of the container that is cut are gathered.
     """
@@ -118,10 +119,10 @@ def share_weights(context: SetupContext) -> WholeWeights:
 
 
 def check_sharded_run(context: SetupContext) -> None:
-    """Refuse settings that don't work with layers that are sharded.
+    """Reject settings that do not work with sharded layers.
 
     Raises:
-        PipelineError: the run asks for one of them.
+        PipelineError: the run uses such a setting.
     """
     schedule, request, settings = context.request.schedule, context.request, context.settings
     name, is_asynchronous, trainer = schedule.name, not schedule.flushes, context.trainer
@@ -149,7 +150,7 @@ def check_sharded_run(context: SetupContext) -> None:
 
 
 def make_optimizers(context: SetupContext) -> Sequence[tuple[tuple[str, ...], ...]]:
-    """Make the optimizers of the whole module, and return the names of the parameters of each of them, by group."""
+    """Make the optimizers of the whole module, and return the parameter names of each optimizer, by group."""
     host, module = context.host, context.module
     private.forget_optimizers(host)
     if not context.is_fitting:
@@ -164,10 +165,11 @@ def make_optimizers(context: SetupContext) -> Sequence[tuple[tuple[str, ...], ..
 
 
 def choose_setup(context: SetupContext, weights: WholeWeights) -> ModuleSetup:
-    """Return the setup of the module as it is cut: in layers of a container, or by units.
+    """Return the setup for the way in which the module is cut: in the layers of a container, or by units.
 
     Raises:
-        PlanError, PipelineError: it can't be cut so.
+        PlanError: the module cannot be cut in the requested way.
+        PipelineError: the module cannot be cut, or it cannot be cut with these settings.
     """
     path, units = (weights.container, None) if weights.container is not None else choose_cut(context)
     context.session.checkpointing.container = path
@@ -190,14 +192,17 @@ def choose_setup(context: SetupContext, weights: WholeWeights) -> ModuleSetup:
 
 
 def choose_cut(context: SetupContext) -> tuple[str, UnitSetup | None]:
-    """Return the path of the container to cut, and how the module is cut by units where that is decided here.
+    """Return the path of the container to cut.
 
-    A container that the user has not named is left for units if it has code or hooks of its own, if the step does not
-    call its layers once and in order, if most of the work is around it, if it is a frozen teacher, or if only units can
-    compute the loss of a batch. Collective.
+    If it is already determined here that the module is cut by units, the setup for this is returned, too. A container
+    that the user has not named is not cut in the following cases: It has its own code or hooks, or the step does not
+    call its layers once and in order. Most of the work is outside of the container, or the container is a frozen
+    teacher. Or only units can compute the loss of a batch. The module is then cut by units. This function is
+    collective.
 
     Raises:
-        PlanError, PipelineError: it can't be cut so.
+        PlanError: the module cannot be cut in the requested way.
+        PipelineError: the module cannot be cut, or it cannot be cut with these settings.
     """
     settings, module, trainer = context.settings, context.module, context.trainer
     if (
@@ -207,7 +212,7 @@ def choose_cut(context: SetupContext) -> tuple[str, UnitSetup | None]:
     ):
         return WHOLE, None
     if not context.is_fitting and settings.module is None and module in context.by_units:
-        return WHOLE, None  # its other steps have the same model
+        return WHOLE, None  # the other steps use the same model
     keeps_container = bool(settings.module is not None or settings.degrees or find_refused(context))
     try:
         path = choose_container(context)
@@ -229,7 +234,7 @@ def choose_cut(context: SetupContext) -> tuple[str, UnitSetup | None]:
                 rank_zero_info(f"{type(module).__name__} is cut by units, not in the layers of self.{path}: {why}")
                 context.by_units.add(module)
                 return WHOLE, units
-        except PipelineError as error:  # then the first batch ends with what is wrong with the container
+        except PipelineError as error:  # the first batch then raises the error about the container
             _log.debug("setup: %s can't be cut by units: %s", type(module).__name__, error)
     if path not in (WHOLE, settings.module):
         log_choice(module, path)
@@ -237,9 +242,11 @@ def choose_cut(context: SetupContext) -> tuple[str, UnitSetup | None]:
 
 
 def choose_container(context: SetupContext) -> str:
-    """Return the path of the container to cut: the named one, that of a run that goes on, or the one found.
+    """Return the path of the container to cut.
 
-    Collective. `WHOLE` is returned where no container of layers is clearly the largest: the module is cut by units.
+    This is the container that the user named, the container of the run that is resumed, or the one that was found. The
+    result is `WHOLE` if no container of layers is clearly the largest, so that the module is cut by units. This
+    function is collective.
     """
     module, session, named = context.module, context.session, context.settings.module
     before = session.checkpointing.resumed_container()
@@ -256,10 +263,10 @@ def choose_container(context: SetupContext) -> str:
 
 
 def decide(context: SetupContext, setup: ModuleSetup) -> Decision:
-    """Return the decision, and tell the strategy and its callbacks.
+    """Return the decision, and pass it to the strategy and its callbacks.
 
     Raises:
-        PipelineError: it would do what siblings of a job array can't.
+        PipelineError: the decision needs a feature that siblings of a job array do not support.
     """
     decision = setup.decide()
     _log.debug("setup: schedule %s, layers %s on ranks %s", decision.schedule, decision.layers, decision.ranks)
@@ -280,7 +287,7 @@ def decide(context: SetupContext, setup: ModuleSetup) -> Decision:
 
 
 def place_layers(context: SetupContext, setup: ModuleSetup, decision: Decision) -> Holdings:
-    """Return which rank holds which layers and parameters."""
+    """Return the assignment of layers and parameters to ranks."""
     request, control = context.request, context.ranks.control
     partition = PARAMETERS if names_modules(request.partition) else request.partition
     holdings = Holdings(context.ranks.grid, decision.ranks, decision.layers)
@@ -292,7 +299,7 @@ def place_layers(context: SetupContext, setup: ModuleSetup, decision: Decision) 
 
 
 def make_plans(context: SetupContext, setup: ModuleSetup, decision: Decision, holdings: Holdings) -> Plans:
-    """Return the plans of batches, by their numbers of samples."""
+    """Return the plans of batches, by the number of samples of a batch."""
     settings = context.settings
     plans = decision.plans(context.request.replanner, holdings.tied, settings.relocation, settings.degrees)
     if context.is_fitting and plans.microbatches > 1:
@@ -306,7 +313,8 @@ def choose_training_loop(
     """Return the factory of the training loop for a schedule.
 
     Raises:
-        PlanError, PipelineError: it can't train so.
+        PlanError: the schedule does not support these settings.
+        PipelineError: the schedule does not support this module or Trainer.
     """
     schedule, settings, memory = plans.schedule, context.settings, context.host.memory
     is_asynchronous = context.is_fitting and plans.is_asynchronous
@@ -327,10 +335,11 @@ def choose_training_loop(
 
 
 def _check_asynchronous(context: SetupContext, schedule: Schedule | Policy, holdings: Holdings) -> None:
-    """Refuse what can't be had with a schedule that does not flush.
+    """Reject settings that a schedule that does not flush does not support.
 
     Raises:
-        PlanError, PipelineError: names it.
+        PlanError: a setting of the strategy is not supported.
+        PipelineError: a setting of the Trainer or the module is not supported.
     """
     if context.settings.shard_optimizer:
         raise PlanError(
@@ -346,7 +355,7 @@ def _check_asynchronous(context: SetupContext, schedule: Schedule | Policy, hold
 
 @contextmanager
 def explain_choice(request: RunRequest, schedule: Schedule | Policy) -> Iterator[None]:
-    """Add to errors of a schedule that "auto" has chosen why it could."""
+    """Add to the errors of a schedule that "auto" has chosen the reason why it could choose this schedule."""
     try:
         yield
     except PipelineError as error:
@@ -357,7 +366,7 @@ def explain_choice(request: RunRequest, schedule: Schedule | Policy) -> Iterator
 
 
 def check_user_callbacks(context: SetupContext, plans: Plans, weights: WholeWeights, path: str) -> None:
-    """Refuse callbacks that can't work with a module in parts."""
+    """Reject callbacks that do not work with a module that is cut."""
     check_callbacks(
         private.callbacks(context.trainer),
         context.module,
@@ -378,17 +387,22 @@ def cut_module(
 ) -> LocalLayers:
     """Cut the module and its optimizers, and return the layers that this rank keeps.
 
-    The module is shown while it is whole, and this rank's weights on `meta` get values. Once it is cut, those of a
-    checkpoint get theirs, optimizers keep their local_layers, and all moves to the device.
+    While the module is whole, it is printed and logged, and weights of this rank on `meta` are initialized. After the
+    module is cut, weights from a checkpoint are loaded, each optimizer keeps only the parameters of the local layers,
+    and everything moves to the device.
 
     Args:
-        names_by_optimizer: names of the parameters of each optimizer, by group.
-        deferred: the weights that get their values when their rank is known.
+        context: the inputs of the setup.
+        setup: the setup of the module.
+        holdings: the assignment of layers to ranks.
+        plans: the plans of batches.
+        names_by_optimizer: the parameter names of each optimizer, by group.
+        deferred: the weights that are initialized once their rank is determined.
     """
     host, session, ranks, patches = context.host, context.session, context.ranks, context.patches
     module, checkpointing, settings = context.module, session.checkpointing, context.settings
     hidden = setup.make_hidden_state(holdings)
-    show_module(context.trainer, module, patches)  # while it is whole
+    show_module(context.trainer, module, patches)  # while the module is whole
     setup.make_weights(deferred, holdings)
     session.cut = cut = setup.cut(holdings.local)
     checkpointing.load_waiting(cut)
@@ -412,13 +426,13 @@ def make_run(
     plans: Plans,
     make_training_loop: Callable[[PipelineRun], TrainingLoop],
 ) -> PipelineRun:
-    """Return the run: the engine, its stages and the steps of the user."""
+    """Return the run with its engine, its stages and the user's steps."""
     _log.debug("setup: stages and engine")
     settings = context.settings
     seed = replica_seed(settings.seed, context.ranks.grid.replica)
     ruled_out = setup.ruled_out_weights
     if ruled_out is None and settings.check_loss and setup.path == WHOLE:
-        ruled_out = frozenset()  # logged values are weighed even if the loss could not be compared
+        ruled_out = frozenset()  # logged values are weighted even if the loss could not be compared
     return PipelineRun(
         context.trainer,
         context.ranks,
@@ -436,7 +450,7 @@ def make_run(
 
 
 def activate_run(context: SetupContext, setup: ModuleSetup, decision: Decision, run: PipelineRun) -> ActiveRun:
-    """Return the run with its watchers, its stops and its evaluation, and make it that of the session."""
+    """Return the run with its watchers, its stop agreement and its evaluation, and store it in the session."""
     host, ranks, connections, patches = context.host, context.ranks, context.connections, context.patches
     at_once = context.writing.at_once
     stops = StopAgreement(context.trainer, ranks.control, at_once, lambda: connections.is_terminated_by_signal, patches)
@@ -448,13 +462,13 @@ def activate_run(context: SetupContext, setup: ModuleSetup, decision: Decision, 
     run.watchers = default_watchers(run, context.settings.check_loss, by_units, uncompared, prediction)
     context.session.active_run = active = ActiveRun(run, stops, Evaluation(run))
     host.setup_precision_plugin()
-    if host.memory is None or not isinstance(decision.schedule, Policy):  # else layers take turns on the device
+    if host.memory is None or not isinstance(decision.schedule, Policy):  # otherwise, layers take turns on the device
         private.optimizers_to_device(host.optimizers, ranks.device)
     return active
 
 
 def wrap_steps(context: SetupContext, active: ActiveRun, weights: WholeWeights) -> None:
-    """Have what Lightning and the user do around steps hold for all ranks."""
+    """Make the operations of Lightning and of the user around steps apply to all ranks."""
     session, ranks, patches = context.session, context.ranks, context.patches
     run, local_layers = active.run, active.run.local_layers
     if ranks.grid.length > 1 and context.is_fitting:
@@ -483,7 +497,7 @@ def wrap_steps(context: SetupContext, active: ActiveRun, weights: WholeWeights) 
 
 
 def begin_verification(context: SetupContext, run: PipelineRun) -> None:
-    """Compare the first batches with one process, if the user asks for it."""
+    """Compare the first batches with training in one process, if the user requests it."""
     verify = context.settings.verify
     if context.is_fitting and verify.batches:
         verifier = Verifier(verify, context.reference, context.trainer, run, context.settings.seed)
@@ -500,12 +514,18 @@ def wrap_hooks(
     start_epoch: Callable[[], None],
     patches: Patches,
 ) -> None:
-    """Wrap the hooks of the user's module and callbacks from the inside out, until `patches` are closed.
+    """Wrap the hooks of the user's module and callbacks, from the innermost to the outermost, until `patches` is
+    closed.
 
     Args:
-        holders: control of all ranks with a part of the gradients: the pipeline's, and those of its shards.
-        agree: has ranks agree on stopping, after the hooks at which they do.
-        start_epoch: called when an epoch has begun.
+        trainer: the Trainer.
+        run: the run.
+        pipeline: the control channel of the pipeline.
+        holders: the control channel of all ranks with a part of the gradients: the pipeline, and the ranks of its
+            shards.
+        agree: makes the ranks agree on stopping, after the hooks at which they do so.
+        start_epoch: called at the start of each epoch.
+        patches: the changes to revert after the run.
     """
     module, callbacks, scope, local_layers = run.cut.module, private.callbacks(trainer), run.cut.scope, run.local_layers
     HookClipping(
@@ -525,14 +545,14 @@ def wrap_hooks(
     synchronise = partial(run.state.synchronise_ranks, pipeline, run.last_rank, run.is_last_rank)
     followed = partial(run.state.follow_hook, synchronise=synchronise)
     wrap_module_hooks(module, patches, followed, run.is_last_rank, run.is_asynchronous, agree, start_epoch)
-    if run.is_asynchronous:  # where stages step apart, each logs for itself
+    if run.is_asynchronous:  # if stages step separately, each stage logs its own values
         check_clearing(module, run.plans.schedule.name, patches)
     else:
         GradientLogs(module, callbacks, pipeline, run.replay, run.last_rank, patches)
 
 
 def show_module(trainer: pl.Trainer, module: pl.LightningModule, patches: Patches) -> None:
-    """Print and log the module while it is whole, and not again until `patches` are closed."""
+    """Print and log the module while it is whole, and not again until `patches` is closed."""
     for logger in trainer.loggers if trainer.enable_autolog_hparams else []:
         logger.log_graph(module)
         _silence(logger, "log_graph", patches)
@@ -544,6 +564,9 @@ def show_module(trainer: pl.Trainer, module: pl.LightningModule, patches: Patche
 
 
 def _silence(owner: object, name: str, patches: Patches) -> None:
-    """Have a method do nothing; it may be shared with other runs, so that what closes first restores it for all."""
+    """Replace a method by a function that does nothing.
+
+    Several runs may share the method. It is restored for all of them when the first one closes.
+    """
     vars(owner)[name] = lambda *args: None
     patches.callback(vars(owner).pop, name, None)

@@ -1,4 +1,4 @@
-"""PipelineStrategy: the methods that Lightning calls."""
+"""Implementation of `PipelineStrategy`, the Lightning strategy of this package."""
 
 from __future__ import annotations
 
@@ -87,83 +87,105 @@ _REFUSALS = {
     "lightning.fabric.connector": "this is a Fabric, whose loops do not let a strategy run the training step",
     "lightning_fabric.connector": "this is a Fabric, whose loops do not let a strategy run the training step",
 }
-"""Modules that show a strategy only to refuse it, and what they belong to."""
+"""The modules of other trainers that call `repr(strategy)` only to reject the strategy, each with its explanation."""
 
 
 class PipelineStrategy(PipelineHost):
-    """Train an unmodified LightningModule with its layers spread over the devices.
+    """Train an unmodified LightningModule with its layers distributed over several devices.
 
-    A container of layers (an `nn.Sequential` or `nn.ModuleList`) is cut into stages, or the whole module between calls
-    of its modules. Every batch is cut along axis 0 into micro-batches that flow through the stages. Losses, logs,
-    checkpoints and callbacks are those of one process, given a loss that is a mean or a sum. The last stage sits on
-    global rank 0, where loggers and the progress bar are. See docs/guide.md.
+    The strategy cuts a container of layers (an `nn.Sequential` or `nn.ModuleList`) into stages. If the module has no
+    suitable container, the strategy cuts the whole module between calls of its submodules, which are then called units.
+    Every batch is split along axis 0 into micro-batches, which flow through the stages. If the loss is a mean or a sum
+    over samples, then losses, logs, checkpoints and callbacks are the same as in training with one process. The last
+    stage runs on global rank 0, which also runs the loggers and the progress bar. See docs/guide.md.
 
     Args:
-        schedule: the name of an installed schedule, or a Schedule or Policy of your own; "auto" chooses one when `fit`
-            starts, with micro-batches, recomputation and cut, by simulating what the measured layers would take.
-        microbatches: pieces of a batch, of one sample or more. The default is two for every stage, one for "csp", and
-            the best number with schedule="auto".
-        data_parallel: replicas of the whole pipeline, each with its share of the data, as under DDP. The processes are
-            shared out to them, consecutive ones to one pipeline. A list gives each stage of one pipeline its number of
-            processes, such as [2, 1]: then the samples of each micro-batch are shared out among those of a stage.
-        schedule_args: settings of the schedule, such as {"k": 2}.
-        module: path of the nn.Sequential or nn.ModuleList to cut; by default the largest by parameters, or the one that
-            takes most of a step where that is clearly another.
-        partition: "auto" measures the layers and tries the pipeline when `fit` starts, three seconds in all, and
-            balances the stages by time, within the devices' memory, where that saves 5 % of a step; else, and with
-            "parameters", they have even numbers of parameters. A list has the numbers of the layers
-            at which stages 1, 2, ... begin, or the paths of modules, such as ["net.decoder"]: then the module is cut by
-            units, whatever containers it has.
-        recompute: keep only the input of each stage and run its forward again before backward; saves memory.
-        seed: seed of dropout and all other random numbers inside a step.
-        transport: how tensors travel between stages: "local" is shared memory on one host, "nccl" goes from GPU to
-            GPU, "gloo" works everywhere; "auto" takes the fastest that all ranks can use.
-        checkpoint: "full" writes ordinary Lightning checkpoints, for which rank 0 gathers the whole; "sharded" writes
-            folders to which every rank adds its part. Both resume on any number of stages, whatever is set here.
-        async_checkpoint: write in the background while training goes on.
-        gather: the ranks that have the whole module when `fit` has ended: "all", "rank0" or "none", which leaves the
-            layers where they are. "auto" is "all" where the hosts have room for that, else "rank0", else "none"; layers
-            made on `meta` stay where they are.
-        data: the ranks that load batches. With "each" all ranks of a pipeline do, and must load the same. With "one"
-            its last stage does, and the others get them. "auto" is "one" for loaders whose first batches differ.
-        check_loss: compare the loss of first batches with those of their micro-batches, weighed by samples, by labels
-            other than -100, or by the module's `microbatch_weight(batch)`; warn where none gives the batch's loss. This
-            runs the step once more without the layers, and leaves no trace.
-        verify: number of first batches to train in one plain Lightning process on rank 0's host too; all results are
-            compared, see docs/guide.md. The first difference ends training and is named; "warn" compares two batches,
-            warns and goes on. 0 compares nothing, unless LIGHTNING_PIPES_VERIFY is set.
-        replan: have layers move to other stages while training goes on, away from devices that something slows down,
-            where that pays; what is trained does not change. The planner of "dynpipe" decides; a dict has its settings,
-            such as {"every": 50}. For schedules that flush and have a fixed order.
-        timeout: how long ranks wait for each other outside the pipeline.
-        heartbeat_timeout: seconds without a heartbeat after which a rank counts as failed, at least 2. Heartbeats go on
-            while a process computes, except in a call that holds the GIL all that time.
-        relocation: how layers change ranks while training goes on. "blocking" has all ranks wait. With "overlapped"
-            their states leave while batches go on, then the gradients of each step, by which the new ranks step again.
-            With "buffered" no optimizer steps meanwhile, and all take the steps of these batches afterwards: they read
-            older weights. The first two give the weights of a training in which nothing moves.
-        process_group_backend: backend of torch's default process group; by default gloo on CPU and NCCL on GPU.
-        shard_optimizer: shard optimizer states over the replicas of each stage (ZeRO stage 1). Each replica steps an
-            equal part of every parameter, and the parts are gathered. Checkpoints are those without it. For optimizers
-            that treat every element alone, such as AdamW and SGD, and schedules that flush.
-        tensor_parallel: processes that hold the shards of each stage's layers, which `configure_model` makes by
-            `parallelize_module` on `self.device_mesh["tensor_parallel"]`. They get the same batches.
-        stages: choose the number of stages, and the layers and processes of each, for the least time until a target:
-            for "dynpipe", where more stages have staler gradients, and by layers that an earlier run has measured.
-            A dict has the batches that runs took by number of stages, such as {1: 196, 4: 222}; "auto" takes them to be
-            the same, so that the fastest batches win. By default each process is a stage.
-        stale_gradients: let schedule="auto" choose a schedule that does not flush between batches, whose gradients are
-            stale, where that is faster. True takes them to need as many batches; a dict has the batches until the
-            target by number of stages, as `stages`, and the least product of batches and seconds wins.
-        loss: "batch" computes the loss once for all samples of a batch, for losses that compare samples: the module is
-            cut by units, the last of which run on the whole batch. "auto" does so where a module is cut by units and
-            the loss of a batch is no sum or mean of losses of micro-batches; "microbatch" never does.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as Lightning's strategies
-            take them; the Trainer sets those that are None.
+        schedule: the name of an installed schedule, or your own `Schedule` or `Policy` object. With "auto", a schedule
+            is chosen when `fit` starts, together with the number of micro-batches, recomputation and the cut. For this
+            choice, the layers are measured and the candidates are simulated.
+        microbatches: the number of micro-batches per batch. Each micro-batch holds at least one sample. The default is
+            two per stage, or one with "csp". With `schedule="auto"`, the default is the fastest number.
+        data_parallel: the number of replicas of the whole pipeline. Each replica trains on its own share of the data,
+            as in DDP, and consists of consecutive ranks. A list makes one pipeline and specifies the number of
+            processes of each stage, such as [2, 1]. The processes of a stage then share the samples of each
+            micro-batch.
+        schedule_args: the settings of a schedule that is given by name, such as {"k": 2}.
+        module: the path of the `nn.Sequential` or `nn.ModuleList` to cut. The default is the container with the most
+            parameters, or the container that takes most of a step if that is clearly a different one. An empty path
+            cuts the module by units.
+        partition: the layers of each stage. With "auto", the layers are measured and the pipeline is tried when `fit`
+            starts, which takes at most three seconds in total. The stages are then balanced by time, within the memory
+            of the devices, if this saves at least 5 % of a step. Otherwise, and with "parameters", the stages have
+            similar numbers of parameters. A list contains the numbers of the layers at which stages 1, 2, ... begin, or
+            the paths of modules, such as ["net.decoder"]. With paths, the module is cut by units even if it has
+            containers.
+        recompute: whether to keep only the input of each stage and to run the forward of the stage again before its
+            backward. This saves memory.
+        seed: the seed of dropout and of all other random numbers inside a step.
+        transport: how tensors are sent between stages. "local" uses shared memory on one host, "nccl" sends from GPU to
+            GPU, and "gloo" works everywhere. "auto" selects the fastest transport that all ranks can use.
+        checkpoint: the format of checkpoints. "full" writes ordinary Lightning checkpoints, for which rank 0 gathers
+            the whole state. "sharded" writes folders to which every rank adds its part. Training can resume from both
+            formats with any number of stages and with either value of this argument.
+        async_checkpoint: whether to write checkpoints in the background while training continues.
+        gather: the ranks that have the whole module after `fit`: "all", "rank0", or "none", which leaves the layers on
+            their ranks. "auto" selects "all" if the hosts have enough free memory. Otherwise, it selects "rank0" if the
+            host of rank 0 has enough free memory, and "none" if it has not. Layers that were made on `meta` stay on
+            their ranks.
+        data: the ranks that load batches. With "each", all ranks of a pipeline load them, and every rank must load the
+            same batches. With "one", the last stage of a pipeline loads the batches and sends them to the other ranks.
+            "auto" selects "one" for loaders whose first batches differ between ranks.
+        check_loss: whether to compare the loss of the first batches with the combined losses of their micro-batches.
+            Candidates for the weights of micro-batches are the number of samples, the number of labels other than -100,
+            and the module's method `microbatch_weight(batch)`. A warning is shown if no candidate reproduces the loss
+            of the batch. The comparison runs the step once more without the layers, and then restores the previous
+            state.
+        verify: the number of first batches that one plain Lightning process on the host of rank 0 also trains, so that
+            all results can be compared; see docs/guide.md. The first difference is reported and ends training. With
+            "warn", two batches are compared, and a difference only causes a warning. 0 compares nothing, unless the
+            environment variable LIGHTNING_PIPES_VERIFY is set.
+        replan: whether to move layers to other stages during training, away from devices that are slowed down, if the
+            move is expected to save time. The trained weights do not change. The planner of "dynpipe" makes the
+            decision, and a dict contains the settings of this planner, such as {"every": 50}. The schedule must flush
+            between batches and must have a fixed order.
+        timeout: the longest time that ranks wait for each other outside the pipeline.
+        heartbeat_timeout: the number of seconds without a heartbeat after which a rank is considered failed, at least
+            2. Heartbeats continue while a process computes, except during a call that holds the GIL for the whole time.
+        relocation: how layers move between ranks during training. With "blocking", all ranks wait. With "overlapped",
+            batches continue while the states of the layers are sent. The gradients of each step follow, and the new
+            ranks repeat these steps. With "buffered", batches continue, but no optimizer steps are taken during the
+            transfer. All ranks take the steps of these batches afterwards, so the gradients of these batches come from
+            older weights. With the first two methods, the weights are the same as in training without a move.
+        process_group_backend: the backend of torch's default process group. The default is gloo on the CPU and NCCL on
+            GPUs.
+        shard_optimizer: whether to shard optimizer states over the replicas of each stage (ZeRO stage 1). Each replica
+            updates an equal part of every parameter, and the parts are then gathered. Checkpoints do not depend on this
+            setting. The optimizers must update every element independently, as AdamW and SGD do, and the schedule must
+            flush between batches.
+        tensor_parallel: the number of processes that hold the shards of the layers of each stage. `configure_model`
+            makes these shards with `parallelize_module` and `self.device_mesh["tensor_parallel"]`. All processes of a
+            stage get the same batches.
+        stages: how to choose the number of stages, and the layers and processes of each stage, such that the time until
+            a training target is shortest. The choice needs the layer times of an earlier run. It is available for
+            "dynpipe", whose gradients are staler with more stages. A dict contains the number of batches that earlier
+            runs needed to reach the target, by the number of stages, such as {1: 196, 4: 222}. "auto" assumes that this
+            number does not depend on the stages and minimizes the time per batch. By default, every process is one
+            stage.
+        stale_gradients: whether `schedule="auto"` may choose a schedule that does not flush between batches, if such a
+            schedule is faster. The gradients of these schedules are stale. True assumes that stale gradients do not
+            increase the number of batches until the target. A dict contains this number by the number of stages, as in
+            `stages`, and the smallest product of batches and seconds per batch is chosen.
+        loss: the samples for which the loss is computed at once. With "batch", the loss is computed once for all
+            samples of a batch, which is necessary for losses that compare samples. The module is then cut by units, and
+            the last units run on the whole batch. "microbatch" never does this. "auto" does this if the module is cut
+            by units and the loss of a batch is neither the sum nor the mean of the losses of its micro-batches.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: the same arguments as in
+            Lightning's strategies. The Trainer sets the ones that are None.
 
     Raises:
-        PlanError: an argument makes no sense, or the schedule does not take these settings; when the run starts, a
-            number of processes that can't be shared out, or with schedule="auto" none that fits into memory.
+        PlanError: an argument is invalid, or the schedule does not accept these settings. When a run starts, this error
+            is also raised if the number of processes cannot be divided among the replicas and stages, or if
+            `schedule="auto"` finds no schedule that fits into memory.
     """
 
     strategy_name = "pipeline"
@@ -241,20 +263,22 @@ class PipelineStrategy(PipelineHost):
         self.checkpoint_io = checkpoint_io
         self._session: Session | None = None
         self._spread: CutModule | None = None
-        """The last run's, if its layers stay where they are: they were made on meta."""
+        """The module of the last run if its layers stay on their ranks because they were made on `meta`."""
         self._by_units = WeakSet[pl.LightningModule]()
         self._reference: ReferenceProcess | None = None
         self._accumulating = False
         self._patches = Patches()
         self._replica_world = ReplicaWorld()
         self._log_dirs: list[str | None] = []
-        """`trainer.log_dir` of rank 0 when the run began, so that one rank alone may read it; empty before."""
+        """The `trainer.log_dir` of rank 0 at the start of the run, so that a single rank may read it. Empty before a
+        run.
+        """
         self._decision: Decision | None = None
         self._reported: tuple[Sequence[Sequence[Window]], RunInfo] = ((), RunInfo())
 
     def __repr__(self) -> str:
         name = sys._getframe(1).f_globals.get("__name__", "")
-        if name in _REFUSALS:  # of another kind of Trainer, which shows the strategy in a text that does not help
+        if name in _REFUSALS:  # another kind of Trainer shows the strategy in an unhelpful message
             raise PlanError(
                 f"PipelineStrategy is a strategy of lightning.pytorch.Trainer, and {_REFUSALS[name]}. Use "
                 "`import lightning.pytorch as pl` for the Trainer, the LightningModule and all callbacks"
@@ -262,10 +286,7 @@ class PipelineStrategy(PipelineHost):
         return f"PipelineStrategy({self._arguments})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy: the settings.
-
-        Connections and the run under way are not copied.
-        """
+        """Return the state of a copy, which has the settings but neither the connections nor the current run."""
         state = {**self.__dict__, **dict.fromkeys(("_session", "_spread"))}
         return {**state, "_patches": Patches(), "_by_units": WeakSet(), "_replica_world": ReplicaWorld()}
 
@@ -278,7 +299,7 @@ class PipelineStrategy(PipelineHost):
 
     @property
     def num_processes(self) -> int:
-        """Processes on this node."""
+        """The number of processes on this node."""
         return len(self.parallel_devices or ())
 
     @property
@@ -295,7 +316,7 @@ class PipelineStrategy(PipelineHost):
 
     @property
     def world_size(self) -> int:
-        """The number of processes: stages times replicas, and shards of tensor parallelism."""
+        """The number of processes, which is stages times replicas times shards of tensor parallelism."""
         size: int = super().world_size
         frame = sys._getframe(1)
         self._warn_of_count(
@@ -304,10 +325,12 @@ class PipelineStrategy(PipelineHost):
         return size
 
     def _warn_of_count(self, what: str, caller: FrameType) -> None:
-        """Warn of a user's line that reads a number of processes, unless it only compares or prints it.
+        """Warn about a line of the user's code that reads a number of processes, unless it only compares or prints the
+        number.
 
-        Samplers and learning rates that go by it would take stages for replicas. The properties count processes all
-        the same, because `global_rank`, with which they are used, numbers processes, also in names of files.
+        Samplers and learning rates that depend on this number would mistake stages for replicas. The properties
+        nevertheless count processes, because they are used together with `global_rank`, which numbers processes, also
+        in names of files.
         """
         replicas = self._settings.replicas
         if super().world_size != replicas and not only_looks(caller):
@@ -321,18 +344,21 @@ class PipelineStrategy(PipelineHost):
 
     @property
     def data_parallel_size(self) -> int:
-        """The number of replicas of the pipeline, which share out the data: what `world_size` is under DDP."""
+        """The number of replicas of the pipeline, which share the data. Under DDP, `world_size` has this meaning."""
         return self._settings.replicas
 
     @property
     def data_parallel_rank(self) -> int:
-        """The number of this process's replica, the same on all its stages: what `global_rank` is for data under
-        DDP."""
+        """The index of the replica of this process, which is the same on all stages. Under DDP, `global_rank` has this
+        role.
+        """
         return self.grid.replica
 
     @property
     def is_distributed(self) -> bool:
-        """Whether Lightning should shard the data: over replicas, for all stages of one see the same batches."""
+        """Whether Lightning should shard the data. All stages of a replica need the same batches, so only replicas
+        count.
+        """
         return self.grid.replicas > 1
 
     @property
@@ -341,16 +367,18 @@ class PipelineStrategy(PipelineHost):
 
     @property
     def grid(self) -> Grid:
-        """Where this rank is among the replicas and stages."""
+        """The position of this rank among the replicas and stages."""
         settings, size, rank = self._settings, self.world_size, self.global_rank
         return Grid(settings.replicas, size, rank, settings.tensor_parallel, settings.degrees)
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """All ranks by `data_parallel`, `pipeline` (the last stage first) and `tensor_parallel`.
+        """The mesh of all ranks, with the dimensions `data_parallel`, `pipeline` (the last stage first) and
+        `tensor_parallel`.
 
         Raises:
-            PlanError: the processes are not connected, or the module does not override `configure_model`.
+            PlanError: the processes are not connected, or the run has no mesh because the module does not override
+                `configure_model`.
         """
         mesh = None if self._session is None or not self._session.is_connected else self.session.replicas.mesh
         if mesh is None:
@@ -362,12 +390,12 @@ class PipelineStrategy(PipelineHost):
 
     @property
     def control(self) -> Control:
-        """The control through which all ranks tell each other things."""
+        """The control channel, through which all ranks exchange objects."""
         return self.session.control
 
     @property
     def session(self) -> Session:
-        """The session, which connects this rank with the others until the next `setup_environment`."""
+        """The session, which connects this rank with the other ranks until the next call of `setup_environment`."""
         assert self._session is not None and self._session.is_connected, "setup_environment has not run"  # noqa: PT018
         return self._session
 
@@ -406,14 +434,14 @@ class PipelineStrategy(PipelineHost):
         return ForkLauncher(self, self._environment, size, why)
 
     def begin_forked_rank(self) -> None:
-        """Take the place of a rank in a process that was forked for it."""
+        """Prepare this process, which was forked as a rank, to run as that rank."""
         self._launcher = None
-        private.forget_process_groups()  # of a training in the process itself
+        private.forget_process_groups()  # left over from training in the original process
         self._threads = Threads()
         self.set_world_ranks()
 
     def set_world_ranks(self) -> None:
-        """Set this rank in the environment, as Lightning's own strategies do."""
+        """Set the ranks of this process in the cluster environment, as Lightning's own strategies do."""
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
@@ -447,9 +475,11 @@ class PipelineStrategy(PipelineHost):
             self._replica_world.install(self.grid, self.control)
 
     def _fork_reference(self) -> bool:
-        """Fork the plain process that verifies this run, if one is wanted.
+        """Fork the plain process that verifies this run, if verification is requested.
 
-        Return True in that process, whose Trainer has another strategy by then.
+        Returns:
+            True in the forked process, whose Trainer has a different strategy by then, and False in all other
+                processes.
         """
         fits = self._trainer.state.fn == TrainerFn.FITTING
         if not (fits and self._settings.verify.batches and self.is_global_zero):
@@ -463,7 +493,7 @@ class PipelineStrategy(PipelineHost):
         assert self.accelerator is not None
         assert self.model is not None
         self.accelerator.setup(trainer)
-        if self.session.ranks.grid.replicas == 1:  # every rank logs the same values: there is nothing to synchronise
+        if self.session.ranks.grid.replicas == 1:  # every rank logs the same values, so synchronization is not needed
             self._patches.callback(private.ignore_warnings(".*sync_dist=True.*"))
         self.model = self.precision_plugin.convert_module(self.model)
         context = SetupContext(
@@ -482,14 +512,17 @@ class PipelineStrategy(PipelineHost):
         self._log_dirs = [trainer.log_dir]
 
     def adopt_decision(self, decision: Decision) -> None:
-        """Run by a decision from now on; under `lightning-pipes plan`, write it and end all processes instead."""
+        """Use a decision for the run from now on.
+
+        Under `lightning-pipes plan`, write the decision to a file and end all processes instead.
+        """
         self._decision, self.schedule = decision, decision.schedule
         file = os.environ.get(PLAN_VARIABLE)
         if file and self._trainer.state.fn == TrainerFn.FITTING:
             self._write_plan_and_exit(decision, file)
 
     def _write_plan_and_exit(self, decision: Decision, file: str) -> None:
-        """Write the pieces of the module into `file` on rank 0, and end the processes of all ranks."""
+        """Write the layers or units of each stage to `file` on rank 0, and end the processes of all ranks."""
         if self.is_global_zero:
             decision.save_pieces(file)
         sys.stdout.flush()
@@ -534,22 +567,24 @@ class PipelineStrategy(PipelineHost):
 
     @property
     def _layers_take_turns(self) -> bool:
-        """Whether layers are on the device only where they are used; else `memory` is for weight versions, if any."""
+        """Whether layers are on the device only while they are used. Otherwise, `memory` only manages weight versions,
+        if any.
+        """
         return self.memory is not None and isinstance(self.schedule, Policy)
 
     def model_to_device(self) -> None:
         cut = self._cut if self._layers_take_turns else None
         layers = nullcontext() if cut is None else cut.without_layers()
-        with layers:  # those that take turns are brought when they are used first
+        with layers:  # layers that take turns are loaded at their first use
             self._module.to(self.root_device)
 
     def process_dataloader(self, dataloader: object) -> object:
         if self._session is None or not self._session.is_connected or self._session.status.error is not None:
-            return dataloader  # a loop is asked for its data, and nothing runs
+            return dataloader  # the data of a loop is requested outside of a run
         if isinstance(dataloader, DataLoader) and private.seeded_workers(dataloader):
             rank = self.grid.replica  # the same on all stages
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=rank)
-        if not self._trainer.predicting and self.grid.shards == 1:  # Lightning asks samplers what is predicted
+        if not self._trainer.predicting and self.grid.shards == 1:  # Lightning reads predicted indices from samplers
             settings, pipeline = self._settings, self.session.ranks.pipeline
             dataloader = share_loader(dataloader, settings.data, pipeline, pipeline.ranks[0], settings.replicas)
         return self.session.checkpointing.data.prepare_loader(dataloader) if self._trainer.training else dataloader
@@ -573,7 +608,7 @@ class PipelineStrategy(PipelineHost):
             batch, arguments = _batch_and_arguments(args, kwargs)
             active = self._required_run
             is_cut = active.run.plans.microbatches > 1 and not active.run.user_steps.ends_whole
-            with self._scope.suspend_hooks(), in_step(is_cut):  # it may be called by code of the user's
+            with self._scope.suspend_hooks(), in_step(is_cut):  # the user's code may call this method
                 out = active.run.training_loop.train(batch, arguments, self.optimizers, not self._accumulating)
             if self.session.verifier is not None:
                 self.session.verifier.training_step_ended(out)
@@ -601,15 +636,17 @@ class PipelineStrategy(PipelineHost):
             return output
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Call the hooks around backward; the gradients were made in `training_step`, or are made here by a step that
-        calls it."""
+        """Call the hooks around backward.
+
+        The gradients were already computed in `training_step`. With manual optimization, they are computed here.
+        """
         training_loop = self.current_run.training_loop
         if isinstance(training_loop, ManualLoop):
             return training_loop.run_backward(self.precision_plugin, closure_loss, args, kwargs)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
         with self.session.status.report_errors(), self._scope.suspend_hooks():
             self.current_run.training_loop.give_back_gradients()
-        if self.current_run.is_asynchronous:  # the hooks behind it run on each stage when its gradients are there
+        if self.current_run.is_asynchronous:  # later hooks run on each stage once its gradients are complete
             return closure_loss.detach()
         closure_loss = self.precision_plugin.post_backward(closure_loss, self._module)
         if self.session.verifier is not None:
@@ -635,13 +672,18 @@ class PipelineStrategy(PipelineHost):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Around `configure_model`: `load_pretrained` leaves the reading to each rank, which knows its layers later."""
+        """Return the context around `configure_model`.
+
+        Within this context, `load_pretrained` postpones reading until each rank knows its layers.
+        """
         with super().tensor_init_context(empty_init), reads_later(), all_processes():
             yield
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Batches in the block add to gradients that no step uses yet, so they are not summed over ranks."""
+        """Return a context in which gradients accumulate without being summed over ranks, because no step uses them
+        yet.
+        """
         self._accumulating = True
         try:
             yield
@@ -658,20 +700,20 @@ class PipelineStrategy(PipelineHost):
         broadcast_random_state(self.control, self.root_device)
         self.current_run.local_layers.buffers.start_epoch()
 
-    # ---- what users and callbacks ask
+    # ---- for users and callbacks
 
     @property
     def report(self) -> PipelineReport:
-        """Measured and predicted timelines of the last training batches, on every rank once `fit` has ended.
+        """The measured and predicted timelines of the last training batches, available on every rank after `fit`.
 
         Raises:
-            PlanError: nothing was trained.
+            PlanError: nothing has been trained.
         """
         return PipelineReport.from_windows(*self._reported)
 
     @property
     def flushes(self) -> bool:
-        """Whether all stages end a batch before the next one begins."""
+        """Whether all stages finish a batch before the next batch begins."""
         return self.schedule.flushes
 
     def adopt(
@@ -679,23 +721,24 @@ class PipelineStrategy(PipelineHost):
     ) -> None:
         """Change the schedule, the number of micro-batches or the plan from the next training batch on.
 
-        Collective: all ranks call it with the same arguments, at the same batch. Layers stay where they are, unless the
-        plan has them in other stages: then they move before that batch, or during the next ones, as `relocation` says,
-        with their buffers, gradients and optimizer states. What is trained does not change, but for
-        relocation="buffered" and for schedules whose stages miss different numbers of updates.
+        This method is collective: all ranks must call it with the same arguments after the same batch. Layers stay on
+        their ranks, unless the plan assigns them to different stages. In this case, they move with their buffers,
+        gradients and optimizer states before the next batch or during the following batches, depending on `relocation`.
+        The trained weights do not change, except with `relocation="buffered"` and with schedules whose stages miss
+        different numbers of updates.
 
         Args:
-            schedule: the name of an installed schedule, or one of your own with its settings.
-            microbatches: of a batch; by default those that you gave the strategy, or else the schedule's default.
-            plan: how batches of its size are cut, where they are not to be cut evenly; those of other sizes still are.
-                Its `layers`, if it names them, are those of the stages from then on; `planning.partition.with_layer`
-                moves one.
+            schedule: the name of an installed schedule, or your own schedule object with its settings.
+            microbatches: the number of micro-batches per batch. The default is the number that was passed to the
+                strategy, or else the default of the schedule.
+            plan: how to cut batches of the size of this plan. Batches of other sizes are still cut evenly. If the plan
+                has `layers`, the stages use them from now on; `planning.partition.with_layer` moves a single layer.
 
         Raises:
-            PlanError: stages would be on other ranks; layers would move that share a parameter with others, or while
-                siblings share the ranks; one of the schedules flushes between batches and the other does not; or
-                nothing is trained. All stays as it is.
-            PipelineError: the ranks do not agree.
+            PlanError: nothing is being trained. Or stages would be on other ranks, or layers would move that share a
+                parameter with other layers, or while siblings share the ranks. Or only one of the two schedules flushes
+                between batches. The run then continues unchanged.
+            PipelineError: the ranks pass different arguments.
         """
         run = None if self._active_run is None else self._active_run.run
         if run is None or not run.is_fitting:
@@ -705,7 +748,7 @@ class PipelineStrategy(PipelineHost):
 
     @property
     def decision(self) -> Decision:
-        """The decision of the last run: schedule, micro-batches, recomputation and cut, and why.
+        """The decision of the last run: schedule, micro-batches, recomputation and cut, and the reason for them.
 
         Raises:
             PlanError: nothing has run yet.
@@ -715,8 +758,10 @@ class PipelineStrategy(PipelineHost):
         return self._decision
 
     def last_timing(self) -> Timing | None:
-        """Return where the time of the last window went, on every rank; None before the first one has ended.
-        Collective: all ranks must ask, and be at the same batch."""
+        """Return how the time of the last window was spent on every rank, or None if no window has ended yet.
+
+        This method is collective: all ranks must call it after the same batch.
+        """
         windows = self.current_run.windows
         if not windows:
             return None
@@ -724,12 +769,12 @@ class PipelineStrategy(PipelineHost):
 
     @property
     def current_run(self) -> PipelineRun:
-        """The run in progress, for the package's callbacks."""
+        """The current run, for the callbacks of this package."""
         return self._required_run.run
 
     @property
     def _scope(self) -> HookScope:
-        """Says which of the user's hooks runs."""
+        """The scope that records which hook of the user's code is running."""
         assert self._cut is not None, "setup has not run"
         return self._cut.scope
 
@@ -768,9 +813,11 @@ class PipelineStrategy(PipelineHost):
         return self.session.checkpointing.model_state(cut)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load the checkpoint from rank 0's path: Lightning's tuner names its file at random in each process.
+        """Load the checkpoint at the path of rank 0, because Lightning's tuner chooses a random file name in each
+        process.
 
-        A search for a learning rate loads its file while its error is on the way, too, and removes it.
+        The learning rate finder also loads and removes its file while an error propagates. In this case, failures of
+        other ranks are not reported here.
         """
         if sys.exc_info()[1] is None:
             self.session.status.check()
@@ -780,7 +827,7 @@ class PipelineStrategy(PipelineHost):
         checkpoint = checkpointing.load(path, weights_only, self._module, running, super().load_checkpoint)
         if self._is_isolated:
             checkpointing.meet_after_failure()
-        self.barrier()  # a caller that removes the file must wait for all ranks
+        self.barrier()  # the caller may remove the file only after all ranks have read it
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -809,11 +856,12 @@ class PipelineStrategy(PipelineHost):
     ) -> None:
         """Write a checkpoint.
 
-        Ranks that fail write their parts, which the first one joins where all are alive and have taken the same steps.
+        After a failure, each rank writes its own part. The first rank joins the parts into one checkpoint if all ranks
+        are alive and have taken the same number of steps.
         """
         if isinstance(self._launcher, ForkLauncher) and self._launcher.is_failing:
-            return  # the ranks have saved their weights, and this process has not got them
-        if self._session is None or not self._session.is_connected:  # nothing has run yet, and the module is whole
+            return  # the forked ranks have saved the weights, which this process does not have
+        if self._session is None or not self._session.is_connected:  # nothing has run yet, so the module is complete
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         checkpointing, current = self._session.checkpointing, self._active_run
@@ -821,7 +869,7 @@ class PipelineStrategy(PipelineHost):
             session, run = self._session, current.run
             raised = sys.exc_info()[1]
             if raised is not None:
-                session.status.report_failure(raised)  # others may wait for this rank, and are to save their parts, too
+                session.status.report_failure(raised)  # other ranks may wait for this one, and must save, too
             may_join = session.connections.n_siblings == 1 and not run.is_asynchronous and not has_shards(self._module)
             may_join = may_join and not run.relocation.is_moving
             checkpointing.save_after_failure(
@@ -839,13 +887,13 @@ class PipelineStrategy(PipelineHost):
         checkpointing.save(checkpoint, filepath, self._trainer, cut, training, storage_options)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove a checkpoint, unless this rank has failed and its part does not replace a whole one."""
+        """Remove a checkpoint, unless this rank has failed and its own part does not replace a complete checkpoint."""
         if self._session is None or not self._session.is_connected:  # nothing has run yet
             super().remove_checkpoint(filepath)
         elif self.is_global_zero and (not self._is_isolated or self._session.checkpointing.joins_parts):
             self._session.checkpointing.remove(filepath)
 
-    # ---- what ranks decide together; every stage holds the same values, so averages are over replicas
+    # ---- collective calls; all stages hold the same values, so averages are over replicas
 
     def barrier(self, name: str | None = None) -> None:
         if self._is_isolated:
@@ -867,7 +915,7 @@ class PipelineStrategy(PipelineHost):
         return self.control.broadcast(obj, src)
 
     def _meet(self, call: str) -> None:
-        """Wait for the other ranks at a call that the user's code makes; what Lightning calls, all ranks call."""
+        """Wait for the other ranks if the user's code makes this call. All ranks make the calls of Lightning itself."""
         caller = sys._getframe(2)
         if find_user_frame(caller) is caller and self.session.connections.n_siblings == 1:
             self.control.watch.meet(call, user_line(caller))
@@ -896,13 +944,13 @@ class PipelineStrategy(PipelineHost):
         if isinstance(exception, PeerFailure):
             shorten_traceback(exception)
         if self._leaving_together and isinstance(exception, SIGTERMException):
-            self.control.barrier()  # a launcher may end all processes when the first one has ended
+            self.control.barrier()  # a launcher may end all processes once the first process has ended
         elif self._session is not None:
             self._session.status.report_failure(exception)
 
     @property
     def _is_isolated(self) -> bool:
-        """Whether the other ranks can't be counted on: before they are connected, or once this one is failing."""
+        """Whether this rank must not rely on other ranks: before they are connected, and once this rank is failing."""
         session = self._session
         if session is None or not session.is_connected or session.status.error is not None:
             return True
@@ -913,22 +961,24 @@ class PipelineStrategy(PipelineHost):
 
     @property
     def _leaving_together(self) -> bool:
-        """Whether all ranks end at the same batch because one got SIGTERM, so that they can save a whole checkpoint."""
+        """Whether all ranks end at the same batch because of a SIGTERM, so that they can save a complete checkpoint."""
         return self._active_run is not None and self._active_run.stops.terminated
 
 
 def _describe_arguments(given: Mapping[str, Any]) -> str:
-    """Return the arguments of a call that differ from their defaults, as they are written in it."""
+    """Return the arguments that differ from their defaults, formatted as in a call."""
     defaults = signature(PipelineStrategy.__init__).parameters
     changed = [name for name in given if name != "schedule" and not _is_equal(given[name], defaults[name].default)]
     return ", ".join([short_repr(given["schedule"]), *(f"{name}={short_repr(given[name])}" for name in changed)])
 
 
 def _is_equal(value: object, default: object) -> bool:
-    """Return whether an argument is its default; arrays, which have no single truth value, are not."""
+    """Return whether an argument equals its default. The result is False for arrays, whose comparison has no truth
+    value.
+    """
     try:
         return bool(value == default)
-    except Exception:  # of any object that a user passes, before it is checked
+    except Exception:  # the user may pass any object, which is not checked yet
         return False
 
 

@@ -1,4 +1,4 @@
-"""The part of a setup that differs where the module is cut by units, for it has no one container of layers."""
+"""The setup of a module that is cut by units because it has no suitable container of layers."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ from lightning_pipes.trainer.units.weight_groups import WeightGroups
 T = TypeVar("T")
 
 PARTS = 8
-"""Parts for each stage, where units may move from rank to rank."""
+"""The number of parts per stage if units may move between ranks."""
 MANY_ROWS = 4096
-"""Samples of a batch that shows whether all stages cut it alike."""
+"""The number of samples of a batch with which it is checked that all stages cut a batch in the same way."""
 
 _STEPS = {
     TrainerFn.FITTING: "training_step",
@@ -91,29 +91,30 @@ _STEPS = {
     TrainerFn.PREDICTING: "predict_step",
 }
 MAX_COMPARED_ROWS = 32
-"""The most samples of a batch whose loss is compared with the losses of its parts."""
+"""The largest number of samples of a batch whose loss is compared with the losses of its parts."""
 
 
 class UnitSetup(ModuleSetup):
-    """The setup of a module that is cut by units. Collective.
+    """The setup of a module that is cut by units. Its methods are collective.
 
-    Making one records a training step, measures its units and settles the borders; `decide` makes a decision of these.
+    The constructor records a training step, measures its units and determines the borders of the stages. `decide` then
+    makes a decision from these results.
 
-    A part is a row of units that are one layer for planners. It is a stage, or where units may move from rank to rank
-    one of several of a stage.
+    A part is a sequence of units that planners treat as one layer. A part is a whole stage or, if units may move
+    between ranks, one of several parts of a stage.
 
     Attributes:
-        end: the end of the step that runs on whole batches; None where each micro-batch has a loss.
+        end: the end of the step, which runs on whole batches. None if each micro-batch has its own loss.
 
     Raises:
-        PlanError: the run asks for what works with one container of layers only.
-        PipelineError: the step can't be recorded, or differs between ranks.
+        PlanError: the run uses a feature that only works with a container of layers.
+        PipelineError: the step cannot be recorded, or it differs between ranks.
     """
 
     _recorded_rows: int
-    """The samples of the batch whose step was recorded."""
+    """The number of samples of the batch whose step was recorded."""
     _recorded_step: tuple[Callable[..., Any], Callable[[], Any], tuple[Any, ...]]
-    """The step that was recorded, a function that copies its batch, and its arguments after that."""
+    """The recorded step, a function that copies its batch, and the remaining arguments of the step."""
     path = WHOLE
     whole_loss_refusal = "the module is cut by units, and no stage can run a whole batch"
 
@@ -121,10 +122,10 @@ class UnitSetup(ModuleSetup):
         super().__init__(context)
         module = self.body = self._module
         self._step = _STEPS[context.trainer.state.fn or TrainerFn.FITTING]
-        """The name of the step that is recorded."""
+        """The name of the step to record."""
         is_on_meta = self._ranks.control.any(has_meta(module))[0]
         self._fake = FakeRun(self._ranks.device) if is_on_meta else None
-        """Runs steps without values, where weights are on `meta`."""
+        """Runs steps without values if weights are on `meta`."""
         self._check_module()
         self._request = self._complete_request()
         self._n_stages = len(self._request.schedule.place_stages(self._ranks.grid.length))
@@ -132,30 +133,32 @@ class UnitSetup(ModuleSetup):
         self._moves_parts = self._request.replanner is not None or (
             self._request.may_replan and not self._request.schedule.flushes
         )
-        """Whether units may move from rank to rank while training goes on."""
+        """Whether units may move between ranks during training."""
         self._run_data: Any = None
         """The data of the run."""
         self._batch_rows = 0
-        """The samples of a batch of the run, where the schedule is chosen."""
+        """The number of samples of a batch of the run, if the schedule is chosen."""
         self.end: BatchEnd | None = None
         self._starts: tuple[int, ...] = tuple(range(self._n_stages))
         """The part of the layout with which each stage begins."""
         self._pieces: tuple[Piece, ...] = ()
-        """The units of each stage with what they cost, for reports."""
+        """The units of each stage with their costs, for reports."""
         self._profile: ModelProfile | None = None
-        """The measured parts, where they may move."""
+        """The measured profile of the parts, if they may move or the schedule is chosen."""
         self._compared_batch: Any = None
-        """A batch whose loss is compared with those of its parts; None where nothing is compared."""
+        """A batch whose loss is compared with the losses of its parts, or None if nothing is compared."""
         self._loss_warning = ""
-        """Why training by micro-batches differs from one process; empty if it does not."""
+        """The reason why training with micro-batches differs from training with one process. Empty if it does not
+        differ.
+        """
         self._cut_description = ""
-        """Where stages begin; empty if no step was recorded."""
+        """A description of the borders of the stages. Empty if no step was recorded."""
         self._layout = self._lay_units(self._request, self._n_stages)
         self._weights = weights_of_stages(module, self._layout)
         warn_about_module(module, None)
 
     def _check_module(self) -> None:
-        """Refuse a module whose hooks need the whole of it."""
+        """Reject a module with backward hooks that need the whole module."""
         module, owner = self._module, type(self._module).__name__
         named, differentiates = module.named_modules(), self._context.is_fitting and not self._context.is_manual
         hooked = next((path for path, part in named if _has_hooks(part, alone=differentiates)), None)
@@ -163,7 +166,7 @@ class UnitSetup(ModuleSetup):
             raise PipelineError(f"{owner}.{hooked}".rstrip(".") + f" has {BACKWARD_HOOKS}")
 
     def _complete_request(self) -> RunRequest:
-        """Return the completed request of the user; refuse settings that need a container of layers."""
+        """Return the completed request of the user, or reject settings that need a container of layers."""
         context, request = self._context, self._request
         refused = find_refused(context)
         if context.is_manual:
@@ -178,7 +181,7 @@ class UnitSetup(ModuleSetup):
         return context.connections.complete_request(request, self._ranks.grid.length)
 
     def decide(self) -> Decision:
-        """Return the decision: a layer for each stage."""
+        """Return the decision, in which each part is one layer."""
         parts, ranks, request = self._layout.n_parts, self._ranks.grid.length, self._request
         if self._cut_description:
             rank_zero_info(self._cut_description)
@@ -218,10 +221,10 @@ class UnitSetup(ModuleSetup):
         return self._context.connections.agree_on_decision(self._module, decision, lambda: decision)
 
     def _choose_schedule(self, request: RunRequest, plain: Decision, profile: ModelProfile) -> Decision:
-        """Choose schedule, micro-batches, recomputation and cut by the profile of the parts. Collective.
+        """Choose the schedule, the micro-batches, recomputation and the cut from the profile of the parts.
 
         Raises:
-            PlanError: no schedule fits.
+            PlanError: no schedule fits into memory.
         """
         planner = ProfilePlanner(self._ranks, self._settings.transport)
         deployment = planner.make_deployment(plain, [1.0] * self._ranks.control.size)
@@ -234,16 +237,18 @@ class UnitSetup(ModuleSetup):
         return made
 
     def index_parameters(self, holdings: Holdings) -> None:
-        """Tell `holdings` the stages that use each parameter."""
+        """Register the stages that use each parameter in `holdings`."""
         names = {id(p): name for name, p in self._module.named_parameters()}
         holdings.index_weights(self._module, lambda _, p: self._layout.parts_of.get(names[id(p)], ()))
 
     def group_parts(self) -> Mapping[int, Iterable[nn.Module]]:
-        """Return each part by itself, for units of a part may be on several stages."""
+        """Return each submodule as its own group, because units of a submodule may be on several stages."""
         return group_owners(self._module)
 
     def make_weights(self, deferred: DeferredWeights, holdings: Holdings) -> None:
-        """Give values to the weights of the local stages, to those that no stage uses, and to buffers without a key."""
+        """Initialize the weights of the local stages, weights that no stage uses, and buffers that are not in the state
+        dict.
+        """
         local, ranks = {*holdings.local}, self._ranks
         unsaved = {id(p._buffers[name]) for p in self._module.modules() for name in unsaved_buffers(p)}
         named = (*self._module.named_parameters(), *self._module.named_buffers())
@@ -252,18 +257,18 @@ class UnitSetup(ModuleSetup):
         deferred.make_tensors(lambda tensor: id(tensor) not in foreign, self._settings.seed, ranks)
 
     def make_hidden_state(self, holdings: Holdings) -> NoHiddenState:
-        """Return what watches nothing: units pass what they share."""
+        """Return an empty tracker, because units pass everything that they share."""
         return NoHiddenState(holdings, self._ranks.pipeline, self._context.connections.check_later)
 
     def cut(self, local: Sequence[int]) -> UnitCut:
-        """Return the module with the weights of the `local` stages alone."""
+        """Return the module with only the weights of the `local` stages."""
         module, layout = self._module, self._layout
         spread = WHOLE, tuple(sorted(local)), layout.parts_of, self._starts, layout.n_parts
         check_same_cut(module, spread, self._ranks.control)
         return UnitCut(module, layout, self._weights, local, self._ranks.device, spread, self._moves_parts)
 
     def make_steps(self, part: LocalLayers, plan: Plan, seed: int) -> UnitSteps:
-        """Return what runs the user's steps on the stages of this rank."""
+        """Return the object that runs the user's steps on the stages of this rank."""
         module, device, cut, layout = self._module, self._ranks.device, part.cut, self._layout
         assert isinstance(cut, UnitCut)
         generators = ModuleGenerators(module)
@@ -286,9 +291,10 @@ class UnitSetup(ModuleSetup):
         return steps
 
     def _lay_units(self, request: RunRequest, stages: int) -> UnitLayout:
-        """Return the cut of the recorded step; where nothing is trained the last stage has all weights.
+        """Return the layout of the recorded step.
 
-        What no process can hold is cut there, too.
+        If nothing is trained, no step is recorded and the last stage has all weights. Modules on `meta`, which may not
+        fit into one process, are cut even then.
         """
         trains = self._context.is_fitting and self._trainer.limit_train_batches != 0
         is_made = self._fake is None or self._ranks.control.any(SPREAD in vars(self._module))[0]
@@ -317,8 +323,8 @@ class UnitSetup(ModuleSetup):
     def _choose_starts(
         self, record: StepRecord, borders: Borders, request: RunRequest, stages: int
     ) -> tuple[tuple[int, ...], int | None]:
-        """Return the unit with which each stage begins, and that from which on the step runs on whole batches, if any.
-        Collective.
+        """Return the first unit of each stage, and the first unit that runs on whole batches, or None if there is no
+        such unit.
         """
         if not isinstance(request.partition, str):
             starts = borders.at(_checked_names(self._name_modules(request.partition), stages))
@@ -332,7 +338,7 @@ class UnitSetup(ModuleSetup):
             return borders.choose(stages), None
 
     def _name_modules(self, partition: list[int] | list[str]) -> list[str]:
-        """Return the paths of the modules at which stages begin; numbers count the layers of the largest container.
+        """Return the paths of the modules at which stages begin. Numbers count the layers of the largest container.
 
         Raises:
             PlanError: the module has no container, or the container does not have these layers.
@@ -362,11 +368,13 @@ class UnitSetup(ModuleSetup):
         starts: tuple[int, ...],
         costs: Mapping[int, UnitCosts],
     ) -> UnitLayout:
-        """Return a layout with several parts a stage, so that planners may choose among them. Collective.
+        """Return a layout with several parts per stage, among which planners can choose.
 
         Args:
-            starts: the units with which stages begin until a planner has chosen.
-            costs: of all units, by the number of samples; empty if they could not be measured.
+            record: the recorded step.
+            borders: the possible borders.
+            starts: the first unit of each stage until a planner has chosen other borders.
+            costs: the costs of all units, by the number of samples. Empty if they could not be measured.
         """
         finer = borders.choose(min(PARTS * len(starts), borders.count_possible() + 1))
         parts = tuple(sorted({*starts, *finer}))
@@ -386,10 +394,10 @@ class UnitSetup(ModuleSetup):
         return layout
 
     def _check_same(self, record: StepRecord) -> None:
-        """Compare the records of all ranks. Collective.
+        """Compare the records of all ranks.
 
         Raises:
-            PipelineError: they differ.
+            PipelineError: the records differ.
         """
         ranks = self._ranks.control.ranks
         names = self._ranks.control.all_gather([unit.name for unit in record.units])
@@ -403,7 +411,9 @@ class UnitSetup(ModuleSetup):
                 )
 
     def _describe_cut(self, record: StepRecord, borders: Borders, starts: Sequence[int], measure: str) -> str:
-        """Return where stages begin, their shares of the time or operations, and which of them have no weights."""
+        """Return a text with the borders of the stages, their shares of the time or operations, and the stages without
+        weights.
+        """
         spans = list(itertools.pairwise((*starts, len(record.units))))
         listed = ", ".join(describe_unit(record, start) for start in starts[1:])
         shares = ", ".join(f"{borders.share(a, b):.0%}" for a, b in spans)
@@ -415,7 +425,7 @@ class UnitSetup(ModuleSetup):
         )
 
     def _group_weights(self, record: StepRecord, request: RunRequest, stages: int) -> UnitLayout:
-        """Return the layout of a step that all stages run together. Collective."""
+        """Return the layout of a step that all stages run together."""
         groups = WeightGroups(self._module, record)
         if not isinstance(request.partition, str):
             starts = groups.find_borders(_checked_names(self._name_modules(request.partition), stages))
@@ -431,13 +441,16 @@ class UnitSetup(ModuleSetup):
         return groups.make_layout(merged, starts)
 
     def _find_end(self, record: StepRecord, borders: Borders, after: int, request: RunRequest) -> int | None:
-        """Return the unit from which on a step runs on the whole batch; None where it has none. Collective.
+        """Return the first unit that runs on the whole batch, or None if the step has no such unit.
 
         Args:
-            after: a unit after which it has to be.
+            record: the recorded step.
+            borders: the possible borders.
+            after: the unit after which the result must be.
+            request: the request of the user.
 
         Raises:
-            PlanError: the user asks for one that can't be had.
+            PlanError: the user requests a loss of whole batches, which is not possible.
         """
         asked = self._settings.loss == BATCH
         unexplained = self._ranks.control.any(bool(self._loss_warning))[0] and self._settings.loss == AUTO
@@ -463,7 +476,7 @@ class UnitSetup(ModuleSetup):
         return None
 
     def _trace_samples(self, atomic: tuple[str, ...]) -> tuple[Layouts, ...]:
-        """Return where tensors have their samples, of units up to the first one that may mix samples."""
+        """Return the sample axes of tensors at the borders, up to the first unit that may mix samples."""
         module, device = self._module, self._ranks.device
         step, batch, arguments = named_step(module, "training_step"), self._compared_batch, self._step_arguments()
         try:
@@ -482,10 +495,10 @@ class UnitSetup(ModuleSetup):
         return find_layouts(traces[0], rows // 2, traces[1], rows)
 
     def _check_end(self, layout: UnitLayout, border: int) -> None:
-        """Have the step end with whole batches, if its loss is then that of the batch. Collective.
+        """Make the step end with whole batches if its loss is then equal to the loss of the batch.
 
         Raises:
-            PlanError: it is not, and the user asks for it.
+            PlanError: the loss is different, and the user requests a loss of whole batches.
         """
         module, device = self._module, self._ranks.device
         layouts = self._trace_samples(layout.atomic)[:border]
@@ -532,7 +545,7 @@ class UnitSetup(ModuleSetup):
     def _make_profile(
         self, borders: Borders, parts: Sequence[int], costs: Mapping[int, UnitCosts], layout: UnitLayout
     ) -> ModelProfile:
-        """Return the times and bytes of each part, which begin at the units `parts`."""
+        """Return the profile of the parts. `parts` contains the first unit of each part."""
         optimizers, rows = self._context.host.optimizers, self._recorded_rows
         weights, layers = weights_of_stages(self._module, layout), []
         n_units = len(costs[max(costs)].seconds)
@@ -555,12 +568,13 @@ class UnitSetup(ModuleSetup):
         return ModelProfile(tuple(layers), overhead=OVERHEAD)
 
     def _measure(self, record: StepRecord, request: RunRequest) -> dict[int, UnitCosts]:
-        """Return the costs of each unit by the number of samples; none where the step can't be measured. Collective.
+        """Return the costs of all units by the number of samples, or an empty dict if the step cannot be measured.
 
-        A schedule is chosen by several numbers of samples, because times are not proportional to them.
+        To choose a schedule, the step is measured with several numbers of samples, because times are not proportional
+        to them.
         """
         rows, sizes = self._recorded_rows, {self._recorded_rows}
-        if self._fake is not None:  # operations show how much a unit costs
+        if self._fake is not None:  # the cost of a unit is estimated from its operations
             return {}
         if request.chooses:
             wanted = request.microbatch_rows(self._batch_rows, self._ranks.grid.length)
@@ -580,7 +594,7 @@ class UnitSetup(ModuleSetup):
         return found if rows in found else {}
 
     def _measure_size(self, record: StepRecord, size: int) -> UnitCosts | None:
-        """Return the costs of the units for this number of samples; None where the step has other units with it."""
+        """Return the costs of the units for this number of samples, or None if the step then has other units."""
         module, device, rows = self._module, self._ranks.device, self._recorded_rows
         step, make_batch, arguments = self._recorded_step
         if size < rows:
@@ -593,7 +607,9 @@ class UnitSetup(ModuleSetup):
         return UnitCosts(seconds, run(partial(counter.measure, module, step, make_batch, arguments)))
 
     def _merge(self, record: StepRecord, starts: tuple[int, ...]) -> tuple[StepRecord, tuple[int, ...]]:
-        """Return a record in which modules that no border divides are one unit each, and its borders. Collective."""
+        """Return a record in which each module that is not divided by a border is one unit, and the borders in this
+        record.
+        """
         module, device = self._module, self._ranks.device
         run = partial(self._run_without_trace, self._context.is_fitting)
         choose = partial(merge_units, module, record, starts)
@@ -603,30 +619,32 @@ class UnitSetup(ModuleSetup):
 
         try:
             merged: StepRecord = CollectiveCall(self._ranks.control)(record_merged)[self._ranks.control.position]
-        except NotMeasuredError:  # the user's code runs otherwise now: units stay as they are
+        except NotMeasuredError:  # the user's code runs differently now, so units stay as they are
             return record, starts
         found = match_starts(record, merged, starts)
         of_ranks = self._ranks.control.all_gather((found, [unit.name for unit in merged.units]))
         return (merged, found) if found and all(other == of_ranks[0] for other in of_ranks) else (record, starts)
 
     def _lay_unrecorded(self, stages: int) -> UnitLayout:
-        """Return a layout in which the last stage has all weights, or each those that an earlier run has left there."""
+        """Return a layout in which the last stage has all weights, or the layout of an earlier run that left them
+        distributed.
+        """
         atomic = tuple(find_atomic(self._module))
         named = (*self._module.named_parameters(), *self._module.named_buffers())
         of_atomic = {id(t) for path in atomic for t in self._module.get_submodule(path).buffers(recurse=False)}
         last = {name: (stages - 1,) for name, t in named if isinstance(t, nn.Parameter) or id(t) in of_atomic}
         _, _, placed, starts, parts = vars(self._module).get(SPREAD, (WHOLE, (), last, self._starts, stages))
-        if len(starts) != stages:  # which `cut` refuses
+        if len(starts) != stages:  # `cut` rejects this case
             placed, starts, parts = last, self._starts, stages
         self._starts = starts
-        drawing = frozenset(atomic)  # whichever of them draws random numbers
+        drawing = frozenset(atomic)  # any of them may draw random numbers
         return UnitLayout((0,) * parts, (), atomic, drawing, placed, clones=True)
 
     def _record(self, request: RunRequest, stages: int) -> StepRecord:
-        """Return the record of a step with as many samples as a micro-batch has. Collective."""
+        """Return the record of a step with a batch of the size of one micro-batch."""
         trainer = self._trainer
         data = self._run_data = private.run_data(trainer)  # on all ranks: it may draw random numbers
-        if isinstance(data, list) and data and not self._context.is_fitting:  # of which each has an own turn
+        if isinstance(data, list) and data and not self._context.is_fitting:  # each loader of the list has its own pass
             data = data[0]
         data = loader_of_batches(data)
         if private.has_delayed_training_data(trainer):
@@ -645,7 +663,7 @@ class UnitSetup(ModuleSetup):
                 larger = make_cutter(larger, rows_of(larger))(Span(0, MAX_COMPARED_ROWS))
             self._compared_batch = private.on_device(trainer, larger)
             weighs = larger is not None and compares and self._settings.loss != BATCH
-            weighs = weighs and self._fake is None  # which needs the values of losses
+            weighs = weighs and self._fake is None  # a comparison needs the values of losses
             return self._record_with(batch), self._rule_out_weights(self._compared_batch) if weighs else None
 
         try:
@@ -662,14 +680,14 @@ class UnitSetup(ModuleSetup):
             raise PipelineError(
                 f"{type(self._module).__name__} has no one container of layers that is called in order, and its "
                 f"{self._step} can't be recorded to cut it by units: {why}"
-                f"{'' if isinstance(why, UnsuitableContainerError) else way_out}"  # which says a way out itself
+                f"{'' if isinstance(why, UnsuitableContainerError) else way_out}"  # it already contains a solution
             ) from why
 
     def _example(self, data: Any, request: RunRequest, stages: int) -> Any:
-        """Return a batch that is as large as a micro-batch; as the largest that may be chosen, if it is chosen.
+        """Return a batch of the size of one micro-batch, or of the largest micro-batch that may be chosen.
 
         Raises:
-            NoSampleError: the data don't say what a batch is.
+            NoSampleError: the data do not specify the batches.
         """
         if is_of_batches(data):
             batch = first_item(data, streams=True)
@@ -699,7 +717,9 @@ class UnitSetup(ModuleSetup):
         return (0, *of_loader) if is_param_in_hook_signature(step, "batch_idx", min_args=2) else of_loader
 
     def _run_without_trace(self, training: bool, work: Callable[[], T]) -> T:
-        """Return the result of `work`, which runs the step of the whole module in a mode and leaves no trace in it."""
+        """Return the result of `work`, which runs the step of the whole module in a mode, and restore the state of the
+        module.
+        """
         module, device = self._module, self._ranks.device
         with ExitStack() as stack:
             stack.enter_context(forked_rng(device))
@@ -721,9 +741,10 @@ class UnitSetup(ModuleSetup):
                     part.training = mode
 
     def _rule_out_weights(self, batch: Any) -> frozenset[str] | None:
-        """Return the candidates for weights by which losses of parts don't make that of a batch.
+        """Return the candidates for weights with which the losses of parts do not reproduce the loss of a batch.
 
-        None is returned, and logged, where the losses say nothing: the step draws random numbers, or can't run so.
+        The result is None if the losses cannot be compared, because the step draws random numbers or fails with these
+        batches. The reason is logged.
         """
         module, device = self._module, self._ranks.device
         step, draws = named_step(module, "training_step"), RngUse(device)
@@ -763,7 +784,7 @@ class UnitSetup(ModuleSetup):
 
 
 def _table(values: Mapping[int, float]) -> Table:
-    """Return a table by numbers of samples; a single value is proportional to them."""
+    """Return a table by the number of samples. A single value is considered proportional to this number."""
     points = sorted(values.items())
     return ((0, 0.0), *points) if len(points) == 1 else tuple(points)
 
@@ -779,15 +800,15 @@ def _measured_loss(out: Any) -> torch.Tensor:
 
 
 def _has_hooks(part: nn.Module, alone: bool) -> bool:
-    """Return whether a module has backward hooks, and if not `alone` parts of its own within these."""
+    """Return whether a module has backward hooks. If `alone` is False, only modules with submodules count."""
     return bool(backward_hooks(part)) and (alone or next(part.children(), None) is not None)
 
 
 def _checked_names(partition: Any, stages: int) -> Any:
-    """Return the modules at which stages begin, as many as there are borders.
+    """Return the modules at which stages begin, after checking that there is one for each border.
 
     Raises:
-        PlanError: there are more, or fewer.
+        PlanError: the number of modules is different.
     """
     if len(partition) != stages - 1:
         raise PlanError(
@@ -799,7 +820,7 @@ def _checked_names(partition: Any, stages: int) -> Any:
 
 
 def describe_unit(record: StepRecord, number: int) -> str:
-    """Return the name of a unit; for a function also that of the last module called before."""
+    """Return the name of a unit. For a function, the name of the last module that was called before is added."""
     name = record.units[number].name
     before = (unit.name for unit in reversed(record.units[:number]) if unit.name in record.entered)
     after = None if name in record.entered else next(before, None)
@@ -807,13 +828,14 @@ def describe_unit(record: StepRecord, number: int) -> str:
 
 
 def check_manual(context: SetupContext, refused: Sequence[str]) -> None:
-    """Refuse settings that don't work with a step that calls backward itself. All ranks get the same.
+    """Reject settings that do not work with manual optimization. The result is the same on all ranks.
 
     Args:
-        refused: those that work with no module that is cut by units.
+        context: the inputs of the setup.
+        refused: the settings that do not work with any module that is cut by units.
 
     Raises:
-        PlanError: the run asks for one of them.
+        PlanError: the run uses such a setting.
     """
     settings, schedule, microbatches = context.settings, context.request.schedule, context.request.microbatches
     asked = {
@@ -838,7 +860,10 @@ def check_manual(context: SetupContext, refused: Sequence[str]) -> None:
 
 
 def find_whole_loss_obstacle(context: SetupContext) -> str:
-    """Return why no step can end with a loss of whole batches; empty if it can. All ranks get the same."""
+    """Return the reason why a step cannot end with a loss of whole batches, or an empty text if it can.
+
+    The result is the same on all ranks.
+    """
     schedule, grid = context.request.schedule, context.ranks.grid
     if grid.replicas > 1:
         return "data_parallel is more than 1"
@@ -848,7 +873,7 @@ def find_whole_loss_obstacle(context: SetupContext) -> str:
 
 
 def find_refused(context: SetupContext) -> list[str]:
-    """Return the settings of a run that need one container of layers. All ranks get the same."""
+    """Return the settings of a run that need a container of layers. The result is the same on all ranks."""
     request = context.request
     schedule, refused = request.schedule, []
     if isinstance(schedule, Policy) and not schedule.flushes and isinstance(context.module, ChoosesLayers):

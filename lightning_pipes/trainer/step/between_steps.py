@@ -1,7 +1,8 @@
-"""Hooks between two steps of batches that overlap: what one process would do there, or a refusal.
+"""Checks of the hooks that run between two steps while batches overlap.
 
-Lightning calls hooks at its own pace, while earlier batches are still under way. A hook may change what none of them
-uses. A change to a parameter that one of them uses would be too early for it, or too late.
+Lightning calls hooks in its own order, while earlier batches are still in flight. A hook may change anything that these
+batches do not use. A change to a parameter that one of them uses would take effect too early or too late for this
+batch, unlike in training with one process, and is rejected.
 """
 
 from __future__ import annotations
@@ -27,19 +28,22 @@ from lightning_pipes.trainer.step.hooks import select_hooks
 LOOKED_AT, EVERY = 20, 50
 """Values are compared, and all gradients looked at, in the first batches of a run and later in every `EVERY`-th."""
 FEW = 500
-"""Parameters whose gradients are looked at in every batch."""
+"""The largest number of parameters whose gradients are checked in every batch."""
 
 BATCH_HOOKS = select_hooks(lambda hook: hook.is_between_batches)
 STEP_HOOKS = select_hooks(lambda hook: hook.is_before_step)
 
 
 class BetweenSteps:
-    """Finds what hooks change, and what batches train, though batches under way need it as it is.
+    """Detects changes by hooks, and gradients of batches, that are not allowed because batches in flight use the
+    parameters.
 
     Args:
-        schedule: its name, for messages.
-        full: the pipelined layers, of which those in `local()` are here.
-        overridden: says whether the user has hooks of these names.
+        schedule: the name of the schedule, for messages.
+        module: the user's module.
+        full: the pipelined layers.
+        local: returns the numbers of the layers that are on this rank.
+        overridden: returns whether the user overrides any of the given hooks.
         values: whether the values of parameters can be read between batches.
     """
 
@@ -61,16 +65,16 @@ class BetweenSteps:
         self._warned_of_settings = False
 
     def begin_hooks(self, uses: Iterable[LayerUse | None]) -> None:
-        """Mark the parameters of these batches under way; the user's hooks may run until `check`."""
+        """Record the parameters that the batches in flight use. The user's hooks may run until `check` is called."""
         self._batches += 1
         if self._between:
             self._marks = ChangeMarks(list(self._parameters(uses).values()), self._values and self._looks())
 
     def check(self) -> None:
-        """Compare the weights and settings of batches under way with those at `begin_hooks`.
+        """Compare the weights that batches in flight use with their values at `begin_hooks`.
 
         Raises:
-            PipelineError: a hook has changed it.
+            PipelineError: a hook has changed a weight.
         """
         marks, self._marks = self._marks, ChangeMarks()
         self._compare(marks, "between two batches, as in on_train_batch_start or on_train_batch_end")
@@ -79,10 +83,15 @@ class BetweenSteps:
     def step_hooks(
         self, uses: Iterable[LayerUse | None], own: Iterable[nn.Parameter], optimizers: Sequence[Optimizer]
     ) -> Iterator[None]:
-        """Guard hooks that run in the block, before the step of `own`; batches with `uses` may have run before.
+        """Check the hooks that run in the block, before the step of the parameters `own`.
+
+        Args:
+            uses: the layers that the batches in flight use.
+            own: the parameters that are stepped next, which hooks may change.
+            optimizers: the optimizers, whose settings are compared.
 
         Raises:
-            PipelineError: a hook changes what those use.
+            PipelineError: a hook has changed a parameter that a batch in flight uses.
         """
         if not self._before_steps:
             yield
@@ -98,7 +107,7 @@ class BetweenSteps:
             self._warn_of_settings(settings, settings_of(optimizers))
 
     def _warn_of_settings(self, before: Mapping[str, str], after: Mapping[str, str]) -> None:
-        """Warn of a setting of an optimizer that a hook has changed before the step of a batch."""
+        """Warn if a hook has changed a setting of an optimizer before the step of a batch."""
         changed = next((where for where, value in after.items() if before.get(where) != value), None)
         if changed is None:
             return
@@ -114,15 +123,15 @@ class BetweenSteps:
         )
 
     def check_gradients(self, number: int, named: Iterable[torch.Tensor], thorough: bool = False) -> None:
-        """Look for gradients of parameters that no batch under way has named.
+        """Check that only parameters that the batches in flight have named have gradients.
 
         Args:
-            number: of the batch that has run its backward.
+            number: the number of the batch that has run its backward.
             named: the parameters that may have gradients.
-            thorough: look at all parameters, however many there are.
+            thorough: whether to check all parameters, regardless of their number.
 
         Raises:
-            PipelineError: there are such gradients.
+            PipelineError: another parameter has a gradient.
         """
         every = self._parameters([None])
         if not (thorough or self._looks() or len(every) <= FEW):
@@ -138,11 +147,11 @@ class BetweenSteps:
             )
 
     def is_used(self, parameter: torch.Tensor, uses: Iterable[LayerUse | None]) -> bool:
-        """Return whether batches with these uses may step a parameter of this rank."""
+        """Return whether batches that use these layers may step a parameter of this rank."""
         return id(parameter) in self._parameters(uses)
 
     def forget_layers(self) -> None:
-        """Forget the parameters of layers, which have moved to other ranks."""
+        """Forget the parameters of layers after layers have moved between ranks."""
         self._parts.clear()
 
     def _looks(self) -> bool:
@@ -165,7 +174,7 @@ class BetweenSteps:
         return ", ".join([*names[:3], *(["..."] if len(names) > 3 else [])]) or "a parameter"
 
     def _parameters(self, uses: Iterable[LayerUse | None]) -> dict[int, nn.Parameter]:
-        """Return the parameters of this rank that these uses name, by id; None names all of them."""
+        """Return the parameters of this rank that are in the given layers, by id. A use of None means all layers."""
         local = [str(number) for number in self._local()]
         names = {name for use in uses for name in (local if use is None else chain(*use.layers))}
         return {id(p): p for name in names for p in self._of(name)}
@@ -181,10 +190,10 @@ class BetweenSteps:
 
 
 def check_clearing(module: pl.LightningModule, schedule: str, patches: Patches) -> None:
-    """Have the module's own `optimizer_zero_grad` watched until `patches` are closed.
+    """Check the gradients after the module's own `optimizer_zero_grad`, until `patches` is closed.
 
     Raises:
-        PipelineError: when it runs, and leaves gradients, or zeros in place of gradients.
+        PipelineError: the method leaves gradients, or sets them to zeros instead of None. This is raised when it runs.
     """
     if not is_overridden("optimizer_zero_grad", module):
         return

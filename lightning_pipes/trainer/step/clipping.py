@@ -1,4 +1,4 @@
-"""Agreements of all stages between backward and step: the gradient norm, and a scaler's overflow."""
+"""Agreement of all stages between backward and the optimizer step: on the gradient norm, and on a scaler's overflow."""
 
 from __future__ import annotations
 
@@ -26,15 +26,20 @@ from lightning_pipes.trainer.ranks.holdings import Holdings
 
 
 class GradientAgreement:
-    """Makes a precision plugin clip by the norm over all stages, and a gradient scaler skip on all or none.
+    """Makes a precision plugin clip by the norm over all stages, and makes a gradient scaler skip steps on all ranks or
+    none.
 
     Clipping by value needs no agreement.
 
     Args:
-        control: of all ranks that have parts of gradients, which are those of all stages, and of their shards; None
-            where stages are not at one batch, and each clips by the norm of its own layers.
-        scope: says which hook runs.
-        patches: the plugin is patched until they are closed.
+        precision: the precision plugin.
+        holdings: the assignment of parameters to ranks.
+        control: the control channel of all ranks with a part of the gradients, which are the ranks of all stages and of
+            their shards. None if stages do not step at the same batch; each stage then clips by the norm of its own
+            layers.
+        device: the device of this rank.
+        scope: records which hook is running.
+        patches: the changes to the plugin, which are reverted when it is closed.
     """
 
     def __init__(
@@ -59,7 +64,7 @@ class GradientAgreement:
             patches.callback(replace_unscale_gradients, scaler, None)
 
     def total_norm(self, optimizer: Optimizer) -> torch.Tensor:
-        """Return the 2-norm of the gradients of all stages; each shared parameter counts once."""
+        """Return the 2-norm of the gradients of all stages. Each shared parameter counts once."""
         grads = [p.grad for p in self._precision.main_params(optimizer) if p.grad is not None]
         dtype = torch.float64 if any(g.dtype.to_real() is torch.float64 for g in grads) else torch.float32
         mine = [
@@ -78,7 +83,7 @@ class GradientAgreement:
     def _agreed_unscale(self, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
         with self._scope.suspend_hooks():  # a hook may ask for clipping
             found = self._unscale(*args, **kwargs)
-        if not found:  # a rank without gradients steps and skips with the others
+        if not found:  # a rank without gradients must step and skip like the others
             found = {self._device: torch.zeros(1, device=self._device)}
         assert self._control is not None, "no scaler works without all stages"
         for overflow in found.values():
@@ -90,11 +95,16 @@ class GradientAgreement:
 def total_norm(
     mine: Sequence[tuple[int, torch.Tensor]], of: int, p: float, dtype: torch.dtype, control: Control | None
 ) -> torch.Tensor:
-    """Return the p-norm of the p-norms of what all ranks have, on the CPU; bit-equal wherever each of them is.
+    """Return the p-norm of the p-norms of the tensors on all ranks, on the CPU.
+
+    The result is equal, bit for bit, for any distribution of the tensors over ranks if the norm of each tensor is.
 
     Args:
-        mine: the tensors of this rank and their places in the whole, which are below `of`.
-        dtype: of the norms; real, also for complex tensors.
+        mine: the tensors of this rank, with their positions among all tensors.
+        of: the number of positions.
+        p: the order of the norm.
+        dtype: the type of the norms, which is real even for complex tensors.
+        control: the control channel of the ranks, or None to use only this rank's tensors.
     """
     infinite, least = math.isinf(p), math.isinf(p) and p < 0
     norms = torch.full((of,), math.inf if least else 0.0, dtype=torch.float64)
@@ -105,7 +115,7 @@ def total_norm(
             norms.scatter_reduce_(0, at, found, "amin" if least else "amax")
         else:
             norms.index_add_(0, at, found.pow(p) if p else (found != 0).double())
-    if control is not None:  # of each place one rank has the tensor, or its shards, and all get the same sum
+    if control is not None:  # one rank has the tensor, or its shards, of each position; all get the same sum
         control.all_reduce(norms, dist.ReduceOp.MIN if least else dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM)
     if infinite:
         return (norms.min() if least else norms.max()).to(dtype)
@@ -119,29 +129,30 @@ def _vector_norm(tensor: torch.Tensor, p: float, dtype: torch.dtype) -> torch.Te
 
 
 def _is_counted(parameter: torch.Tensor, holdings: Holdings, control: Control | None) -> bool:
-    """Return whether this rank counts its part of a parameter in a norm over the ranks of `control`."""
+    """Return whether this rank contributes its part of a parameter to a norm over the ranks of `control`."""
     over_shards = control is not None and control.size > holdings.grid.length
     return holdings.is_owner(parameter) and (not over_shards or holds_own_part(parameter, holdings.grid))
 
 
 def _local(parameter: Any) -> Any:
-    """Return a parameter, or in place of one that is sharded an object with the gradient of this rank's shard."""
+    """Return the parameter, or for a sharded parameter an object with the gradient of this rank's shard."""
     if not is_distributed(parameter) or parameter.grad is None:
         return parameter
     return SimpleNamespace(grad=local_part(parameter.grad))
 
 
 class HookClipping:
-    """Makes torch's `get_total_norm` and `clip_grad_norm_` in the user's hooks count all stages, each weight once.
+    """Makes torch's `get_total_norm` and `clip_grad_norm_` in the user's hooks count all stages, and each weight once.
 
-    Gradients of this rank are clipped. All ranks that run the hook must call them.
+    Only the gradients of this rank are clipped. All ranks that run the hook must call these functions.
 
     Args:
-        parameters: gives those of this rank.
-        scope: says which hook runs, and hears from here whether there are gradients.
-        control: of all ranks that have parts of gradients; None where stages are not at one batch, so that there is no
-            such norm.
-        patches: torch is patched until they are closed.
+        parameters: returns the parameters of this rank.
+        scope: records which hook is running. This class sets its function that returns whether gradients exist.
+        holdings: the assignment of parameters to ranks.
+        control: the control channel of all ranks with a part of the gradients. None if stages do not step at the same
+            batch, so that such a norm does not exist.
+        patches: the changes to torch, which are reverted when it is closed.
     """
 
     def __init__(
@@ -162,14 +173,16 @@ class HookClipping:
             patches.callback(Clipping.around(name, self._clip))
 
     def _have_gradients(self) -> bool:
-        """Return whether there are gradients; where nothing is trained on this rank they may be."""
+        """Return whether gradients exist. The result is True if nothing is trained on this rank, because other ranks
+        may have some.
+        """
         trained = [p for p in self._parameters() if p.requires_grad]
         return not trained or any(p.grad is not None for p in trained)
 
     def _clip(self, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
         # With foreach=True torch refuses the device of remote tensors.
         here = [_local(p) for p in _listed(parameters) if not (self._scope.is_active and isinstance(p, RemoteTensor))]
-        if all(p.grad is None for p in here):  # a stage may have no weights, and torch clips no empty list by value
+        if all(p.grad is None for p in here):  # a stage may have no weights, and torch cannot clip an empty list by value
             return None
         return original(here, *args, **kwargs)
 
@@ -187,7 +200,7 @@ class HookClipping:
         own = {id(t): p for p in self._parameters() for t in (p, p.grad) if t is not None}
         remote = [t for t in found if isinstance(t, RemoteTensor)]
         others = [t for t in found if not (t.is_weight_or_gradient if isinstance(t, RemoteTensor) else id(t) in own)]
-        # What follows must be the same on all ranks, or some wait for the others.
+        # The following decisions must be equal on all ranks; otherwise, some ranks would wait forever.
         if others and len(others) < len(found):
             raise PipelineError(
                 f"{scope.hook} takes one norm over weights or gradients of the module and over other tensors, which "
@@ -209,7 +222,7 @@ class HookClipping:
         dtype = reduce(torch.promote_types, (t.dtype.to_real() for t in found)) if found else torch.float32
         of = self._holdings.n_indices
         total = total_norm(mine, of, float(norm_type), dtype, self._control).to(scope.device)
-        return original([total], norm_type or 2.0, *args, **kwargs)  # which looks whether it is finite
+        return original([total], norm_type or 2.0, *args, **kwargs)  # this checks whether the norm is finite
 
 
 def _listed(tensors: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:

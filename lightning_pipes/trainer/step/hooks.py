@@ -1,9 +1,11 @@
 """The table of the user's hooks, and the wrappers around them.
 
-A hook without a row runs on every rank and sees the whole module, with stand-ins for layers of other ranks
-(`track_hooks`); nothing else happens around it. To treat another hook, add a row at the place where Lightning calls it.
-`wrap_module_hooks` wraps the module's own hooks by the table, most of them only if it overrides them.
-Hooks that code of the user's has registered on parameters run once for a batch, not for each micro-batch.
+A hook without a row in the table runs on every rank and sees the whole module, with placeholders for layers of other
+ranks (`track_hooks`). To treat another hook differently, add a row at the position in which Lightning calls it.
+`wrap_module_hooks` wraps the hooks of the module according to the table, most of them only if the module overrides
+them.
+
+Hooks that the user's code has registered on parameters run once per batch, not once per micro-batch.
 """
 
 from __future__ import annotations
@@ -34,21 +36,22 @@ from lightning_pipes.trainer.patches import Patches
 
 @dataclass(frozen=True)
 class HookRow:
-    """The handling of one hook, or of another method of the user's that Lightning calls.
+    """Specifies how one hook, or another method of the user's that Lightning calls, is handled.
 
     Attributes:
-        name: of the method.
-        runs_on_rank_zero: the module's hook runs on global rank 0 only, not on every rank.
-        reads_steps: it usually reads what steps have stored on the module, and stores what later steps read. All ranks
-            have the module's state of the last stage before and after it.
-        agrees_on_stops: it is the last hook of a batch or an epoch: afterwards all ranks stop, or none.
-        starts_epoch: random numbers and the data of an epoch are set up after it.
-        merges_logs: it sees the gradients of this rank's layers. What it logs is merged over the ranks.
-        is_in_closure: it may run inside the module's `optimizer_step`.
-        acts_on_weights: it works on weights, and is recognised although its name does not begin with `on_`.
-        is_between_batches: it may change weights between two batches.
-        is_before_step: it may change weights and gradients between backward and the optimizer's step.
-        barrier: the name of Lightning's barrier that follows it.
+        name: the name of the method.
+        runs_on_rank_zero: whether the module's hook runs on global rank 0 only.
+        reads_steps: whether the hook usually reads values that steps have stored on the module, and stores values for
+            later steps. All ranks get the module's state of the last stage before the hook, and again after it.
+        agrees_on_stops: whether it is the last hook of a batch or an epoch, after which all ranks stop or none.
+        starts_epoch: whether the random numbers and the data of an epoch are set up after the hook.
+        merges_logs: whether the hook sees the gradients of this rank's layers. Its logs are merged over the ranks.
+        is_in_closure: whether the hook may run inside the module's `optimizer_step`.
+        acts_on_weights: whether the method works on weights. It is then tracked although its name does not begin with
+            `on_`.
+        is_between_batches: whether the hook may change weights between two batches.
+        is_before_step: whether the hook may change weights and gradients between backward and the optimizer step.
+        barrier: the name of the Lightning barrier that follows the hook.
     """
 
     name: str
@@ -95,11 +98,11 @@ HOOKS = (
     HookRow("on_predict_epoch_end", reads_steps=True),
     HookRow("on_predict_end", reads_steps=True),
 )
-"""In the order in which Lightning calls them."""
+"""The rows, in the order in which Lightning calls the hooks."""
 
 
 def select_hooks(condition: Callable[[HookRow], object]) -> tuple[str, ...]:
-    """Return the names of hooks by a condition on their rows."""
+    """Return the names of the hooks whose rows fulfill a condition."""
     return tuple(row.name for row in HOOKS if condition(row))
 
 
@@ -115,13 +118,16 @@ def wrap_module_hooks(
     agree: Callable[[], None],
     start_epoch: Callable[[], None],
 ) -> None:
-    """Wrap hooks of the module by their rows of the table, until `patches` are closed.
+    """Wrap the hooks of the module according to the table, until `patches` is closed.
 
     Args:
-        synchronise: returns a hook after which all ranks have the state of the module that the last stage has.
+        module: the user's module.
+        patches: the changes to the module.
+        synchronise: wraps a hook so that all ranks have the module's state of the last stage around it.
         is_last: whether the last stage is on this rank.
         is_asynchronous: whether batches overlap.
-        agree: called after the last hooks of a batch or an epoch; Lightning calls the module's after all callbacks'.
+        agree: called after the last hooks of a batch or an epoch. Lightning calls the module's hook after those of all
+            callbacks.
         start_epoch: called after the hook that starts an epoch.
     """
     for row in HOOKS:
@@ -142,7 +148,7 @@ def wrap_module_hooks(
 
 
 def _explain_missing(hook: Hook, is_last: bool, is_asynchronous: bool) -> Hook:
-    """Add to an AttributeError why an attribute is missing where the last stage is on another rank."""
+    """Add to an AttributeError the reason why the attribute may be missing if the last stage is on another rank."""
     arrival = (
         "after a flush, as before validation, for batches overlap"
         if is_asynchronous
@@ -183,27 +189,30 @@ def _call_after(hook: Hook, after: Callable[[], None]) -> Hook:
 
 
 _OURS = ("lightning", "pytorch_lightning", "lightning_pipes")
-"""Packages whose callbacks know what a strategy is."""
+"""Packages whose callbacks are written for distributed strategies."""
 _OF_WHOLE_MODULES = (cb.LambdaCallback, cb.WeightAveraging, cb.StochasticWeightAveraging, cb.BaseFinetuning)
-"""Callbacks among them that need the parameters of all layers, as the user's do."""
+"""Callbacks of these packages that need the parameters of all layers, as the user's callbacks do."""
 
 _OF_STEPS = select_hooks(lambda hook: hook.acts_on_weights)
 _IN_CLOSURE = select_hooks(lambda hook: hook.is_in_closure)
 _ON_RANK_ZERO = select_hooks(lambda hook: hook.runs_on_rank_zero)
 
 _NO_DATA = "its data is not allocated yet"
-"""In torch's error for numbers that are taken of a DTensor."""
+"""A part of torch's error message for reading the values of a DTensor."""
 _SET_DATA = "variable.set_data(tensor)"
-"""In torch's error for `local.data = remote`, which asks no subclass."""
+"""A part of torch's error message for `local.data = remote`, which does not call methods of tensor subclasses."""
 
 
 def track_hooks(
     module: pl.LightningModule, callbacks: Iterable[pl.Callback], scope: HookScope, patches: Patches
 ) -> None:
-    """Have `scope` know which hook runs until `patches` are closed: the module's, and the user's callbacks'.
+    """Make `scope` record which hook of the module or of the user's callbacks is running, until `patches` is closed.
 
     Args:
-        module: cut, with no other wrapper around its hooks yet.
+        module: the module after it was cut, whose hooks have no other wrapper yet.
+        callbacks: the callbacks of the Trainer.
+        scope: records which hook is running.
+        patches: the changes to the module and the callbacks.
     """
     for name in _hooks(pl.LightningModule):
         if is_overridden(name, module):
@@ -265,14 +274,16 @@ def _hooks(kind: type) -> list[str]:
 def track_optimizer_steps(
     optimizers: Iterable[Optimizer], scope: HookScope, patches: Patches, whole: bool = True
 ) -> None:
-    """Have `scope` know when an optimizer steps, until `patches` are closed.
+    """Make `scope` record when an optimizer steps, until `patches` is closed.
 
-    Norms that its code takes by torch's functions are those of all weights.
+    Norms that the optimizer computes with torch's functions are then the norms of all weights.
 
     Args:
-        optimizers: of this rank; each gets a `step` of its own.
-        whole: whether step hooks see the parameters of all ranks. Where batches step some of the layers each, they see
-            those of the batch: others are in use.
+        optimizers: the optimizers of this rank. Each gets its own wrapped `step`.
+        scope: records which code is running.
+        patches: the changes to the optimizers.
+        whole: whether step hooks see the parameters of all ranks. If each batch steps only some of the layers, hooks
+            see the parameters of the batch, because other parameters are in use.
     """
     for optimizer in optimizers:
         _track_steps(optimizer, scope, patches, whole)
@@ -306,15 +317,15 @@ def _track_steps(optimizer: Optimizer, scope: HookScope, patches: Patches, whole
             if hooks.get(key) is ours:
                 hooks[key] = hook
 
-    patches.replace(optimizer, "step", MethodType(step, optimizer))  # schedulers look for the function of a method
+    patches.replace(optimizer, "step", MethodType(step, optimizer))  # schedulers expect a bound method
     patches.callback(unwrap_hooks)
 
 
 class ParameterHooks:
-    """Has hooks of parameters see the gradient of the whole batch.
+    """Makes hooks of parameters see the gradient of the whole batch.
 
     Args:
-        device: of this rank.
+        device: the device of this rank.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -329,12 +340,13 @@ class ParameterHooks:
         alone: bool,
         sum_gradients: Callable[[Sequence[nn.Parameter]], None],
     ) -> Iterator[None]:
-        """Defer hooks to the end of the block, where each runs with the gradients of the block.
+        """Defer hooks to the end of the block, where each hook runs once with the gradient of the block.
 
         Args:
-            reducer: whose own hooks run meanwhile.
-            alone: whether the optimizer step is of this batch alone.
-            sum_gradients: completes gradients of parameters that several ranks hold.
+            parameters: the parameters whose hooks are deferred.
+            reducer: the reducer, whose own hooks run inside the block, or None.
+            alone: whether the optimizer step is for this batch alone.
+            sum_gradients: completes the gradients of parameters that several ranks hold.
         """
         hooked, stepped = with_hooks(parameters)
         if reducer is not None:
@@ -361,7 +373,7 @@ class ParameterHooks:
         draws = RngUse(self._device)
         draws.start()
         of_gradients = {id(p): list(found.values()) for p, (_, found) in zip(hooked, aside, strict=True)}
-        for p in reversed(both):  # as backward reaches them
+        for p in reversed(both):  # in the order of backward
             grad, old = p.grad, before[id(p)]
             for hook in of_gradients.get(id(p), ()) if grad is not None else ():
                 changed = hook(grad)
@@ -384,7 +396,8 @@ class ParameterHooks:
 
 
 def warn_about_hooks(parameters: Sequence[nn.Parameter], reducer: Reducer | None) -> None:
-    """Warn of hooks of parameters where batches overlap: they see parts of a gradient."""
+    """Warn about hooks of parameters if batches overlap, because these hooks see only a part of a gradient at a time.
+    """
     number = sum(
         not all(reducer is not None and reducer.is_own_hook(hook) for hook in accumulate_hooks(p).values())
         or bool(gradient_hooks(p))
@@ -400,7 +413,7 @@ def warn_about_hooks(parameters: Sequence[nn.Parameter], reducer: Reducer | None
 
 
 def _set_aside(table: dict[int, Any], reducer: Reducer | None) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Take the user's hooks out of the table; return the table and the hooks."""
+    """Remove the user's hooks from a table, and return the table and the hooks."""
     found = {key: hook for key, hook in table.items() if reducer is None or not reducer.is_own_hook(hook)}
     for key in found:
         del table[key]

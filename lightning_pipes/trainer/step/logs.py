@@ -1,4 +1,5 @@
-"""Logs of the user's step: recorded on the last stage, merged over micro-batches, replayed on every rank."""
+"""Logs of the user's step, which are recorded on the last stage, merged over micro-batches and replayed on every rank.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +23,16 @@ from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.step.hooks import select_hooks
 
 _OPTIONS = tuple(inspect.signature(pl.LightningModule.log).parameters)[3:]
-"""Parameters that `self.log` takes after name and value."""
+"""The parameters of `self.log` after the name and the value."""
 
 
 LogKey = tuple[str, int]
-"""The name of a logged value, and which call of that name it is."""
+"""The name of a logged value, and the number of the call among the calls with this name."""
 
 
 @dataclass
 class LogCall:
-    """One `self.log(name, value, **options)`."""
+    """One call `self.log(name, value, **options)`, or a value that a step has returned."""
 
     name: str
     value: Any
@@ -39,22 +40,23 @@ class LogCall:
 
     @property
     def reduction_name(self) -> str:
-        """The name of its `reduce_fx`; empty for what a step has returned."""
+        """The name of its `reduce_fx`. Empty for a value that a step has returned."""
         how = self.options.get("reduce_fx", "mean")
         how = how if isinstance(how, str) else getattr(how, "__name__", str(how))
         return "mean" if how == "avg" else how
 
     @property
     def call_text(self) -> str:
-        """How the user wrote it."""
+        """The call as the user wrote it."""
         return f"self.log({self.name!r})" if self.reduction_name else self.name
 
 
 class recorded:  # noqa: N801  # read as a function; a generator takes several times as long, for every micro-batch
-    """The log calls that `module` makes in the block; `log_dict` goes through `log`.
+    """Context manager that returns the log calls of `module` in the block. Calls of `log_dict` are included.
 
     Args:
-        make: make the calls, too; else they are recorded only.
+        module: the module.
+        make: whether to make the calls, too. By default, they are only recorded.
     """
 
     def __init__(self, module: pl.LightningModule, make: bool = False) -> None:
@@ -87,7 +89,7 @@ class recorded:  # noqa: N801  # read as a function; a generator takes several t
 
 @dataclass
 class _Seen:
-    """A torchmetrics object, and the value of its last batch when it was logged."""
+    """A torchmetrics object, and its value for the last batch at the time of the log call."""
 
     metric: Metric
     last: Any
@@ -95,8 +97,17 @@ class _Seen:
 
 @dataclass
 class MetricState:
-    """The state that the same torchmetrics object on another rank needs; lists are sent from where they had ended
-    before."""
+    """The state that the same torchmetrics object on another rank needs.
+
+    Of states that are lists, only the entries that were added since the last message are sent.
+
+    Attributes:
+        attribute: the path of the metric in the module.
+        tensors: the states that are tensors.
+        tails: for each state that is a list, the number of entries that were sent before, and the new entries.
+        updates: the number of updates.
+        last: the value of the last batch.
+    """
 
     attribute: str
     tensors: dict[str, torch.Tensor]
@@ -112,9 +123,14 @@ def merge(
 ) -> list[LogCall]:
     """Merge the log calls of micro-batches by name: means weighted by batch size, sums, minima and maxima.
 
-    The k-th call of a name in one micro-batch belongs to the k-th in the others. Without `batch_size=` a call weighs
-    as many samples as its micro-batch has `rows`. It also does if `batch_size=` is the same constant for micro-batches
-    of different sizes. Means that have `shares` add up by the shares of the micro-batches.
+    The k-th call of a name in one micro-batch is merged with the k-th call of this name in the other micro-batches. A
+    call without `batch_size=` is weighted by the number of samples of its micro-batch. This number is also used if
+    `batch_size=` is the same constant for micro-batches of different sizes.
+
+    Args:
+        recordings: the calls of each micro-batch.
+        rows: the number of samples of each micro-batch.
+        shares: for some calls, the weights of the micro-batches, with which their values are summed instead.
     """
     groups: dict[LogKey, list[tuple[LogCall, int]]] = {}
     for number, calls in enumerate(recordings):
@@ -131,7 +147,7 @@ def merge(
 
 
 def number_calls(calls: Iterable[LogCall]) -> Iterator[tuple[LogKey, LogCall]]:
-    """Return the calls with their names and how often a name was logged before."""
+    """Yield each call with its key, which is its name and its number among the calls of this name."""
     seen: dict[str, int] = {}
     for call in calls:
         seen[call.name] = seen.get(call.name, 0) + 1
@@ -142,7 +158,7 @@ def _merge_calls(calls: Sequence[LogCall], rows: Sequence[int], shares: Sequence
     first = calls[0]
     weights = [call.options.get("batch_size") or n for call, n in zip(calls, rows, strict=True)]
     size = int(sum(weights))
-    if len({*weights}) == 1 and len({*rows}) > 1:  # a constant, which one process has for the whole batch
+    if len({*weights}) == 1 and len({*rows}) > 1:  # a constant, which means the whole batch in one process
         weights, size = [*rows], int(weights[0])
     options = {**first.options, "batch_size": size}
     if isinstance(first.value, _Seen):
@@ -162,24 +178,24 @@ def _merge_calls(calls: Sequence[LogCall], rows: Sequence[int], shares: Sequence
         choose = min if how == "min" else max
         value = choose(values)
     else:
-        value = values[-1]  # Lightning refuses other reductions when the call is made
+        value = values[-1]  # Lightning rejects other reductions when the call is made
     return LogCall(first.name, value, options)
 
 
 def _add_up(values: Sequence[Any], shares: Sequence[float]) -> Any:
-    """Return the sum of values times their shares; what has none may be no number."""
+    """Return the weighted sum of values. Values whose share is 0 may have any type."""
     counted = [(v, share) for v, share in zip(values, shares, strict=True) if share]
     return _mean([v for v, _ in counted], [share for _, share in counted], total=1.0)
 
 
 def returned_calls(extras: Mapping[str, Any]) -> list[LogCall]:
-    """Return the values that a step returns beside its loss, as log calls without a reduction."""
+    """Return the values that a step returns in addition to its loss, as log calls without a reduction."""
     found, _ = pytree.tree_flatten_with_path(dict(extras))
     return [LogCall(returned_key(pytree.keystr(path))[0], value, {"reduce_fx": ""}) for path, value in found]
 
 
 def returned_key(path: str) -> LogKey:
-    """Return the key of a value that a step returns, by its path in the dict."""
+    """Return the key of a value that a step returns, from its path in the dict."""
     return f"outputs{path}", 1
 
 
@@ -189,13 +205,17 @@ def merge_returned(
     shares: Mapping[LogKey, Sequence[float]],
     joined_lists: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Merge the values that a step returned beside its loss over micro-batches.
+    """Merge the values that the steps of micro-batches returned in addition to their losses.
 
-    Tensors and lists over samples are joined, and what has shares adds up by them. Of the rest numbers with a fraction
-    are averaged, equal words and flags are one, and else there is a list with an entry for each micro-batch.
+    Tensors and lists with an entry for each sample are concatenated, and values with shares are summed. Of the
+    remaining values, floating-point numbers are averaged, and equal strings and flags become one value. All others
+    become a list with one entry for each micro-batch.
 
     Args:
-        joined_lists: names of lists that a whole batch has shown to be joined.
+        extras: the returned values of each micro-batch.
+        spans: the samples of each micro-batch.
+        shares: the weights of the micro-batches for values that are summed.
+        joined_lists: the names of lists that are concatenated in a whole batch.
     """
     lists = {}
     for name in extras[0]:
@@ -220,10 +240,10 @@ def merge_returned(
 
 
 def _join_lists(parts: Sequence[Any], spans: Sequence[Span], is_joined: bool) -> list[Any] | None:
-    """Return the entries of lists that have one for each sample; None if they are other values.
+    """Return the concatenation of lists with one entry for each sample, or None for other values.
 
-    Lists of numbers that are as long as micro-batches of one size may be any lists. They are joined only if a whole
-    batch has shown that they are.
+    If all micro-batches have the same size, lists of numbers may have this length by chance. They are concatenated only
+    if a whole batch has shown that they should be.
     """
     rows = [span.rows for span in spans]
     if len(parts) == 1 or not all(isinstance(part, list) for part in parts):
@@ -257,8 +277,10 @@ def _merge_returned_parts(parts: Sequence[Any], spans: Sequence[Span], shares: S
 
 
 def _mean(values: Sequence[Any], weights: Sequence[float], total: float | None = None) -> Any:
-    """Return the weighted mean of numbers, tensors, or dicts of them; the last value where that makes no sense. Another
-    `total` than that of the weights makes it a weighted sum."""
+    """Return the weighted mean of numbers, tensors, or dicts of them, or the last value if it has another type.
+
+    If `total` is given, it replaces the sum of the weights, so that the result is a weighted sum.
+    """
     if len(values) == 1:
         return values[0]
     if isinstance(values[0], dict):
@@ -275,26 +297,26 @@ def _mean(values: Sequence[Any], weights: Sequence[float], total: float | None =
 
 
 class LogReplay:
-    """Carries log calls from the last stage to every rank.
+    """Transfers log calls from the last stage to every rank.
 
-    `pack_calls` runs on the last stage; `replay_calls` runs on all ranks with its result.
+    `pack_calls` runs on the last stage, and `replay_calls` runs on all ranks with its result.
     """
 
     def __init__(self, module: pl.LightningModule) -> None:
         self._module = module
-        self._sent: dict[tuple[str, str], tuple[int, Any]] = {}  # how far the others have a growing list, and its end
+        self._sent: dict[tuple[str, str], tuple[int, Any]] = {}  # the number of entries of a growing list that other ranks have, and the last of them
 
     def pack_calls(self, calls: Sequence[LogCall]) -> list[LogCall]:
-        """Return the calls with values that can be sent."""
+        """Return the calls with values that can be sent to other processes."""
         return [LogCall(c.name, self._pack_call(c), c.options) for c in calls]
 
     def replay_calls(self, calls: Sequence[LogCall]) -> None:
-        """Make the calls for good; must run inside the hook in which they were recorded."""
+        """Make the calls on the module. This must run inside the hook in which they were recorded."""
         for call in calls:
             value = call.value
             if isinstance(value, MetricState):
                 value = self._restore_metric(value)
-            elif isinstance(value, _Seen):  # all ranks have run the step to its end
+            elif isinstance(value, _Seen):  # all ranks have run the whole step
                 self._log_seen(call, value)
                 continue
             elif isinstance(value, torch.Tensor):
@@ -302,7 +324,7 @@ class LogReplay:
             self._module.log(call.name, value, **call.options)
 
     def _log_seen(self, call: LogCall, seen: _Seen) -> None:
-        """Log a metric of this rank as it was when the step logged it."""
+        """Log a metric of this rank with the state that it had when the step logged it."""
         updates, last = metric_counts(seen.metric)
         set_metric_counts(seen.metric, updates, seen.last)
         self._module.log(call.name, seen.metric, **call.options)
@@ -347,9 +369,9 @@ class LogReplay:
 
 
 def limit_metric_sync(module: pl.LightningModule, group: Any, patches: Patches) -> None:
-    """Have torchmetrics objects gather over the replicas only, or for None not at all, until `patches` are closed.
+    """Make torchmetrics objects gather over the replicas only, until `patches` is closed.
 
-    The stages of one pipeline hold the same values.
+    The stages of one pipeline hold the same values. If `group` is None, there are no replicas, and nothing is gathered.
     """
     metrics = [(m, m.sync_on_compute, m.process_group) for m in module.modules() if isinstance(m, Metric)]
     for metric, wanted, _ in metrics:
@@ -367,15 +389,20 @@ def limit_metric_sync(module: pl.LightningModule, group: Any, patches: Patches) 
 GRADIENT_HOOKS = select_hooks(lambda hook: hook.merges_logs)
 
 _TOTAL = re.compile(r"(?P<norms>.*grad_(?P<p>[0-9.]+|inf)_norm)_total")
-"""How `lightning.pytorch.utilities.grad_norm` calls the norm of all norms, behind any prefix of the user's."""
+"""The name that `lightning.pytorch.utilities.grad_norm` gives to the norm of all norms, after any prefix of the user's.
+"""
 
 
 class GradientLogs:
-    """Makes every rank log what these hooks log on all ranks; hooks of the module, and of callbacks.
+    """Makes every rank log the merged values that the gradient hooks of the module and of callbacks log on all ranks.
 
     Args:
-        last_rank: the global rank whose value counts where ranks log different ones under one name.
-        patches: the hooks are wrapped until they are closed.
+        module: the user's module.
+        callbacks: the callbacks of the Trainer.
+        control: the control channel of the ranks.
+        replay: transfers log calls.
+        last_rank: the global rank whose value is used if ranks log different values under one name.
+        patches: the changes to the hooks, which are reverted when it is closed.
     """
 
     def __init__(
@@ -420,10 +447,11 @@ class GradientLogs:
 
 
 def merge_over_ranks(recordings: Sequence[Sequence[LogCall]], last: int) -> tuple[list[LogCall], list[str]]:
-    """Merge the log calls of all ranks by name; also return names without a value for the whole module.
+    """Merge the log calls of all ranks by name, and also return the names without a value for the whole module.
 
-    Names that one rank has are taken from there. Where several have one, as for parameters that several hold, the
-    value of rank number `last` counts, or else the first; totals of `grad_norm` are computed again from all its norms.
+    A name that only one rank has logged keeps its value. If several ranks have logged a name, for example for
+    parameters that several ranks hold, the value of rank number `last` is used, or otherwise the first value. Totals of
+    `grad_norm` are computed again from all norms.
     """
     calls: dict[str, LogCall] = {}
     doubtful: dict[str, None] = {}
@@ -437,19 +465,19 @@ def merge_over_ranks(recordings: Sequence[Sequence[LogCall]], last: int) -> tupl
         if norms:
             doubtful.pop(name, None)
             p = float(_TOTAL.fullmatch(name)["p"])  # type: ignore[index]
-            calls[name] = LogCall(name, torch.tensor(norms).norm(p), call.options)  # as grad_norm does
+            calls[name] = LogCall(name, torch.tensor(norms).norm(p), call.options)  # as in grad_norm
     return list(calls.values()), list(doubtful)
 
 
 def _norms_under(name: str, calls: dict[str, LogCall]) -> Iterator[Any]:
-    """The values of which `name` is the total."""
+    """Yield the values of which `name` is the total."""
     total = _TOTAL.fullmatch(name)
     if total is not None:
         yield from (call.value for other, call in calls.items() if other.startswith(total["norms"]) and other != name)
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Return whether two ranks have logged the same; they may compute on devices of different kinds."""
+    """Return whether two ranks have logged equal values, within rounding because their devices may differ."""
     if isinstance(a, (int, float, torch.Tensor)) and isinstance(b, (int, float, torch.Tensor)):
         return torch.allclose(torch.as_tensor(a).double(), torch.as_tensor(b).double(), rtol=1e-4, equal_nan=True)
     return True
