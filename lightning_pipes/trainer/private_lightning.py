@@ -731,8 +731,7 @@ def ignore_warnings(message: str) -> Callable[[], None]:
 
 
 def find_average(callback: Averaging) -> nn.Module | None:
-    """Return the copy of a module in which a callback averages weights. The `setup` of the callback creates the copy.
-    """
+    """Return the copy of a module in which a callback averages weights. The `setup` of the callback creates it."""
     average: nn.Module | None = callback._average_model
     return average
 

@@ -26,7 +26,9 @@ from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.step.hooks import select_hooks
 
 LOOKED_AT, EVERY = 20, 50
-"""Values are compared, and all gradients looked at, in the first batches of a run and later in every `EVERY`-th."""
+"""The number of batches at the start of a run in which values are compared and all gradients are checked, and the
+interval of the later batches in which this happens.
+"""
 FEW = 500
 """The largest number of parameters whose gradients are checked in every batch."""
 

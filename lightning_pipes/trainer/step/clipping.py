@@ -182,7 +182,7 @@ class HookClipping:
     def _clip(self, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
         # With foreach=True torch refuses the device of remote tensors.
         here = [_local(p) for p in _listed(parameters) if not (self._scope.is_active and isinstance(p, RemoteTensor))]
-        if all(p.grad is None for p in here):  # a stage may have no weights, and torch cannot clip an empty list by value
+        if all(p.grad is None for p in here):  # a stage may have no weights, and torch rejects an empty list
             return None
         return original(here, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Logs of the user's step, which are recorded on the last stage, merged over micro-batches and replayed on every rank.
+"""Logs of the user's step, which are recorded on the last stage, merged over micro-batches and replayed on all ranks.
 """
 
 from __future__ import annotations
@@ -304,7 +304,7 @@ class LogReplay:
 
     def __init__(self, module: pl.LightningModule) -> None:
         self._module = module
-        self._sent: dict[tuple[str, str], tuple[int, Any]] = {}  # the number of entries of a growing list that other ranks have, and the last of them
+        self._sent: dict[tuple[str, str], tuple[int, Any]] = {}  # sent entries of a growing list
 
     def pack_calls(self, calls: Sequence[LogCall]) -> list[LogCall]:
         """Return the calls with values that can be sent to other processes."""
@@ -389,7 +389,7 @@ def limit_metric_sync(module: pl.LightningModule, group: Any, patches: Patches) 
 GRADIENT_HOOKS = select_hooks(lambda hook: hook.merges_logs)
 
 _TOTAL = re.compile(r"(?P<norms>.*grad_(?P<p>[0-9.]+|inf)_norm)_total")
-"""The name that `lightning.pytorch.utilities.grad_norm` gives to the norm of all norms, after any prefix of the user's.
+"""The name that `lightning.pytorch.utilities.grad_norm` gives to the norm of all norms, after any prefix of the user.
 """
 
 

@@ -1,7 +1,9 @@
-"""How the losses of micro-batches add up to the loss of their batch: by samples, by tokens, or as a sum.
+"""The weights with which the losses of micro-batches are summed to the loss of their batch: by samples, by tokens, or
+1.
 
-What the labels of a batch leave open, its loss decides: of the candidates that differ for a batch, those are kept that
-make the loss of the whole batch of the losses of its micro-batches.
+If the labels of a batch do not determine the weights, the loss of the batch does. Of the candidates that give different
+weights for a batch, only those are kept with which the losses of the micro-batches reproduce the loss of the whole
+batch.
 """
 
 from __future__ import annotations
@@ -24,36 +26,37 @@ from lightning_pipes.trainer.step.logs import LogCall, LogKey, number_calls
 
 SAMPLES, SUMS, OWN = "samples", "1: it is a sum", "microbatch_weight"
 FIRST = "the first micro-batch"
-"""By what values are merged that the first sample makes, such as `x[0, 0]`."""
+"""The candidate for values that only depend on the first sample, such as `x[0, 0]`."""
 EXTREME = "the largest or smallest"
-"""By what values are merged that are logged with reduce_fx="max" or "min"; no weights."""
+"""The candidate for values that are logged with reduce_fx="max" or "min", which have no weights."""
 IGNORED = -100
-"""The label of what does not count, as of `torch.nn.functional.cross_entropy`."""
+"""The label of entries that do not count, as in `torch.nn.functional.cross_entropy`."""
 _HALF = 1e-4
-"""By how much losses may differ, relatively, where they are computed from numbers with half the bits: batches of other
-sizes made 2e-6 of it."""
+"""The relative difference that is allowed between losses if they are computed from half-precision numbers. Other batch
+sizes changed a loss by 2e-6.
+"""
 _ALIKE = 1e-12
-"""By how much equal weights may differ."""
+"""The difference that is allowed between equal weights."""
 
 Sums = Callable[[torch.Tensor], Callable[[], None]]
 
 
 @runtime_checkable
 class WeighsMicrobatches(Protocol):
-    """A LightningModule that says how much the loss of a micro-batch counts."""
+    """A LightningModule that specifies the weights of the losses of micro-batches."""
 
     def microbatch_weight(self, batch: Any) -> float:
-        """Return the weight of a micro-batch, such as its number of tokens; only ratios within a batch matter."""
+        """Return the weight of a micro-batch, such as its number of tokens. Only ratios within a batch matter."""
 
 
 @dataclass(frozen=True)
 class WeightAmounts:
-    """Amounts by which one candidate weighs the micro-batches of a batch.
+    """The amounts with which one candidate weights the micro-batches of a batch.
 
     Attributes:
-        name: for people.
-        of: the amount in the samples of a span.
-        total: the amount in the whole batch of this rank; 1 where losses are summed.
+        name: the name of the candidate, for messages.
+        of: returns the amount for the samples of a span.
+        total: the amount for the whole batch of this rank, or 1 if losses are summed.
     """
 
     name: str
@@ -61,14 +64,14 @@ class WeightAmounts:
     total: float
 
     def loss_share(self, span: Span) -> float:
-        """Return the weight of a micro-batch's loss in that of the batch."""
+        """Return the weight of the loss of a micro-batch in the loss of the batch."""
         return self.of(span) / self.total if self.total else 0.0
 
 
 def find_candidates(module: pl.LightningModule, batch: Any, rows: int, spans: Iterable[Span]) -> list[WeightAmounts]:
-    """Return the candidates for weights of micro-batches, the likeliest first.
+    """Return the candidates for weights of micro-batches, the most likely first.
 
-    They are the module's own weights, samples, tokens, and none.
+    The candidates are the module's own weights, the number of samples, the numbers of tokens, and equal weights.
     """
     found = []
     if isinstance(module, WeighsMicrobatches):
@@ -85,7 +88,7 @@ def find_candidates(module: pl.LightningModule, batch: Any, rows: int, spans: It
 
 
 def sample_tensors(batch: Any, rows: int, where: str = "batch") -> Iterator[tuple[str, torch.Tensor]]:
-    """Return the tensors with an entry for each sample, and their places."""
+    """Yield the tensors with an entry for each sample, with their places in the batch."""
     if isinstance(batch, torch.Tensor):
         if batch.ndim and batch.size(0) == rows:
             yield where, batch
@@ -102,7 +105,11 @@ def sample_tensors(batch: Any, rows: int, where: str = "batch") -> Iterator[tupl
 
 
 def _tokens(what: str, which: str, tensor: torch.Tensor, ignored: int) -> Iterator[WeightAmounts]:
-    """Entries of a tensor that count, those after the first of each sequence, and samples that have any of them."""
+    """Yield candidates from the entries of a tensor that are not ignored.
+
+    They are the number of these entries, the number without the first entry of each sequence, and for both the number
+    of samples with any such entry.
+    """
     counted = tensor != ignored
     shifts = tensor.ndim == 2 and tensor.size(1) > 1
     if bool(counted.all()):  # the same number in each sample
@@ -119,25 +126,25 @@ def _tokens(what: str, which: str, tensor: torch.Tensor, ignored: int) -> Iterat
 
 
 def _count_amounts(name: str, numbers: Sequence[int]) -> WeightAmounts:
-    """Return the amounts of numbers for each sample."""
+    """Return a candidate from the numbers of all samples."""
     ends = [0, *accumulate(numbers)]
     return WeightAmounts(name, lambda span: ends[span.stop] - ends[span.start], ends[-1])
 
 
 class BatchWeights:
-    """The weights of one batch's micro-batches.
+    """The weights of the micro-batches of one batch.
 
     Args:
-        every: all candidates, and that of values that the first sample makes.
-        found: those that are possible, the likeliest first.
-        spans: of the micro-batches.
-        logs: names of the candidates by which logged and returned values are weighed.
-        ambiguous: values for which several of them are possible.
-        request_comparison: called with log calls of such values that would tell.
-        undecided: whether candidates that disagree are to be distinguished by this batch.
-        joined_lists: names of returned lists that have the entries of all micro-batches in a row.
-        sums: adds up numbers over replicas and returns what waits for that; None without replicas.
-        replicas: how many there are.
+        every: all candidates, including the candidate for values that only depend on the first sample.
+        found: the candidates that are possible for the loss, the most likely first.
+        spans: the samples of each micro-batch.
+        undecided: whether this batch should decide between candidates that give different weights.
+        logs: the names of the candidates that are used for logged and returned values.
+        ambiguous: the values for which several different candidates are possible.
+        request_comparison: called with log calls of such values that would allow a decision.
+        joined_lists: the names of returned lists that are concatenated over micro-batches.
+        sums: sums numbers over replicas and returns a function that waits for this. None without replicas.
+        replicas: the number of replicas.
     """
 
     def __init__(
@@ -174,7 +181,7 @@ class BatchWeights:
         """Exchange the amounts of this batch with other replicas, before its first loss.
 
         Raises:
-            PipelineError: their batches have other columns.
+            PipelineError: the batches of the replicas have different columns.
         """
         if self._wait is None or self._numbers is None:
             return
@@ -186,17 +193,18 @@ class BatchWeights:
         self.undecided = undecided > 0
 
     def loss_share(self, span: Span) -> float:
-        """Return the weight of a micro-batch's loss in that of this rank's batch."""
+        """Return the weight of the loss of a micro-batch in the loss of this rank's batch."""
         return self.chosen.loss_share(span) if self.chosen.total else span.rows / sum(each.rows for each in self.spans)
 
     def shares_of_logs(
         self, spans: Sequence[Span], calls: Sequence[Sequence[LogCall]], of_loss: Iterable[LogKey]
     ) -> dict[LogKey, list[float]]:
-        """Return the weights of values that micro-batches logged or returned, where not as their reduction says.
+        """Return the weights of the logged and returned values that are not merged as their reduction specifies.
 
         Args:
-            calls: of each micro-batch.
-            of_loss: those that are the loss itself.
+            spans: the samples of each micro-batch.
+            calls: the log calls of each micro-batch.
+            of_loss: the keys of the calls whose value is the loss itself.
         """
         named = {each.name: each for each in self.every}
         known = {key: named[name] for key, name in self.logs.items() if name in named}
@@ -213,7 +221,11 @@ class BatchWeights:
         }
 
     def gradient_factor(self, span: Span) -> float:
-        """Return the same for its gradient, which replicas average: in one process they would be one batch."""
+        """Return the weight of the loss of a micro-batch for its gradient.
+
+        Replicas average gradients. The factor makes the average equal to the gradient in one process, which would have
+        one batch of all samples.
+        """
         chosen = self.chosen
         if not self._totals or chosen.name == SAMPLES:
             return self.loss_share(span)
@@ -222,21 +234,25 @@ class BatchWeights:
 
 
 class LossWeights:
-    """Weighs the micro-batches of each batch of a run, on the rank of the last stage.
+    """Determines the weights of the micro-batches of each batch of a run, on the rank of the last stage.
 
     Args:
-        compares: whether candidates may be distinguished by the losses of a batch.
-        sums: adds up numbers over replicas, in place, and returns what waits for that; None without replicas.
+        module: the user's module.
+        compares: whether losses of batches may be used to decide between candidates.
+        sums: sums numbers over replicas in place and returns a function that waits for this. None without replicas.
+        replicas: the number of replicas.
 
     Attributes:
-        name: by what micro-batches are weighed; empty before the first batch.
-        ruled_out: names of candidates that don't make the loss.
-        joined_lists: names of returned lists that whole batches have shown to be those of micro-batches in a row.
+        name: the name of the candidate with which micro-batches are weighted. Empty before the first batch.
+        ruled_out: the names of candidates that do not reproduce the loss.
+        joined_lists: the names of returned lists for which whole batches have shown that they are concatenated.
     """
 
     MOST_BATCHES, MOST_FOR_LOGS, MOST_AGAIN = 5, 3, 16
-    """Batches by which candidates for the loss, and for logged values, are distinguished; then the likeliest counts.
-    Where a logged value has been 0, one more is looked at in each epoch and when that changes, so often at most."""
+    """The largest numbers of batches that decide between candidates for the loss, and for logged values. After these,
+    the most likely candidate is used. If a logged value was 0, one more batch is compared in each epoch and when the
+    value changes, at most MOST_AGAIN times.
+    """
 
     def __init__(self, module: pl.LightningModule, compares: bool, sums: Sums | None, replicas: int) -> None:
         self.name = ""
@@ -248,7 +264,7 @@ class LossWeights:
         self._log_batches_left = self.MOST_FOR_LOGS if compares else 0
         self._extra_batches_left = self.MOST_AGAIN if compares else 0
         self._logs: dict[LogKey, set[str]] = {}
-        """The candidates that have made each logged value so far."""
+        """The candidates that have reproduced each logged value in all batches so far."""
         self._usual: dict[LogKey, str] = {}
         self._ambiguous: set[LogKey] = set()
         self._named_calls: dict[str, None] = {}
@@ -256,11 +272,13 @@ class LossWeights:
 
     @staticmethod
     def are_needed(module: pl.LightningModule, check_loss: bool) -> bool:
-        """Return whether micro-batches may be weighed by something else than their samples."""
+        """Return whether micro-batches may be weighted by another quantity than their number of samples."""
         return check_loss or isinstance(module, WeighsMicrobatches)
 
     def weigh_batch(self, batch: Any, rows: int, spans: Sequence[Span]) -> BatchWeights | None:
-        """Return the weights of a batch, by its own labels; None if it is not cut and there are no replicas."""
+        """Return the weights of a batch according to its own labels, or None if it is not cut and there are no
+        replicas.
+        """
         if len(spans) < 2 and self._sums is None:
             return None
         found = find_candidates(self._module, batch, rows, spans)
@@ -269,7 +287,7 @@ class LossWeights:
         left = left or [each for each in found if each.name == SAMPLES]
         if not self._batches_left:
             left = left[:1]
-        if self._ambiguous and self._module.current_epoch != self._epoch:  # its number may be logged, which was 0
+        if self._ambiguous and self._module.current_epoch != self._epoch:  # a logged number of the epoch was 0 in the first epoch
             self._compare_next_batch()
         self._epoch = self._module.current_epoch
         undecided = candidates_differ(left, spans) or (self._log_batches_left > 0 and self._logs_disagree(every, spans))
@@ -289,10 +307,12 @@ class LossWeights:
         return made
 
     def choose_candidate(self, weights: BatchWeights, fitting: Collection[str] | None) -> None:
-        """Take the likeliest of those candidates that make the loss of a batch; collective over replicas.
+        """Choose the most likely candidate that reproduces the loss of a batch. This method is collective over
+        replicas.
 
         Args:
-            fitting: their names; None if the loss fits no candidate.
+            weights: the weights of the batch.
+            fitting: the names of these candidates, or None if no candidate reproduces the loss.
         """
         names = [each.name for each in weights.found]
         fit = torch.tensor([float(fitting is None or name in fitting) for name in names], dtype=torch.float64)
@@ -314,10 +334,11 @@ class LossWeights:
             self.ruled_out |= set(names) - {weights.chosen.name}
 
     def weigh_logs(self, weights: BatchWeights, by: Mapping[LogKey, tuple[str, Collection[str]]]) -> None:
-        """Weigh logged and returned values by the candidates that reproduce them from micro-batches.
+        """Choose the weights of logged and returned values among the candidates that reproduce them from micro-batches.
 
         Args:
-            by: for each value its usual weights, and the candidates.
+            weights: the weights of the batch.
+            by: for each value, the name of its usual weights and the names of the candidates.
         """
         for key, (usual, names) in by.items():
             self._usual[key] = usual
@@ -331,7 +352,11 @@ class LossWeights:
         weights.logs = self._likeliest_for_logs(weights.every)
 
     def _likeliest_for_logs(self, every: Sequence[WeightAmounts]) -> dict[LogKey, str]:
-        """Return the likeliest candidates of logged values: the usual one, samples, the loss's own."""
+        """Return the most likely candidate of each logged value.
+
+        The order is: the usual candidate, the extremes, the number of samples, the candidate of the loss, and all
+        others.
+        """
         order = [EXTREME, *(e.name for e in sorted(every, key=lambda e: (e.name != SAMPLES, e.name != self.name)))]
         left = {
             key: sorted((name for name in order if name in names), key=lambda name: name != self._usual[key])
@@ -362,11 +387,11 @@ class LossWeights:
 
     @property
     def has_no_replicas(self) -> bool:
-        """Whether there are no replicas, which choose together."""
+        """Whether there are no replicas, which would have to choose together."""
         return self._sums is None
 
     def give_up(self) -> None:
-        """Take samples from the next batch on."""
+        """Stop comparing losses from the next batch on."""
         self._batches_left = 0
 
     def _name(self, chosen: WeightAmounts) -> None:
@@ -376,18 +401,18 @@ class LossWeights:
 
 
 def usual_weights(call: LogCall) -> str:
-    """Return by what values of a log call are merged unless a batch shows otherwise; empty if it must show."""
+    """Return the candidate for a log call unless a batch shows otherwise. Empty if a batch must show it."""
     return {"mean": SAMPLES, "sum": SUMS, "max": EXTREME, "min": EXTREME}.get(call.reduction_name, "")
 
 
 def _is_nonzero(call: LogCall) -> bool:
-    """Return whether a value is not 0, for which all weights do."""
+    """Return whether a value is not 0. All candidates reproduce a value of 0."""
     value = call.value
     return bool(value.any()) if isinstance(value, torch.Tensor) else bool(value)
 
 
 def candidates_differ(found: Sequence[WeightAmounts], spans: Sequence[Span]) -> bool:
-    """Return whether candidates give a batch's micro-batches different weights."""
+    """Return whether candidates give different weights to the micro-batches of a batch."""
     first = [found[0].loss_share(span) for span in spans]
     return any(
         abs(each.loss_share(span) - share) > _ALIKE
@@ -404,13 +429,15 @@ def parts_differ(
     types: set[torch.dtype],
     size: float = 0.0,
 ) -> bool:
-    """Return whether the losses of parts of a batch, by their shares, add up to something else than its loss.
+    """Return whether the weighted losses of the parts of a batch sum to a different value than its loss.
 
     Args:
-        share: returns the weight of a part's loss in that of the batch.
+        whole: the loss of the batch.
+        parts: the loss of each part.
+        share: returns the weight of the loss of a part in the loss of the batch.
         kind: the type of the losses.
-        types: the types of the numbers from which they were computed.
-        size: of the numbers that were rounded, if it is more than that of the losses.
+        types: the types of the numbers from which the losses were computed.
+        size: the magnitude of the numbers that were rounded, if it is larger than the magnitude of the losses.
     """
     weighed = [(loss, share(span)) for span, loss in parts.items()]
     mean = sum(loss * weight for loss, weight in weighed if weight)
@@ -418,11 +445,11 @@ def parts_differ(
 
 
 class SplitLosses(NamedTuple):
-    """The losses of a batch and of its parts.
+    """The result of a comparison of the loss of a batch with the losses of its parts.
 
     Attributes:
-        wrong: the candidates for weights by which the losses of the parts do not make the loss of the batch.
-        unexplained: the losses, if no candidate makes it; else empty.
+        wrong: the candidates for weights with which the losses of the parts do not reproduce the loss of the batch.
+        unexplained: a description of the losses if no candidate reproduces the loss, and otherwise empty.
     """
 
     wrong: frozenset[str]
@@ -435,14 +462,16 @@ def compare_losses(
     """Compare the loss of a batch with the losses of its parts.
 
     Args:
-        rows: the samples of the batch, at least 2.
+        module: the user's module.
+        batch: the batch.
+        rows: the number of samples of the batch, at least 2.
         compute: returns the losses of batches.
     """
     cuts = [[Span(0, at), Span(at, rows)] for at in range(1, rows)]
     means = [each for each in find_candidates(module, batch, rows, cuts[0]) if each.name != SUMS]
     first = next((each for each in cuts if candidates_differ(means, each)), cuts[0])
     cut = make_cutter(batch, rows)
-    spans = [*first, *cuts[len(cuts) // 2]]  # a loss may be 0 for one sample: two cuts are compared
+    spans = [*first, *cuts[len(cuts) // 2]]  # two cuts are compared, because a loss may be 0 for one sample
     whole, *parts = compute([batch, *map(cut, spans)])
     kinds = {t.dtype for t in (*module.parameters(), whole) if t.is_floating_point()}
     wrong, candidates = set[str](), find_candidates(module, batch, rows, spans[:2])
@@ -466,9 +495,11 @@ def losses_differ(
     """Return whether the loss of a batch and the mean over its parts differ by more than rounding.
 
     Args:
-        losses: all losses, for their size.
+        whole: the loss of the batch.
+        mean: the weighted mean of the losses of its parts.
+        losses: all losses, from which the magnitude is taken.
         kind: the type of the losses.
-        types: the types of the numbers from which they were computed.
+        types: the types of the numbers from which the losses were computed.
     """
     if not math.isfinite(whole) or not math.isfinite(mean):
         return math.isfinite(whole) or math.isfinite(mean)

@@ -1,4 +1,4 @@
-"""The user's steps, cut into what each stage has to run."""
+"""Runs the user's steps, divided into the parts that each stage runs."""
 
 from __future__ import annotations
 
@@ -58,25 +58,28 @@ from lightning_pipes.trainer.step.weight_changes import WeightChangeCheck, expla
 
 Context = Callable[[], AbstractContextManager[Any]]
 Outputs = Sequence[tuple[Span, Any]]
-"""What the layers return, by micro-batch."""
+"""The outputs of the layers, by micro-batch."""
 _NOTHING = nullcontext()
 _log = logging.getLogger(__name__)
 GENERATORS: Place = ("generators",)
-"""The key of the states of the module's generators among the values of a message."""
+"""The key under which a message contains the states of the module's generators."""
 _INPUT_LOOKS = 16
-"""Runs of the first layers in which inputs are copied that were made in inference mode."""
+"""The number of runs of the first layers in which inputs that were made in inference mode are copied."""
 HOST = torch.device("cpu")
 
 
 @dataclass
 class BatchCopy:
-    """A copy of a batch on the host, with the last stage's values of each micro-batch.
+    """A copy of a batch on the host, with values of the last stage for each micro-batch.
 
     Attributes:
-        inside: whether `parts` are what the last stage's layers got, for what they return has no samples: a loss.
-        axis: the axis of what they return that counts samples; in `parts` it is the first one.
-        left: the values that layers have left for the code after them.
-        left_out: why nothing is kept.
+        batch: the copy of the batch.
+        rows: the number of samples of the batch.
+        parts: for each micro-batch, the output of the layers of the last stage, or their input if `inside`.
+        left: for each micro-batch, the values that layers have left for the code after them.
+        inside: whether `parts` holds inputs, because the output, such as a loss, has no axis of samples.
+        axis: the axis of samples in the output of the layers. In `parts`, it is moved to the front.
+        left_out: the reason why nothing is kept. Empty if values are kept.
     """
 
     batch: Any
@@ -88,10 +91,10 @@ class BatchCopy:
     left_out: str = ""
 
     def keep_microbatch(self, span: Span, received: Any, output: Any) -> None:
-        """Copy the received values and the output of one micro-batch."""
+        """Copy the received values or the output of one micro-batch."""
         if self.left_out:
             return
-        trained = [t for t in tensors_in(output) if t.requires_grad]  # a mask without samples is no loss
+        trained = [t for t in tensors_in(output) if t.requires_grad]  # a mask without samples is not a loss
         axes = range(self.axis, min((t.ndim for t in trained), default=1))
         axis = next((a for a in axes if all(t.size(a) == span.rows for t in trained)), None)
         if self.parts and axis != self.axis and not self.inside:
@@ -120,7 +123,7 @@ class BatchCopy:
 
 
 def why_no_room(needed: int) -> str:
-    """Return why the host has no room for `needed` bytes; empty if it has."""
+    """Return the reason why the host has no room for `needed` bytes, or an empty text if it has."""
     available = psutil.virtual_memory().available
     if needed <= available // 4:
         return ""
@@ -129,7 +132,7 @@ def why_no_room(needed: int) -> str:
 
 @dataclass
 class StepResult:
-    """The result of the user's training step for one micro-batch; no loss where the step skips the batch."""
+    """The result of the user's training step for one micro-batch. The loss is None if the step skips the batch."""
 
     loss: torch.Tensor | None
     extras: dict[str, Any]
@@ -137,11 +140,11 @@ class StepResult:
 
     @property
     def log_calls(self) -> list[LogCall]:
-        """Return log calls of the step, and of the values it returned beside the loss."""
+        """The log calls of the step, and of the values that it returned in addition to the loss."""
         return [*self.logged, *returned_calls(self.extras)] if self.extras else [*self.logged]
 
     def logged_losses(self) -> list[LogKey]:
-        """Return which logged values are the loss itself."""
+        """Return the keys of the logged values that are the loss itself."""
         assert self.loss is not None, "a batch that is skipped has no weights"
         own = self.loss.untyped_storage().data_ptr()
         tensors = [(key, call.value) for key, call in number_calls(self.logged) if isinstance(call.value, torch.Tensor)]
@@ -150,23 +153,24 @@ class StepResult:
 
 @dataclass
 class TrainingBatch:
-    """The samples of a training batch, with inputs and results of the user's step for each micro-batch.
+    """The samples of a training batch, with the inputs and results of the user's step for each micro-batch.
 
-    The steps of the stages know this part alone; the training loop has the rest, `TrainingStep`.
+    The steps of the stages only use this class. The training loop uses its subclass `TrainingStep`.
 
     Attributes:
-        results: of each micro-batch, on the ranks of the last stage.
-        arguments: of training_step after the batch.
+        batch: the batch.
+        rows: the number of samples of the batch.
+        arguments: the arguments of training_step after the batch.
         divisor: the number of batches of one optimizer step, by which the loss is divided.
-        kept: a copy of the batch and of the last stage's values, for checks; None without them.
-        samples: lists that an earlier batch has shown to have an entry for each sample.
-        weights: the weight of each micro-batch on the last stage; None if weighed by samples.
-        compare_candidates: called after the first micro-batch, to find the weights among the candidates.
-        complete: whether an optimizer step may follow; not so in the middle of an accumulation.
-        initial_state: the state of the module when the batch began, where hooks may change that before its steps.
-        stage_inputs: the input of each stage's layers, by stage and micro-batch, on the host; None if no check wants
-            it.
+        results: the result of each micro-batch, on the ranks of the last stage.
+        kept: a copy of the batch and of the last stage's values for checks, or None.
+        samples: the paths of lists for which an earlier batch has shown that they have an entry for each sample.
+        complete: whether an optimizer step may follow. False in the middle of gradient accumulation.
+        initial_state: the state of the module at the start of the batch, if hooks may change it before the steps.
+        stage_inputs: the inputs of the layers by stage and micro-batch, on the host. None if no check needs them.
         loaded_copy: the batch as it was loaded, for the check of `stage_inputs`.
+        weights: the weight of each micro-batch on the last stage, or None to weight by the number of samples.
+        compare_candidates: called after the first micro-batch, to find the weights among the candidates.
     """
 
     batch: Any
@@ -182,15 +186,15 @@ class TrainingBatch:
     loaded_copy: Any = None
     weights: BatchWeights | None = None
     compare_candidates: Callable[[Stage, Item], None] | None = None
-    _parts: dict[Span, Any] = field(default_factory=dict)  # each is handed out once, for a step may change it
+    _parts: dict[Span, Any] = field(default_factory=dict)  # each part is used once, because a step may change it
 
     @property
     def in_initial_state(self) -> AbstractContextManager[None]:
-        """The context in which its steps find the state that it began with."""
+        """The context in which the steps find the state from the start of the batch."""
         return _NOTHING if self.initial_state is None else self.initial_state.restore_entries()
 
     def cut(self, spans: Iterable[Span]) -> None:
-        """Cut the spans of the batch in advance, for `select_samples`."""
+        """Select the samples of the spans in advance, for `select_samples`."""
         self._parts.update({span: self._cutter(span) for span in spans})
 
     def keep_copy(self) -> None:
@@ -202,7 +206,7 @@ class TrainingBatch:
         return self._parts.pop(span) if span in self._parts else self._cutter(span)
 
     def keep_stage_input(self, stage: int, span: Span, x: Any) -> None:
-        """Keep a copy of the input of a stage's layers, if a check wants it."""
+        """Keep a copy of the input of a stage's layers if a check needs it."""
         if self.stage_inputs is not None and span not in self.stage_inputs.setdefault(stage, {}):
             copy = trees.map_tensors(lambda t: t.detach().to("cpu", copy=True), x)
             self.stage_inputs[stage][span] = copy
@@ -212,10 +216,11 @@ class TrainingBatch:
         return make_cutter(self.batch, self.rows, samples=self.samples)
 
     def result(self) -> tuple[Any, list[LogCall]]:
-        """Return the whole batch's loss, in a dict where the user's step gives one, and its log calls.
+        """Return the loss of the whole batch and its log calls. The loss is in a dict if the user's step returns a
+        dict.
 
         Raises:
-            PipelineError: the step skips some micro-batches.
+            PipelineError: the step skips some of the micro-batches.
         """
         spans = sorted(self.results)
         results = [self.results[s] for s in spans]
@@ -231,7 +236,7 @@ class TrainingBatch:
         if self.weights is not None:
             shares = [self.weights.loss_share(s) for s in spans]
             of_logs = self.weights.shares_of_logs(spans, [o.log_calls for o in results], results[0].logged_losses())
-        # The loss of no token is no number.
+        # The loss of a micro-batch without tokens may be NaN.
         parts = [loss * share for share, loss in zip(shares, losses, strict=True) if share]
         loss = sum(parts[1:], start=parts[0]) if len(spans) > 1 else losses[0]
         logged = merge([o.logged for o in results], [s.rows for s in spans], of_logs)
@@ -243,16 +248,20 @@ class TrainingBatch:
 
 @dataclass
 class EvaluationBatch:
-    """The input that the first stage captured from the user's step, for the whole batch.
+    """The input of the layers that the first stage captured from the user's step, for the whole batch.
 
     Attributes:
-        step: the user's, which takes `batch` and `arguments`.
-        shared_ids: ids of the tensors of `x` that belong to every sample, however many entries they have.
-        has_other_axis: whether a tensor of `x` has its samples on another axis than 0, so that `x` can't be cut.
-        is_repeated: whether a step that is running calls the layers once more.
-        left: on the last stage what layers have left for the code after them, by micro-batch.
-        generators: states of the module's own in which the code before the layers has left them; on the last stage
-            those in which the layers have.
+        context: returns the context of the step.
+        step: the user's step, which takes `batch` and `arguments`.
+        batch: the batch.
+        arguments: the arguments of the step after the batch.
+        x: the captured input.
+        shared_ids: the ids of the tensors of `x` that belong to all samples, regardless of their number of entries.
+        has_other_axis: whether a tensor of `x` has its samples on another axis than 0, so that `x` cannot be cut.
+        is_repeated: whether this is a further call of the layers by a running step.
+        left: on the last stage, the values that layers have left for the code after them, by micro-batch.
+        generators: the states of the module's generators after the code before the layers. On the last stage, the
+            states after the layers.
     """
 
     context: Context
@@ -272,10 +281,11 @@ class WholeBatch(EvaluationBatch):
     """A second run of a training batch, to compare the values that its step leaves in the module, logs and returns.
 
     Attributes:
-        rows: samples of the batch.
-        samples: lists that have an entry for each sample.
-        leaves_values: whether the values that the step leaves in the module are those of the whole batch.
-        failure: why the step could not run to its end; empty if it could. Known on the last stage.
+        rows: the number of samples of the batch.
+        samples: the paths of lists that have an entry for each sample.
+        leaves_values: whether the step keeps the values of this run in the module, because they belong to the whole
+            batch.
+        failure: the reason why the step could not finish, on the last stage. Empty if it did.
         results: the results of the step, on the last stage.
     """
 
@@ -291,11 +301,11 @@ class WholeBatch(EvaluationBatch):
 
 
 class _Shapes(NamedTuple):
-    """How a tensor depends on samples.
+    """Describes how the shape of a tensor depends on the number of samples.
 
     Attributes:
-        is_constant: its shape is the same for one sample.
-        has_other_axis: its samples are on another axis than 0.
+        is_constant: whether its shape is the same for one sample.
+        has_other_axis: whether its samples are on another axis than 0.
     """
 
     is_constant: bool = False
@@ -303,7 +313,7 @@ class _Shapes(NamedTuple):
 
 
 class _InputWatch:
-    """The input of the first layers before they run, by which changes in place are seen.
+    """The input of the first layers before they run, for the detection of in-place changes.
 
     Torch does not count the changes of tensors that were made in inference mode, so these are copied.
     """
@@ -321,40 +331,47 @@ class _InputWatch:
 
 
 def input_of_layers(received: Any) -> Any:
-    """Return the input of a stage's layers from what the stage before has returned."""
+    """Return the input of a stage's layers, taken from the output of the previous stage."""
     return received.out if isinstance(received, ChangedInput) else received
 
 
 def run_stage(stage: Stage, item: Item, span: Span, received: Any) -> Any:
-    """Return the output of a stage's layers, with the changes of their input that the first stage has made."""
-    is_captured = stage.number == 0  # by the user's step, in each run
+    """Return the output of a stage's layers, together with the in-place changes of the input by the first stage."""
+    is_captured = stage.number == 0  # the user's step makes it again in each run
     out = stage.run_layers(item, span, input_of_layers(received), is_made_again=is_captured)
     return received._replace(out=out) if isinstance(received, ChangedInput) else out
 
 
 class Steps:
-    """Runs the user's `*_step` methods around the pipelined module, which `interceptor` stands for.
+    """Runs the user's `*_step` methods around the pipelined module, for which `interceptor` is a placeholder.
 
-    Where this rank runs a step several times on the same samples, all runs but the last get copies of them: a step may
-    prepare its batch in place, and must find it as it was loaded.
+    If this rank runs a step several times with the same samples, all runs except for the last one get copies of them. A
+    step may modify its batch in place, and each run must find the batch as it was loaded.
 
     Args:
-        plan: says which stages `rank` of the pipeline holds, and whether they recompute.
-        seed: what the random numbers of the steps start from.
-        state: that of the module around its layers.
-        left: what layers leave for the code after them.
+        module: the user's module.
+        precision: the precision plugin.
+        interceptor: the placeholder of the pipelined module.
+        plan: specifies the stages of this rank, and whether they recompute.
+        rank: the position of this rank in the pipeline.
+        seed: the seed of the random numbers of the steps.
+        device: the device of this rank.
+        state: the state of the module around its layers.
+        left: the values that layers leave for the code after them.
     """
 
     runs_whole_evaluation: ClassVar[bool] = False
-    """Whether the stages run an evaluation step as a whole, each its part; else around the layers."""
+    """Whether the stages run an evaluation step as a whole, each stage its part. Otherwise, the step runs around the
+    layers.
+    """
     ends_whole = False
     """Whether the loss is computed once for all samples of a batch."""
     may_skip_batches = False
-    """Whether a training step may return None, by which Lightning skips the batch."""
+    """Whether a training step may return None, so that Lightning skips the batch."""
     stream_units: Any = None
-    """The `StreamUnits` whose random streams the step draws from; None where streams belong to layers."""
+    """The `StreamUnits` whose random streams the step uses, or None if random streams belong to layers."""
     joint: Any = None
-    """Runs steps that call backward themselves, on all stages together; see `JointStep`."""
+    """Runs steps with manual optimization on all stages together; see `JointStep`."""
     show_version: Callable[[WeightVersion], AbstractContextManager[None]] | None = None
     """See `Stage`."""
 
@@ -403,7 +420,7 @@ class Steps:
         return self._run_middle_stage if number else self._run_first_stage
 
     def _run_first_stage(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
-        """Run the user's step for one micro-batch up to its call of the layers, then this stage's layers."""
+        """Run the user's step for one micro-batch until it calls the layers, then run the layers of this stage."""
         data = item.data
         if isinstance(data, EvaluationBatch):
             with data.context(), self.state.generators.microbatch(item.number, span):
@@ -437,13 +454,15 @@ class Steps:
                 raise
 
     def _why_once(self, stage: Stage) -> str:
-        """Return why a change of weights before the layers would not be that of one process; empty if it would."""
+        """Return the reason why a change of weights before the layers would differ from one process. Empty if it would
+        not.
+        """
         if stage.recompute or self._both_ends:
             return "" if self._stages == 1 else "One process makes this change once, and this rank would make it twice"
         return "Processes between the first stage and the last do not run this code" if self._has_others else ""
 
     def _run_middle_stage(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
-        """Run this stage's layers for one micro-batch."""
+        """Run the layers of this stage for one micro-batch."""
         data = item.data
         is_evaluation = isinstance(data, EvaluationBatch)
         context = data.context if is_evaluation else self.step_context
@@ -455,7 +474,7 @@ class Steps:
             return self._run_and_pack(stage, item, span, received)
 
     def _run_last_stage(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
-        """Run the user's whole step for one micro-batch; this stage's output answers its call of the layers."""
+        """Run the whole user's step for one micro-batch. Its call of the layers returns the output of this stage."""
         data = item.data
         if isinstance(data, EvaluationBatch):
             x = _samples(data, span, item.rows) if stage.number == 0 else received
@@ -517,17 +536,17 @@ class Steps:
         return self.scale_loss(item, span, out, logged, tensors_in(y), partial(self._compare_candidates, stage, item))
 
     def begin_batch(self, training: bool = True) -> None:
-        """Take the state that the module and its layers have now for that with which each micro-batch begins."""
+        """Record the current state of the module and its layers as the state with which each micro-batch begins."""
         self.state.begin_batch()
         self.left.begin_batch(training)
 
     def collect_changes(self) -> tuple[Any, ...]:
-        """Merge the changes of state in the batch on the last stage; return them for `apply_changes`."""
+        """Merge the changes of the state in the batch on the last stage, and return them for `apply_changes`."""
         self.left.end_batch()
         return self.state.merge_microbatches(), self.left.collect_changes(), self.state.generators.end_batch()
 
     def apply_changes(self, changes: tuple[Any, ...] | None) -> None:
-        """End the batch with the changes of the last stage; None where this rank has it."""
+        """End the batch with the state changes of the last stage, or with None if this rank has the last stage."""
         if changes is None:
             self.state.apply_changes()
             return
@@ -537,10 +556,11 @@ class Steps:
         self.state.generators.set_states(of_generators)
 
     def begin_call(self, changes: Any = None) -> None:
-        """Begin a further call of the layers by an evaluation step: they start with the values that the last one left.
+        """Begin a further call of the layers by an evaluation step. The layers start with the values that the last call
+        left.
 
         Args:
-            changes: of these values on the last stage; None where this rank has it.
+            changes: the changes of these values on the last stage, or None if this rank has the last stage.
         """
         if changes is not None:
             self._apply_layer_changes(changes)
@@ -551,7 +571,7 @@ class Steps:
         self.left.apply_changes(changes, self._device)
 
     def _run_layers(self, stage: Stage, item: Item, span: Span, entering: Any) -> tuple[Any, dict[Any, Any]]:
-        """Return the result of the layers of a stage, and the values that they and earlier ones have left."""
+        """Return the output of the layers of a stage, and the values that these and earlier layers have left."""
         x, earlier, sharing = unpack_message(entering)
         self.state.generators.set_states(earlier.pop(GENERATORS, {}))
         if earlier:
@@ -575,14 +595,17 @@ class Steps:
         return out, join_values(earlier, left) if earlier else left
 
     def _watch_input(self, x: Any) -> _InputWatch | None:
-        """Look at the input of the first layers before they run; return None if they were often seen to keep it."""
+        """Record the input of the first layers before they run.
+
+        The result is None if previous runs have shown that the layers do not change it.
+        """
         self._input_looks += 1
         known = self._changes_input or self._input_looks <= _INPUT_LOOKS
         tensors = tensors_in(x)
         return _InputWatch(tensors) if known or not any(t.is_inference() for t in tensors) else None
 
     def _run_and_pack(self, stage: Stage, item: Item, span: Span, entering: Any) -> Any:
-        """Return the message that a stage other than the last sends on."""
+        """Return the message that a stage before the last one sends to the next stage."""
         out, left = self._run_layers(stage, item, span, entering)
         states = self.state.generators.read_changes()
         sent = pack_message(out, {**left, GENERATORS: states} if states else left)
@@ -591,10 +614,11 @@ class Steps:
         return sent if stage.recomputing else self._mark_unsampled(stage, item, span, entering, out, sent)
 
     def _mark_unsampled(self, stage: Stage, item: Item, span: Span, entering: Any, out: Any, sent: Any) -> Any:
-        """Mark the tensors of a message that hold no samples, if an edge may cut it.
+        """Mark the tensors of a message that have no axis of samples, if a link may cut the message.
 
-        A mask or a rotary table may be as long as the micro-batch by chance. If several tensors are that long, the
-        stage runs once more with one sample less: a tensor that keeps its shape holds no samples.
+        A mask or a rotary table may have as many entries as the micro-batch has samples by chance. If several tensors
+        have this length, the stage runs again with one sample less. Tensors that keep their shape have no axis of
+        samples.
         """
         if not stage.cuts_differ:
             return sent
@@ -612,7 +636,9 @@ class Steps:
         return mark_unsampled(sent, {id(tensors[at]) for at in self._unsampled[key]})
 
     def _run_with_fewer(self, stage: Stage, item: Item, span: Span, entering: Any) -> list[torch.Tensor]:
-        """Return the tensors that leave a stage for a micro-batch without its last sample; none if it can't run so."""
+        """Return the output tensors of a stage for a micro-batch without its last sample, or an empty list if this
+        fails.
+        """
         data, fewer = item.data, Span(span.start, span.stop - 1)
 
         def cut(tensor: torch.Tensor) -> torch.Tensor:
@@ -620,7 +646,7 @@ class Steps:
             return (tensor[: fewer.rows] if holds_samples else tensor).clone()
 
         with torch.no_grad(), forked_rng(self._device), keep_unchanged(self._module, weights=False):
-            for part in self._module.modules():  # a graph that exists may need the values of buffers
+            for part in self._module.modules():  # an existing graph may need the values of buffers
                 part._buffers.update({name: b if b is None else b.clone() for name, b in part._buffers.items()})
             try:
                 if stage.number:
@@ -633,30 +659,33 @@ class Steps:
                         x = self._interceptor.capture(step, copy_batch(data.select_samples(fewer)), *data.arguments)
                 for layer in stage.layers.values():
                     x = layer(x)
-            except Exception as error:  # code that needs more samples: the number of entries decides
+            except Exception as error:  # the code needs more samples, so the number of entries decides
                 _log.debug("Stage %d can't run %d samples: %s", stage.number, fewer.rows, error)
                 return []
         return tensors_in(x)
 
     def _continue_capture(self, data: EvaluationBatch, span: Span) -> None:
-        """Let the layers draw after the code before them, which has run for the whole batch."""
+        """Set the states of the generators to the states after the code before the layers, which has run for the whole
+        batch.
+        """
         if not span.start:
             self.state.generators.set_states(data.generators)
 
     def prepare_last_stage(self, stage: Stage, item: Item, spans: Collection[Span]) -> None:
-        """Prepare each micro-batch of the last stage before the first one arrives.
+        """Prepare the micro-batches of the last stage before the first one arrives.
 
-        Between layers, whose data fills the caches, the same work takes ten times as long.
+        The same work takes ten times as long between layers, whose data fills the caches.
         """
         stage.prepare_user_seeds(item, spans)
         item.data.cut(spans)
 
     def keep_input(self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...]) -> None:
-        """Keep the input that `step` gives to the pipelined module for a whole batch, and how it can be cut.
+        """Keep the input that `step` passes to the pipelined module for a whole batch, and information about how to cut
+        it.
 
-        A tensor that the step makes may have as many entries on an axis as the batch has samples by chance, a mask
-        above all. Where there is a doubt, the step is asked for one sample too: what keeps its shape is no sample's,
-        and what keeps its length on axis 0 alone has its samples on another axis.
+        An axis of a tensor, in particular of a mask, may have as many entries as the batch has samples by chance. If
+        this is possible, the step also runs with one sample. Tensors that keep their shape belong to all samples.
+        Tensors that only keep the length of axis 0 have their samples on another axis.
         """
         data: EvaluationBatch = item.data
         data.x = self._capture_whole_input(step, item, copy_batch(batch) if self._both_ends else batch, arguments)
@@ -670,7 +699,7 @@ class Steps:
             one = copy_batch(take_samples(batch, Span(0, 1), item.rows))
             try:
                 others, other_spec = trees.flatten(self._capture_whole_input(step, item, one, arguments))
-            except Exception:  # a step that needs more than one sample: the number of entries has to do
+            except Exception:  # the step needs more samples, so the number of entries decides
                 others, other_spec = [], None
             same = other_spec == spec
             self._shapes[key] = [
@@ -708,7 +737,9 @@ class Steps:
     def capture_input(
         self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...], draws: RngUse
     ) -> Any:
-        """Return the input that `step` gives to the pipelined module; `draws` records if random numbers are drawn."""
+        """Return the input that `step` passes to the pipelined module. `draws` records whether random numbers are
+        drawn.
+        """
         self.state.restore_state()
         with (
             forked_rng(self._device),
@@ -731,11 +762,16 @@ class Steps:
         outputs: Outputs,
         call_again: Callable[[Any, Any, States], tuple[Item, Outputs]],
     ) -> Any:
-        """Return the result of `step` for a whole batch when the pipelined module gives `outputs`.
+        """Return the result of `step` for a whole batch, for which the layers have returned `outputs`.
 
         Args:
-            call_again: runs the layers of all stages on the input of a further call, after changes of their values
-                that it gives to the other stages, with states of the module's generators.
+            step: the user's step.
+            item: the batch.
+            batch: the samples of the batch.
+            arguments: the arguments of the step after the batch.
+            outputs: the outputs of the layers, by micro-batch.
+            call_again: runs the layers of all stages for a further call of the pipelined module. Its arguments are the
+                input, the changes of left values for the other stages, and the states of the module's generators.
         """
 
         def join_outputs(item: Item, outputs: Outputs) -> Any:
@@ -765,11 +801,16 @@ class Steps:
         draws: RngUse | None = None,
         answer_later: Callable[[Any], Any] | None = None,
     ) -> Any:
-        """Return the result of `step` for a whole batch when the pipelined module gives `layers()`.
+        """Return the result of `step` for a whole batch, in which the pipelined module returns `layers()`.
 
         Args:
-            draws: records whether its code around the layers draws random numbers.
-            answer_later: returns the result of each further call of the pipelined module; None refuses these.
+            step: the user's step.
+            item: the batch.
+            batch: the samples of the batch.
+            arguments: the arguments of the step after the batch.
+            layers: returns the output of the pipelined module.
+            draws: records whether the code around the layers draws random numbers.
+            answer_later: returns the result of each further call of the pipelined module. None rejects such calls.
         """
 
         def seed(layer: int) -> None:
@@ -795,13 +836,15 @@ class Steps:
         return out
 
     def _end_draws(self, draws: RngUse) -> None:
-        """Record in `draws` if a step has drawn random numbers, also from generators of the module's own."""
+        """Record in `draws` whether a step has drawn random numbers, including numbers from the module's own
+        generators.
+        """
         draws.stop()
         draws.was_used = draws.was_used or bool(self.state.generators.read_changes())
 
     @staticmethod
     def _compare_candidates(stage: Stage, item: Item) -> None:
-        """Have candidates for the weights of micro-batches compared, once one has run."""
+        """Compare the candidates for the weights of micro-batches once a micro-batch has run."""
         if item.data.weights.undecided and item.data.compare_candidates is not None:
             item.data.compare_candidates(stage, item)
 
@@ -814,16 +857,18 @@ class Steps:
         leaving: Iterable[torch.Tensor],
         compare_candidates: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:
-        """Keep the result of a training step, and return its loss as it counts in that of the batch.
+        """Keep the result of a training step, and return its loss with the weight that it has in the loss of the batch.
 
         Args:
-            out: what the step returned.
-            logged: what it logged.
-            leaving: tensors that a loss of zero is made of, where the micro-batch has none.
-            compare_candidates: called before weights of micro-batches are asked for.
+            item: the batch.
+            span: the samples of the micro-batch.
+            out: the return value of the step.
+            logged: the log calls of the step.
+            leaving: tensors from which a loss of zero is computed if the micro-batch does not count.
+            compare_candidates: called before the weight of the micro-batch is used.
         """
         data = item.data
-        if out is None and self.may_skip_batches:  # backward then finds nothing to go back from, on any stage
+        if out is None and self.may_skip_batches:  # backward then has no graph to run, on any stage
             data.results[span] = StepResult(None, {}, logged)
             return torch.zeros((), device=self._device)
         loss, extras = loss_of(out)
@@ -837,18 +882,21 @@ class Steps:
         return scaled if scaler is None else scaler.scale(scaled)
 
     def _run_again(self, step: Callable[..., Any], item: Item, span: Span, y: Any, batch: Any, rows: int) -> None:
-        """Run a step with copies of what one micro-batch's layers have returned, as many as there are samples."""
+        """Run a step with copies of one micro-batch's layer output, as many as the samples require."""
         copies = [Span(start, start + span.rows) for start in range(0, rows, span.rows)]
         given = take_samples(join([y] * len(copies), copies, "what layers return"), Span(0, rows), copies[-1].stop)
         self._interceptor.run_with_answer(step, lambda x: given, batch, *item.data.arguments)
 
     def _run_layers_again(self, stage: Stage, item: Item, step: Callable[..., Any], batch: Any, rows: int) -> None:
-        """Run a step up to the layers, and those of the first stage."""
+        """Run a step up to the layers, and the layers of the first stage."""
         stage.run_layers(item, Span(0, rows), self._interceptor.capture(step, batch, *item.data.arguments))
 
     def _blame_states(self, error: Exception, item: Item, span: Span) -> None:
-        """Raise PipelineError if a training step has failed with a part of a batch, and modules keep tensors in
-        attributes that have an axis as long as the batch: such as recurrent states, which are not cut."""
+        """Raise PipelineError if a training step has failed with a part of a batch because of states that are not cut.
+
+        Such states are tensors in attributes of modules that have an axis as long as the batch, such as recurrent
+        states.
+        """
         names = find_kept_tensors(self._module, item.rows)
         if isinstance(error, PipelineError) or span.rows == item.rows or not (item.training and names):
             return
@@ -863,7 +911,11 @@ class Steps:
         """Raise PipelineError if a step has failed because its batch is cut.
 
         Args:
-            run: runs it with so many samples: it fails again with those of the micro-batch, and not with all.
+            error: the error of the step.
+            item: the batch.
+            span: the samples of the micro-batch.
+            run: runs the step with the given batch and number of samples. The cut is the cause if this fails with the
+                samples of the micro-batch, and does not fail with all samples.
         """
         data = item.data
         if isinstance(error, PipelineError) or span.rows == item.rows:
@@ -899,8 +951,7 @@ class Steps:
 
 
 def _surrounds_nothing(precision: Precision) -> bool:
-    """Return whether training steps run in no context: those of Lightning's base class take time for every
-    micro-batch."""
+    """Return whether training steps need no context. The empty contexts of Lightning's base class take time."""
     own = (
         getattr(precision.train_step_context, "__func__", None),
         getattr(precision.forward_context, "__func__", None),
@@ -909,11 +960,11 @@ def _surrounds_nothing(precision: Precision) -> bool:
 
 
 def loss_of(out: Any) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Return the loss and the other values of a training step's result.
+    """Return the loss, and the other values, from the return value of a training step.
 
     Raises:
-        PipelineError: there is no loss, it is no scalar, or it can't be differentiated.
-        MisconfigurationException: what Lightning says of what is neither a tensor nor has a loss.
+        PipelineError: there is no loss, it is not a scalar, or it cannot be differentiated.
+        MisconfigurationException: the return value is neither a tensor nor contains a loss, as in Lightning.
     """
     extras = {key: value for key, value in out.items() if key != "loss"} if isinstance(out, Mapping) else {}
     loss = out.get("loss") if isinstance(out, Mapping) else out
@@ -948,7 +999,10 @@ def loss_of(out: Any) -> tuple[torch.Tensor, dict[str, Any]]:
 
 
 def _no_loss(leaving: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return a loss of zero from what leaves the layers; a mean over no token may be NaN, and so its gradients."""
+    """Return a loss of zero, computed from the outputs of the layers.
+
+    The loss of a micro-batch without tokens cannot be used, because it may be NaN with NaN gradients.
+    """
     trained = [t for t in leaving if t.requires_grad]
     return torch.stack([t.reshape(-1)[:0].sum() for t in trained]).sum()
 

@@ -1,4 +1,4 @@
-"""The layers that a batch uses, where the module says so."""
+"""The layers that a batch uses, if the module specifies them."""
 
 from __future__ import annotations
 
@@ -23,22 +23,24 @@ T = TypeVar("T")
 
 @runtime_checkable
 class ChoosesLayers(Protocol):
-    """A LightningModule with batches that use some layers only, such as a supernet."""
+    """A LightningModule whose batches use only some of the layers, such as a supernet."""
 
     def layers_of_batch(self, batch: Any) -> Iterable[str] | Mapping[str, bool | Delayed]:
-        """Return the names of the layers that a training batch goes through, as they are called in the pipelined
-        module: "5", or "5.2" for a part of one. A mapping says of each whether the batch steps it; without one it steps
-        all. With `Delayed` it steps the layer, and reads it as an earlier batch has left it.
+        """Return the names of the layers that a training batch passes through.
 
-        Called on every rank, which must all get the same.
+        Names are relative to the pipelined module: "5", or "5.2" for a part of a layer. A mapping specifies for each
+        layer whether the batch steps it. Without a mapping, the batch steps all of these layers. With `Delayed`, the
+        batch steps the layer, and reads the weights that an earlier batch has left.
+
+        This method is called on every rank and must return the same result on all of them.
         """
 
 
 def use_of(module: pl.LightningModule, full: Layers, batch: Any, plan: Plan) -> LayerUse | None:
-    """Return the layers that `batch` uses on each stage of `plan`; None where the module does not say.
+    """Return the layers that `batch` uses on each stage of `plan`, or None if the module does not specify them.
 
     Raises:
-        PlanError: there is no such layer.
+        PlanError: a layer does not exist.
     """
     if not isinstance(module, ChoosesLayers):
         return None
@@ -52,7 +54,7 @@ def use_of(module: pl.LightningModule, full: Layers, batch: Any, plan: Plan) -> 
 
 
 def number_layers(full: Layers, named_layers: Mapping[str, T]) -> dict[str, T]:
-    """Return a mapping by names of layers as one by their numbers."""
+    """Convert a mapping by the names of layers into a mapping by their numbers."""
     numbers = {name: str(number) for number, name in enumerate(full._modules)}
     return {
         ".".join((numbers.get(head, head), *rest)): what
@@ -62,14 +64,14 @@ def number_layers(full: Layers, named_layers: Mapping[str, T]) -> dict[str, T]:
 
 
 class Overlap:
-    """Looks whether a layer that every batch steps keeps batches from overlapping, and says so once."""
+    """Detects a layer that every batch steps, which prevents batches from overlapping, and warns about it once."""
 
     def __init__(self) -> None:
         self._always: frozenset[str] | None = None
         self._batches = 0
 
     def count_batch(self, use: LayerUse | None, plan: Plan) -> None:
-        """Count a batch that uses these layers; warn after `LOOKED_AT` of them."""
+        """Count a batch that uses these layers, and warn after `LOOKED_AT` batches if necessary."""
         if use is None or self._batches >= LOOKED_AT:
             return
         self._batches += 1
@@ -90,19 +92,22 @@ class Overlap:
 
 
 LOOKED_AT = 20
-"""Batches in which a layer has to be stepped each time, to be one that every batch steps."""
+"""The number of batches that must all step a layer before it is considered a layer that every batch steps."""
 
 
 def speed_behind(plan: Plan, stage: int) -> float:
-    """Return the share of a full pipeline's speed that is left where every batch steps a layer of `stage`, for stages
-    that take equally long: from its first forward there to its last backward, m micro-batches go through the stages
-    from there on."""
+    """Return the speed relative to a full pipeline if every batch steps a layer of `stage` and all stages take equally
+    long.
+
+    From the first forward on this stage to the last backward on it, m micro-batches pass through this stage and all
+    later stages.
+    """
     m = len(plan.spans(Kind.F, stage))
     return m / (m + plan.n_stages - 1 - stage)
 
 
 def warn_without_uses(module: pl.LightningModule, schedule: Schedule | Policy, ranks: int) -> None:
-    """Warn of a module that does not say which layers batches use, for a schedule that goes by that."""
+    """Warn about a module that does not specify the layers of its batches if the schedule needs this information."""
     if ranks > 1 and isinstance(schedule, Policy) and not isinstance(module, ChoosesLayers):
         owner = type(module).__name__
         rank_zero_warn(
@@ -115,14 +120,17 @@ def warn_without_uses(module: pl.LightningModule, schedule: Schedule | Policy, r
 def check_room(
     stage: int, layers: Mapping[int, nn.Module], optimizers: Sequence[Optimizer], device_bytes: int, on_cpu: bool
 ) -> None:
-    """Refuse a memory without room for the largest part of each layer that offers several, with optimizer states.
+    """Reject a memory that has no room for the largest part of each layer with alternatives, with its optimizer states.
 
     Args:
-        layers: of the stage, by number. A ModuleList offers its entries, of which a batch uses one, as a choice block.
-        device_bytes: of the memory.
+        stage: the number of the stage, for the message.
+        layers: the layers of the stage, by number. A ModuleList is a choice block: a batch uses one of its entries.
+        optimizers: the optimizers.
+        device_bytes: the size of the memory.
+        on_cpu: whether the device is the CPU.
 
     Raises:
-        PlanError: there is no room.
+        PlanError: there is not enough room.
     """
     needed, names = 0, []
     for number, layer in layers.items():
@@ -153,10 +161,11 @@ def _aligned_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def check_layers(module: pl.LightningModule, full: Layers) -> None:
-    """Refuse parameters of which no batch could say that it uses them.
+    """Reject parameters that no batch could name as used.
 
     Raises:
-        PipelineError: the module says which layers batches use, and trains parameters outside of them, or in several.
+        PipelineError: the module names the layers of its batches, and trains parameters that are outside of these
+            layers or in several of them.
     """
     if not isinstance(module, ChoosesLayers):
         return
@@ -171,10 +180,11 @@ def check_layers(module: pl.LightningModule, full: Layers) -> None:
 
 
 class PartialSteps:
-    """Where the parameters of some optimizers are; made anew when these get others.
+    """The positions of parameters in some optimizers. It must be created again when the optimizers get other
+    parameters.
 
     Args:
-        optimizers: with parameters that stay while this is used.
+        optimizers: the optimizers, whose parameters must not change while this object is used.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -187,7 +197,7 @@ class PartialSteps:
     def restrict_optimizer(
         self, number: int, optimizer: Optimizer, parameters: Collection[torch.Tensor]
     ) -> Iterator[None]:
-        """Within the block the optimizer with this number has these parameters and no others."""
+        """Restrict the optimizer with this number to these parameters within the block."""
         places = self._places[number]
         found = sorted(places[id(p)] for p in parameters if id(p) in places)
         whole = [group["params"] for group in optimizer.param_groups]

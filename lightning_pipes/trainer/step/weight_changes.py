@@ -1,4 +1,4 @@
-"""Refuses changes of weights by steps and layers, if one process would make different changes."""
+"""Rejects changes of weights by steps and layers that differ from the changes in training with one process."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ IN_HOOKS = (
     "Make this change in on_train_batch_start or on_train_batch_end, where each rank changes its weights once for a "
     "batch"
 )
-"""The advice for a change of weights in a step."""
+"""The advice for a step that changes weights."""
 
 _RUNS = 16
-"""The runs of each stage in which weights are looked at."""
+"""The number of runs of each stage in which weights are compared."""
 _RUNS_WITH_CHECKSUMS = (1, 2, 4, 8, 16)
-"""The runs that also find writes that torch does not count, such as writes to `weight.data` or to a NumPy array."""
+"""The runs that also detect writes that torch does not count, such as writes to `weight.data` or to a NumPy array."""
 
 
 class _Mark(NamedTuple):
-    """Facts of a weight, which differ after a change.
+    """Properties of a weight that differ after a change.
 
     Attributes:
-        weight: the tensor itself, which is kept so that no other one gets its identity.
-        changes: the number of changes in place that torch has counted.
-        checksums: of the values; empty if they are not read.
+        weight: the tensor itself. It is kept so that no other tensor can get the same id.
+        changes: the number of in-place changes that torch has counted.
+        checksums: checksums of the values. Empty if they are not read.
     """
 
     weight: torch.Tensor
@@ -44,26 +44,27 @@ class _Mark(NamedTuple):
 
     @classmethod
     def read(cls, weight: torch.Tensor, has_checksums: bool) -> _Mark:
-        """Return the mark of a weight as it is now."""
+        """Return the current mark of a weight."""
         if isinstance(weight, RemoteTensor):
             return cls(weight, weight.writes, ())
         return cls(weight, weight._version, _checksums(weight) if has_checksums else ())
 
     def is_replaced(self, later: _Mark) -> bool:
-        """Return whether another tensor has the name of the weight later."""
+        """Return whether the name of the weight belongs to another tensor in a later mark."""
         return self.weight is not later.weight
 
     def is_changed(self, later: _Mark) -> bool:
-        """Return whether another tensor or other values have the name of the weight later."""
+        """Return whether the name of the weight belongs to another tensor or other values in a later mark."""
         return self.is_replaced(later) or self[1:] != later[1:]
 
 
 class WeightChangeCheck:
-    """Compares the weights before and after code that one process would run in another way.
+    """Compares the weights before and after code that runs differently in one process.
 
     Args:
-        container: the path of the pipelined module in the user's.
-        layers: all layers of it, by number.
+        module: the user's module.
+        container: the path of the pipelined module in the user's module.
+        layers: all layers of the pipelined module, by number.
     """
 
     def __init__(self, module: nn.Module, container: str, layers: Mapping[int, nn.Module]) -> None:
@@ -74,9 +75,9 @@ class WeightChangeCheck:
 
     @contextmanager
     def watch(self, stage: Stage) -> Iterator[None]:
-        """Look at the weights in the block, which runs a stage in training.
+        """Record the weights for the block, which runs a stage in training.
 
-        Nothing is looked at if enough runs were seen, or if layers take turns on the device.
+        Nothing is recorded if enough runs were checked, or if layers take turns on the device.
         """
         self._runs[stage.number] += 1
         number = self._runs[stage.number]
@@ -89,12 +90,13 @@ class WeightChangeCheck:
             self._marks = None
 
     def check_step(self, span: Span, rows: int, why: str) -> None:
-        """Refuse a change by the code around the layers since the last look.
+        """Reject a change by the code around the layers since the last check.
 
         Args:
             span: the samples of the micro-batch.
-            rows: the samples of the batch.
-            why: why weights around the layers may not change either, if the batch is not cut; empty if they may.
+            rows: the number of samples of the batch.
+            why: the reason why weights around the layers must not change even if the batch is not cut. Empty if they
+                may.
 
         Raises:
             PipelineError: the step has changed a weight.
@@ -110,12 +112,13 @@ class WeightChangeCheck:
         self.check(f"{type(self._module).__name__}.training_step", explain)
 
     def check(self, code: str, explain: Callable[[str, bool], str]) -> None:
-        """Refuse a change since the last look, and look again.
+        """Reject a change since the last check, and record the weights again.
 
         Args:
-            code: what has run since.
-            explain: returns why the change of the weight of that name is not that of one process, or an empty string
-                if it is; also gets whether another parameter has taken its place.
+            code: a description of the code that has run since.
+            explain: returns the reason why the change of a weight differs from training in one process, or an empty
+                string if it does not. Its arguments are the name of the weight, and whether another parameter has
+                replaced it.
 
         Raises:
             PipelineError: a weight was changed.
@@ -140,14 +143,14 @@ class WeightChangeCheck:
         }
 
     def _named_weights(self) -> dict[str, nn.Parameter]:
-        """Return the weights by name; those that layers and code around them share have their name in the layers."""
+        """Return the weights by name. Weights that layers share with code around them have their name in the layers."""
         found: dict[str, nn.Parameter] = {}
         left: list[tuple[str, nn.Module]] = [("", self._module)]
         left += ((f"{self._container}.{number}.", each) for number, each in self._layers.items())
         known = set[int]()
         while left:
             prefix, part = left.pop()
-            normalizes = getattr(part, "max_norm", None) is not None  # an embedding, which may do so many times
+            normalizes = getattr(part, "max_norm", None) is not None  # an embedding that may renormalize its weights any number of times
             for name, p in part._parameters.items():
                 if not normalizes and p is not None and id(p) not in known:
                     known.add(id(p))
@@ -159,11 +162,15 @@ class WeightChangeCheck:
 
 
 def explain_repetition(stage: Stage, item: Item, span: Span, overlaps: bool, ends_whole: bool = False) -> str:
-    """Return why a change of weights in the forward of a stage is not that of one process; empty if it is.
+    """Return the reason why a change of weights in the forward of a stage differs from one process. Empty if it does
+    not.
 
     Args:
-        overlaps: whether other batches are under way.
-        ends_whole: whether the end of the step runs again, with the whole batch.
+        stage: the stage.
+        item: the batch.
+        span: the samples of the micro-batch.
+        overlaps: whether other batches are in flight.
+        ends_whole: whether the end of the step runs again with the whole batch.
     """
     if not item.training:
         return ""
@@ -180,14 +187,16 @@ def explain_repetition(stage: Stage, item: Item, span: Span, overlaps: bool, end
 
 
 def _checksums(weight: torch.Tensor) -> tuple[int, ...]:
-    """Return sums of the bits of the values, weighted by the positions of rows and of columns, so that they also differ
-    if values change their places."""
+    """Return sums of the bits of the values.
+
+    The sums are weighted by the positions of rows and of columns, so that they also differ if values are exchanged.
+    """
     if weight.is_meta or weight.layout is not torch.strided or not weight.numel():
         return ()
     bits = weight.detach().contiguous().view(-1).view(torch.uint8)
     if len(bits) % 8 or bits.storage_offset() % 8:
-        bits = F.pad(bits, (0, -len(bits) % 8))  # a copy, which begins at a multiple of 8
-    words = bits.view(torch.int64)  # which torch adds several times faster than smaller integers
+        bits = F.pad(bits, (0, -len(bits) % 8))  # a copy, whose offset is a multiple of 8
+    words = bits.view(torch.int64)  # torch adds these several times faster than smaller integers
     table = words.view(gcd(len(words), 4096), -1)
     sums = [table.sum(axis) for axis in (0, 1)]
     weighted = [torch.arange(1, len(each) + 1, device=each.device).mul_(each).sum() for each in sums]
