@@ -164,8 +164,8 @@ class ModuleSetup(ABC):
 
     @abstractmethod
     def group_parts(self) -> Mapping[int, Iterable[nn.Module]]:
-        """Return the parts of the module whose weights on `meta` are initialized together, by the numbers of their
-        seeds.
+        """Return the parts of the module whose weights on `meta` are initialized together, by the number of their
+        random stream.
         """
 
     @abstractmethod

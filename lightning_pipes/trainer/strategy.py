@@ -316,7 +316,7 @@ class PipelineStrategy(PipelineHost):
 
     @property
     def world_size(self) -> int:
-        """The number of processes, which is stages times replicas times shards of tensor parallelism."""
+        """The number of processes of all replicas, with their stages and their shards of tensor parallelism."""
         size: int = super().world_size
         frame = sys._getframe(1)
         self._warn_of_count(

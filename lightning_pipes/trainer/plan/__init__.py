@@ -1,1 +1,1 @@
-"""Decisions before training: measured, planned, broadcast to all ranks."""
+"""Decisions before training, which are made from measurements and broadcast to all ranks."""

@@ -1,4 +1,4 @@
-"""Which part of a module is cut, by what its parts take in a step, and whether that is most of it."""
+"""Selection of the container that is cut, from the time that the containers take in a step."""
 
 from __future__ import annotations
 
@@ -37,20 +37,23 @@ from lightning_pipes.trainer.ranks.replicas import has_shards
 from lightning_pipes.trainer.step.logs import recorded
 
 ROWS, RUNS = 4, 4
-"""Samples of the step that containers are timed in, and how often it runs; the fastest counts."""
+"""The number of samples of the step in which containers are timed, and the number of runs. The fastest run counts."""
 MOST = 0.5
-"""The share of the work that layers should have at least."""
+"""The smallest share of the work that the layers should have."""
 MOST_OF_PARAMETERS = 0.8
-"""The share of the parameters with which layers have most of the work. With a smaller one operations are counted."""
+"""The share of the parameters with which the layers are assumed to have most of the work. Below it, operations are
+counted.
+"""
 
 
 def find_container(trainer: pl.Trainer, module: pl.LightningModule, control: Control, device: torch.device) -> str:
-    """Return the path of the container to cut, where the user names none.
+    """Return the path of the container to cut if the user has not named one.
 
-    Of several containers the one with the largest measured time is taken, if a step can run. Collective.
+    If there are several containers, the one with the largest measured time is selected, provided that a step can run.
+    This function is collective.
 
     Raises:
-        PipelineError: there is none or no clear one, or it is not run layer by layer.
+        PipelineError: there is no container, none is clearly the best, or it is not run layer by layer.
     """
     seconds = None
     fitting = trainer.state.fn == TrainerFn.FITTING and trainer.limit_train_batches != 0
@@ -60,11 +63,11 @@ def find_container(trainer: pl.Trainer, module: pl.LightningModule, control: Con
 
 
 class UnitsReason(NamedTuple):
-    """Why a module should not be cut in the layers of a container.
+    """The reason why a module should be cut by units instead of in the layers of a container.
 
     Attributes:
-        text: the reason; empty if it should be cut in them.
-        is_of_loss: whether units are better only if they compute the loss of whole batches.
+        text: the reason. Empty if the module should be cut in the layers.
+        is_of_loss: whether units are only better if they compute the loss of whole batches.
     """
 
     text: str = ""
@@ -79,12 +82,18 @@ def find_reason_for_units(
     device: torch.device,
     compares_losses: bool,
 ) -> UnitsReason:
-    """Return why a module should not be cut in the layers of a container; an empty reason if this can't be found out.
+    """Return the reason why a module should be cut by units, or an empty reason if this cannot be determined.
 
-    Its step can't have them in a pipeline, most of its work is around them, they are a frozen teacher, or the losses of
-    micro-batches do not make that of the batch. Collective.
+    Possible reasons are that the step cannot run the layers in a pipeline, that most of the work is outside of the
+    layers, that the layers are a frozen teacher, and that the losses of micro-batches do not reproduce the loss of the
+    batch. This function is collective.
 
     Args:
+        trainer: the Trainer.
+        module: the user's module.
+        path: the path of the container.
+        control: the control channel of all ranks.
+        device: the device of this rank.
         compares_losses: whether losses are compared.
     """
     if control.any(has_meta(module))[0] or private.has_delayed_training_data(trainer):
@@ -107,8 +116,8 @@ def find_reason_for_units(
             if not whole or work_size(module.get_submodule(path)) / whole >= MOST_OF_PARAMETERS:
                 profiler.check_step()
             else:
-                inside, around, largest = profiler.count_operations()  # which checks the step, too
-                if around - largest > inside:  # one large part, such as a head, is on one rank either way
+                inside, around, largest = profiler.count_operations()  # this checks the step, too
+                if around - largest > inside:  # a single large part, such as a head, is on one rank in any case
                     share = inside / (inside + around)
                     return UnitsReason(f"only {share:.0%} of the operations of a step are in these")
             if profiler.is_without_gradients():
@@ -119,15 +128,18 @@ def find_reason_for_units(
     except UnsuitableContainerError as why:
         return UnitsReason(str(why))
     except NotMeasuredError:
-        pass  # the user's code, which Lightning will run into where it can be explained
+        pass  # an error of the user's code, which training will raise with more context
     return UnitsReason()
 
 
 def _time_containers(
     trainer: pl.Trainer, module: pl.LightningModule, control: Control, device: torch.device
 ) -> dict[str, float] | None:
-    """Return the seconds of the containers that a step runs layer by layer, once; the same on all ranks, None where it
-    can't run. Rank 0, whose loggers write, only looks on."""
+    """Return the seconds of the containers whose layers a step runs once and in order.
+
+    The result is the same on all ranks, and None if the step cannot run. Rank 0 does not run the step, because its
+    loggers would write.
+    """
     if has_shards(module) or control.any(has_meta(module))[0] or private.has_delayed_training_data(trainer):
         return None
     data = private.run_data(trainer)  # on all ranks: it may draw random numbers
@@ -170,10 +182,11 @@ def _time_step(trainer: pl.Trainer, module: pl.LightningModule, data: Any, devic
 
 
 class ContainerTimer:
-    """Times the layers of a container.
+    """Measures the time of the layers of a container.
 
     Attributes:
-        least: seconds that they took in the fastest of all steps.
+        path: the path of the container.
+        least: the seconds of the layers in the fastest step.
     """
 
     def __init__(self, path: str, layers: Sequence[nn.Module], device: torch.device) -> None:
@@ -185,7 +198,7 @@ class ContainerTimer:
 
     @property
     def in_order(self) -> bool:
-        """Whether all layers were called once, one after the other."""
+        """Whether all layers were called once and in order."""
         return self._called == list(range(len(self._layers)))
 
     @contextmanager
@@ -214,8 +227,10 @@ class ContainerTimer:
 
 
 def warn_about_outside(module: pl.LightningModule, path: str, profile: ModelProfile | None) -> None:
-    """Say so where most of the work is not in the layers that are cut: by time where a profile is known, else by
-    parameters."""
+    """Warn if most of the work is outside of the layers that are cut.
+
+    The work is measured by time if a profile exists, and otherwise by the number of parameters.
+    """
     if profile is not None:
         inside, of = _measure_share(profile), "the time of a step"
     else:
@@ -228,7 +243,7 @@ def warn_about_outside(module: pl.LightningModule, path: str, profile: ModelProf
         return
     own = work_size(module.get_submodule(path))
     others = {other: size for other, size in list_containers(module) if other != path}
-    larger = [other for other, size in others.items() if size > own and profile is None]  # of time that says little
+    larger = [other for other, size in others.items() if size > own and profile is None]  # says little about time
     such = f", such as {' or '.join(map(repr, larger[:3]))}" if larger else ""
     chained = "".join(f", *self.{other}" for other in [*others][:3])
     rank_zero_warn(
@@ -240,7 +255,7 @@ def warn_about_outside(module: pl.LightningModule, path: str, profile: ModelProf
 
 
 def _measure_share(profile: ModelProfile) -> float:
-    """Return the share of a step's time that layers take."""
+    """Return the share of the time of a step that the layers take."""
     rows = profile.layers[0].forward[-1][0]
     times = [profile.layer_arrays.seconds_at(kind, rows) for kind in (Kind.F, Kind.B)]
     inside = sum(float(column[1:-1].sum()) for column in times)

@@ -1,4 +1,4 @@
-"""The ranks decide together how the model is cut, and by which schedule, from what all of them have measured."""
+"""The joint decision of all ranks on the cut of the module and on the schedule, from their measurements."""
 
 from __future__ import annotations
 
@@ -42,29 +42,35 @@ from lightning_pipes.trainer.ranks.ranks import Ranks
 from lightning_pipes.trainer.ranks.replicas import has_shards
 
 SECONDS_UNTIL_LOG = 2.0
-"""Seconds after which a message explains what takes so long."""
+"""The number of seconds after which a message explains the work in progress."""
 SPEED_TOLERANCE = 0.2
-"""By what share times of devices may differ that are measured once and still count as equally fast."""
+"""The relative difference up to which devices count as equally fast after a single measurement."""
 MAX_TRIALS = 3
-"""Cuts that are tried at most."""
+"""The largest number of cuts that are tried."""
 MEASURING_SECONDS = 3.0
-"""Seconds for measuring and trials together, but for the fewest runs and steps that tell anything."""
+"""The seconds for measurements and trials together. The smallest useful numbers of runs and steps are always made."""
 MEASURING_SHARE = 0.02
-"""The share of the expected run that these may take before another cut is tried."""
+"""The share of the expected run that measurements and trials may take before another cut is tried."""
 _profiles: dict[tuple[Any, ...], tuple[ModelProfile, list[float]] | str] = {}
-"""The profile that was measured, and how fast every process is, or why there was nothing to measure, by all that it
-depends on; the same in all processes. A reason is kept as text: an error would keep what was there when it was
-raised."""
+"""The measured profile and the speed of every process, or the reason why nothing was measured.
+
+The key contains everything that the profile depends on, and is the same in all processes. A reason is stored as text,
+because an exception would keep objects alive.
+"""
 
 
 class PlanDecider(ProfilePlanner):
-    """Decides how a module is cut by the times of its layers. Collective: all ranks make one, and the same calls of it.
+    """Decides how a module is cut, from the times of its layers.
+
+    All methods are collective: all ranks make one decider and make the same calls.
 
     Args:
-        path: the pipelined container in the Trainer's module.
-        transport: how messages will travel.
+        trainer: the Trainer.
+        path: the path of the pipelined container in the Trainer's module.
+        ranks: the ranks of the run.
+        transport: the name of the transport for messages.
         cache: the profiles of earlier runs.
-        shards: ranks over which optimizer states of a stage are sharded.
+        shards: the number of ranks over which the optimizer states of a stage are sharded.
     """
 
     def __init__(
@@ -87,10 +93,12 @@ class PlanDecider(ProfilePlanner):
         self._collective = CollectiveCall(ranks.control)
 
     def decide(self, request: RunRequest, plain: Decision) -> Decision:
-        """Return the decision: `plain` where nothing is to be chosen; with a reason in `why` where it is not measured.
+        """Return the decision.
+
+        The result is `plain` if there is nothing to choose. If the layers are not measured, the reason is in `why`.
 
         Raises:
-            PlanError: a schedule is to be chosen, and none fits.
+            PlanError: a schedule is to be chosen, and none fits into memory.
         """
         if not request.needs_profile or self._grid.length == 1 or self._trainer.limit_train_batches == 0:
             return plain
@@ -119,11 +127,11 @@ class PlanDecider(ProfilePlanner):
         return replace(plain, why=reason)
 
     def _decide_by_times(self, request: RunRequest, plain: Decision) -> Decision:
-        """Return the decision by times.
+        """Return the decision from measured times.
 
         Raises:
-            NotMeasuredError: there are none.
-            PlanError: no decision can be made by them.
+            NotMeasuredError: the layers cannot be measured.
+            PlanError: no decision is possible with these times.
         """
         module = self._trainer.lightning_module
         if has_shards(module):
@@ -168,23 +176,27 @@ class PlanDecider(ProfilePlanner):
         return made
 
     def _choose_sizes(self, request: RunRequest, rows: int) -> tuple[Sequence[int], int | None]:
-        """Return the numbers of samples to measure, and the micro-batches of a batch; None where these are open."""
+        """Return the numbers of samples to measure, and the number of micro-batches, or None if it is still to be
+        chosen.
+        """
         sizes = request.microbatch_rows(rows, self._grid.length)
         return sizes, None if request.chooses else -(-rows // max(sizes))
 
     def _measure(
         self, request: RunRequest, plain: Decision, data: Any, batch: Any, rows: int, key: tuple[Any, ...]
     ) -> tuple[Decision, list[float], Deployment]:
-        """Measure layers and try cuts; return the decision, the speed of each process, and the devices.
+        """Measure the layers and try cuts, and return the decision, the speed of each process, and the devices.
 
         Args:
+            request: the request of the user.
+            plain: the decision without measurements.
             data: the loader of the run.
-            batch: the samples to measure with.
-            rows: samples of a batch of the run.
-            key: of the profile that is kept.
+            batch: the samples for the measurements.
+            rows: the number of samples of a batch of the run.
+            key: the key under which the profile is kept.
 
         Raises:
-            NotMeasuredError: there is nothing to measure.
+            NotMeasuredError: the layers cannot be measured.
         """
         sizes, pieces = self._choose_sizes(request, rows)
         begun = read_seconds()
@@ -211,13 +223,15 @@ class PlanDecider(ProfilePlanner):
         return made, speeds, deployment
 
     def _keep_run(self, profile: ModelProfile, speeds: list[float], rows: int, deployment: Deployment) -> None:
-        """Keep the measured run for the choice of stages in later runs, where devices are alike."""
+        """Store the measurements for the choice of stages in later runs, if all devices are equally fast."""
         if self._control.position == 0 and set(speeds) == {1.0}:
             run = MeasuredRun(profile, rows, deployment.pipeline.inside)
             self._cache.keep_run(describe_module(self._trainer.lightning_module), run)
 
     def _find_profile(self, key: tuple[Any, ...]) -> tuple[ModelProfile, list[float]] | None:
-        """Return the profile that an earlier run has kept on devices alike, and their speeds; None if there is none."""
+        """Return the profile that an earlier run has stored for equal devices, and their speeds, or None if there is
+        none.
+        """
         first = self._control.position == 0
         found = self._cache.find_profile((*key, self._control.size)) if first else None
         profile = self._control.broadcast(found, self._control.ranks[0])
@@ -230,10 +244,10 @@ class PlanDecider(ProfilePlanner):
         return _profiles[key]  # type: ignore[return-value]
 
     def _load_sample(self, request: RunRequest, loader: Any) -> tuple[int, Any]:
-        """Return how many samples a batch has, and a batch of as many of them as will be measured.
+        """Return the number of samples of a batch, and a batch with the number of samples that will be measured.
 
         Raises:
-            NotMeasuredError: none can be taken.
+            NotMeasuredError: the data do not provide samples.
         """
         try:
             rows = batch_rows(loader)
@@ -245,9 +259,10 @@ class PlanDecider(ProfilePlanner):
     def _merge_profiles(
         self, own: ModelProfile, merge: Callable[[Sequence[ModelProfile]], ModelProfile]
     ) -> tuple[ModelProfile, list[float]]:
-        """Merge the profiles of all processes by `merge`; return the speed of each relative to one, too.
+        """Merge the profiles of all processes with `merge`, and return the merged profile and the relative speed of
+        each process.
 
-        Devices of one name are equally fast.
+        If all devices have the same name, they count as equally fast.
         """
         names, profiles = zip(*self._control.all_gather((_name_device(self._device), own)), strict=True)
         speeds = [1.0] * len(profiles)
@@ -269,10 +284,10 @@ class PlanDecider(ProfilePlanner):
         profiler: LayerProfiler,
         seconds_left: Callable[[float | None], float],
     ) -> Decision:
-        """Return the decision by a profile that was corrected by steps of the pipeline: the fastest of what was tried.
+        """Return the fastest of the decisions that were tried, with a profile that is corrected by the trials.
 
-        A layer in a pipeline may take other times than it has alone: ranks share memory and caches, and messages take
-        processor time.
+        Layers may take more time in a pipeline than alone, because ranks share memory and caches, and because messages
+        take processor time.
         """
         trials = Trials(profiler, self._ranks, self._transport)
         tried: list[tuple[float, Decision]] = []
@@ -285,7 +300,7 @@ class PlanDecider(ProfilePlanner):
             size = -(-rows // m)
             known = [_list_choices(made) == _list_choices(earlier) for _, earlier in tried]
             left = seconds_left(made.computing if tried else None)
-            if tried and left <= 0:  # by corrected times, which first steps of the run look at
+            if tried and left <= 0:  # the first steps of the run check these corrected times
                 return replace(made, why="\n".join([*reasons, made.why]))
             if any(known) or len(tried) == MAX_TRIALS or size > request.sample_rows(rows, self._grid.length):
                 break
@@ -304,9 +319,9 @@ class PlanDecider(ProfilePlanner):
         """Return the seconds that are left for trials, the same on all ranks.
 
         Args:
-            begun: when this rank began to measure.
-            batches: of the run.
-            step: seconds of one; with None the length of the run is not looked at.
+            begun: the time at which this rank began to measure.
+            batches: the number of batches of the run.
+            step: the seconds of one step, or None to ignore the length of the run.
         """
         allowed = MEASURING_SECONDS if step is None else min(MEASURING_SECONDS, MEASURING_SHARE * batches * step)
         return float(min(self._control.all_gather(begun + allowed - read_seconds())))
@@ -331,7 +346,11 @@ def with_sharded_states(profile: ModelProfile, shards: int) -> ModelProfile:
 
 
 def undisturbed_profile(profiles: Sequence[ModelProfile]) -> ModelProfile:
-    """Return the mean profile of devices that are alike, as fast as the fastest of them: others have neighbours."""
+    """Return the mean profile of equal devices, in which slow devices are scaled to the speed of the fastest one.
+
+    A device counts as slow if it differs by more than `SPEED_TOLERANCE`, because other work on it disturbs the
+    measurement.
+    """
     seconds = [_sum_seconds(profile) for profile in profiles]
     shares = [min(seconds) / each for each in seconds]
     shares = [share if share < 1 - SPEED_TOLERANCE else 1.0 for share in shares]
@@ -348,14 +367,14 @@ def _sum_seconds(profile: ModelProfile) -> float:
 
 
 def _name_device(device: torch.device) -> str:
-    """Return a name that devices of equal speed share."""
+    """Return a name that only devices of equal speed have in common."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU of {socket.gethostname()}, {torch.get_num_threads()} threads"
 
 
 def _describe_structure(module: nn.Module, full: Layers, batch: Any) -> tuple[Any, ...]:
-    """Return everything that the times of layers depend on, besides the device."""
+    """Return all properties, other than the device, on which the times of the layers depend."""
     layers = tuple(describe_layer(layer, number) for number, layer in enumerate(full))
     return (
         f"{type(module).__module__}.{type(module).__qualname__}",

@@ -1,4 +1,4 @@
-"""A run as decided: schedule, micro-batches, recomputation and cut."""
+"""The decision about a run: schedule, micro-batches, recomputation and cut."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from lightning_pipes.trainer.reports.report import PredictedStep
 
 @dataclass(frozen=True)
 class Piece:
-    """A layer, or a unit, with its stage and cost, for people.
+    """A layer or a unit with its stage and cost, for reports.
 
     Attributes:
-        stage: that runs it.
-        seconds: that a micro-batch takes in it, forward and backward; None where they are unknown.
-        share: of a step that it takes, by time or by operations; of all weights where stages take turns; None where it
-            is unknown.
-        bytes: that cross the border in front of it, if a stage begins here.
+        stage: the stage that runs it.
+        name: the name of the layer or unit.
+        seconds: the seconds that a micro-batch takes in it, forward and backward, or None if they are unknown.
+        share: its share of the time or the operations of a step. If stages take turns, its share of all weights. None
+            if it is unknown.
+        bytes: the number of bytes that cross the border in front of it, if a stage begins here.
     """
 
     stage: int
@@ -38,23 +39,26 @@ class Piece:
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision on a run.
+    """The decision about a run.
 
     Attributes:
+        schedule: the schedule.
+        microbatches: the number of micro-batches per batch, or None for the default of the schedule.
+        recompute: whether stages recompute their forwards.
         ranks: the rank of each stage.
         layers: the layers of each stage.
-        seconds: of a step, as predicted by a profile; None where nothing was measured.
-        computing: seconds of them up to the optimizers' part, which is what a report measures.
-        rows: samples of the batch that they are predicted for.
-        why: for people; empty where there was nothing to choose.
-        table: what was compared, for people.
-        cut_reason: why batches are cut as they are, for people; empty where the planner says nothing.
-        profile: of the layers, where they were measured.
-        pieces: what is cut, unit by unit; none for layers, which `save_pieces` lists.
-        deployment: devices, links and memory, where they were asked for.
-        movable: whether its layers may go to other stages where first steps contradict the profile.
-        least: the fewest samples that a micro-batch is to have, as far as the module says it; the profile may know
-            more.
+        seconds: the predicted seconds of a step, or None if nothing was measured.
+        computing: the part of these seconds before the optimizer steps, which is what a report measures.
+        rows: the number of samples of the batch of this prediction.
+        why: the reason for the decision, for messages. Empty if there was nothing to choose.
+        table: the candidates that were compared, for messages.
+        cut_reason: the reason why batches are cut in this way, for messages. Empty if the planner gives none.
+        profile: the profile of the layers, if they were measured.
+        deployment: devices, links and memory, if they were measured.
+        movable: whether layers may move to other stages if the first steps contradict the profile.
+        least: the smallest number of samples of a micro-batch that the module allows. The profile may have a larger
+            one.
+        pieces: the units that are cut. Empty for layers, which `save_pieces` lists.
     """
 
     schedule: Schedule | Policy
@@ -75,7 +79,7 @@ class Decision:
     pieces: tuple[Piece, ...] = ()
 
     def save_pieces(self, path: str) -> None:
-        """Write the layers or units of the stages, for `lightning-pipes plan`."""
+        """Write the layers or units of the stages to a file, for `lightning-pipes plan`."""
         Path(path).write_text(json.dumps([asdict(piece) for piece in self.pieces or self._list_layers()]))
 
     def _list_layers(self) -> list[Piece]:
@@ -92,7 +96,7 @@ class Decision:
 
     @classmethod
     def from_solution(cls, solution: Solution, movable: bool) -> Decision:
-        """Return the decision to run the schedule of a solution with its layers, on the devices that it is for."""
+        """Return the decision to use the schedule and the layers of a solution on the devices of its problem."""
         solved, plan = solution.problem, solution.plan
         return cls(
             solved.schedule,
@@ -110,8 +114,9 @@ class Decision:
         )
 
     def problem(self, rows: int = 1) -> Problem:
-        """Return the problem of a batch of `rows` samples: of it everything is decided that does not depend on
-        these."""
+        """Return the planning problem for a batch of `rows` samples, in which everything is decided except what depends
+        on them.
+        """
         return Problem(
             self.schedule,
             max(self.ranks) + 1,
@@ -131,16 +136,18 @@ class Decision:
         relocation: str = BLOCKING,
         degrees: Sequence[int] = (),
     ) -> Plans:
-        """Return the plans of its batches.
+        """Return the plans of the batches.
 
         Args:
-            replanner, degrees: see `Plans`.
-            tied, relocation: see `Problem`.
+            replanner: see `Plans`.
+            tied: see `Problem`.
+            relocation: see `Problem`.
+            degrees: see `Plans`.
         """
         return Plans(replace(self.problem(), tied=tied, relocation=relocation), replanner, degrees)
 
     def predicted(self, profile: ModelProfile) -> Decision:
-        """Return the decision with its seconds by a profile, for its devices and batches of its size."""
+        """Return the decision with the seconds that a profile predicts for its devices and its batch size."""
         made = replace(self, profile=profile)
         plan, order = made.plans().for_rows(self.rows)
         assert self.deployment is not None
@@ -151,7 +158,7 @@ class Decision:
         return replace(made, seconds=whole, computing=computing, cut_reason=cut)
 
     def predict_step(self) -> PredictedStep | None:
-        """Return the step that `computing` is the length of; None if it was not predicted."""
+        """Return the simulated step whose length is `computing`, or None if nothing was predicted."""
         if self.profile is None or self.deployment is None or self.computing is None:
             return None
         plan, order = self.plans().for_rows(self.rows)
@@ -160,8 +167,8 @@ class Decision:
         return PredictedStep(replace(timeline, plan=plan, name="predicted"), order)
 
     def cut_anew(self, profile: ModelProfile) -> Decision:
-        """Return the same decision with the layers that stages should have by another profile, if that saves enough of
-        a step; and its gain.
+        """Return the same decision with the cut that another profile suggests, if it saves enough of a step, and its
+        prediction.
 
         Raises:
             PlanError: no cut fits into the memory of the devices.

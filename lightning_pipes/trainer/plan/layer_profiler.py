@@ -1,4 +1,4 @@
-"""Times and bytes of the layers of a whole module, measured around the user's own training_step, on all ranks."""
+"""Measurement of the times and bytes of the layers of a whole module, around the user's training_step, on all ranks."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ from lightning_pipes.trainer.step.steps import loss_of
 T = TypeVar("T")
 
 SECONDS = 1.0
-"""How long layers are measured, after each has run twice for every number of rows."""
+"""The seconds for which layers are measured, after each layer has run twice with every number of samples."""
 REPEATS = 3
 AROUND = 5
-"""How often the code around the layers runs, which no trial has another look at."""
+"""The number of runs of the code around the layers, which no trial measures again."""
 OVERHEAD = 150e-6
-"""Seconds that the engine spends before each computation: what it took on a CPU with empty stages."""
+"""The seconds that the engine needs before each computation, measured on a CPU with empty stages."""
 WORTH_MEASURING = 0.02
-"""Seconds of all layers for a batch, below which another cut would save less than other work costs."""
+"""The seconds of all layers per batch below which another cut would save less than other work costs."""
 
 
 class NotMeasuredError(Exception):
-    """Why there is no profile, the same on all ranks.
+    """The reason why no profile exists, the same on all ranks.
 
     Attributes:
-        quiet: the reason needs no message.
+        quiet: whether the reason needs no message.
     """
 
     def __init__(self, reason: str, quiet: bool = False) -> None:
@@ -66,7 +66,7 @@ class NotMeasuredError(Exception):
 
 
 class UnsuitableContainerError(NotMeasuredError):
-    """Why the step can't have the layers of a container in a pipeline, the same on all ranks."""
+    """The reason why the step cannot run the layers of a container in a pipeline, the same on all ranks."""
 
 
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -77,10 +77,11 @@ _HOOKS_BEFORE_STEP = (
 
 
 def repeats_in_training(error: BaseException | None, trainer: pl.Trainer) -> TypeGuard[RuntimeError]:
-    """Return whether an error of measuring will end training as well: torch refused the input of a layer, such as one
-    of a wrong shape, and no hook of the user can change the layers or the input until the first step.
+    """Return whether an error in a measurement will also end training.
 
-    The layers run on all ranks, so that the answer is the same on all of them.
+    This is the case if torch rejected the input of a layer, for example because of its shape, and no hook of the user
+    can change the layers or the input before the first step. The layers run on all ranks, so the result is the same on
+    all of them.
     """
     if type(error) is not RuntimeError or LayerProfiler._time_forward.__code__ not in (
         frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)
@@ -93,10 +94,10 @@ def repeats_in_training(error: BaseException | None, trainer: pl.Trainer) -> Typ
 
 
 class CollectiveCall:
-    """Calls a function on all ranks, and fails on all where it fails on one.
+    """Calls a function on all ranks, and fails on all ranks if it fails on one.
 
     Args:
-        control: of all ranks.
+        control: the control channel of all ranks.
     """
 
     def __init__(self, control: Control) -> None:
@@ -104,11 +105,11 @@ class CollectiveCall:
         self.is_alone = control.size == 1
 
     def __call__(self, work: Callable[[], T]) -> list[T]:
-        """Return the results of `work()` on every rank, once all are through with it.
+        """Return the results of `work()` on every rank, once all ranks have finished it.
 
         Raises:
-            NotMeasuredError: it raised on any rank; the error of this rank is its cause.
-            UnsuitableContainerError: it raised a PipelineError.
+            NotMeasuredError: the function raised on any rank. The error of this rank is the cause.
+            UnsuitableContainerError: the function raised a PipelineError.
         """
         reason, quiet, refused, value = "", False, False, None
         cause: Exception | None = None
@@ -116,7 +117,7 @@ class CollectiveCall:
             value = work()
         except NotMeasuredError as why:
             reason, quiet = str(why), why.quiet
-        except Exception as error:  # of the user's code, which Lightning will run into where it can be explained
+        except Exception as error:  # an error of the user's code, which training will raise with more context
             refused, text = isinstance(error, PipelineError), str(error).splitlines()[0] if str(error) else ""
             reason = text if refused and text else f"{type(error).__name__}: {text}"
             cause = error
@@ -126,22 +127,27 @@ class CollectiveCall:
                 if reason:
                     raise (UnsuitableContainerError(reason) if refused else NotMeasuredError(reason, quiet)) from cause
         finally:
-            del cause  # its traceback holds this frame
+            del cause  # the traceback of the error holds this frame
         return [value for _, _, _, value in of_ranks]
 
 
 @dataclass
 class _Around:
-    """Seconds of the user's code before and after the layers, forward and backward: of each run."""
+    """The seconds of the user's code before and after the layers in each run, as forward and backward times."""
 
     before: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
     after: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
 
 
 class OperationCounts(NamedTuple):
-    """Floating-point operations of one forward of a step: in the layers, around them, and in the largest part of these.
+    """The floating-point operations of one forward of a step.
 
-    A part is a module without children, or all that is in no module.
+    A part is a module without children, or all code outside of modules.
+
+    Attributes:
+        inside: the operations in the layers.
+        around: the operations around the layers.
+        largest: the operations of the largest part around the layers.
     """
 
     inside: int
@@ -150,17 +156,18 @@ class OperationCounts(NamedTuple):
 
 
 class LayerProfiler:
-    """Runs the training step and layers of a whole module; nothing of it is to be seen after its `with` block.
+    """Runs the training step and the layers of a whole module, and restores the module at the end of its `with` block.
 
-    Collective: all ranks make one, and the same calls of it, at the same time, so that each computes with its threads
-    beside all others, as in training.
+    All methods are collective: all ranks make one profiler and make the same calls at the same time, so that each rank
+    computes with its threads next to all other ranks, as in training.
 
     Args:
-        path: the pipelined container in the module.
-        batch: as a loader gives it; of at least so many samples as are measured.
-        rows: the numbers of samples to measure, ascending.
-        device: layers are moved there, one after the other.
-        collective: has all ranks do the same.
+        trainer: the Trainer.
+        path: the path of the pipelined container in the module.
+        batch: a batch from a loader, with at least the largest number of samples in `rows`.
+        rows: the numbers of samples to measure, in ascending order.
+        device: the device to which layers are moved, one after the other.
+        collective: makes calls on all ranks.
     """
 
     def __init__(
@@ -189,7 +196,7 @@ class LayerProfiler:
         self._logs = rank_zero_only.rank == 0  # type: ignore[attr-defined]
         self._undo = ExitStack()
         self._writes = False
-        """Whether the forward of a layer has changed its weights."""
+        """Whether the forward of a layer has changed weights."""
 
     def __enter__(self) -> LayerProfiler:
         with ExitStack() as stack:
@@ -212,14 +219,15 @@ class LayerProfiler:
     def profile(self, pieces: int | None, split: bool) -> ModelProfile:
         """Return the seconds and bytes of the layers on this rank, and of the user's code before and after them.
 
-        Rank 0 does not run the code after them, where loggers write; the profile has an empty end there.
+        Rank 0 does not run the code after the layers, because its loggers would write. Its profile has no times for
+        this code.
 
         Args:
-            pieces: micro-batches of a batch; with None it is measured however short it is.
-            split: measure backwards in their two parts too.
+            pieces: the number of micro-batches of a batch, or None to measure the layers even if they take little time.
+            split: whether to also measure the two parts of backwards.
 
         Raises:
-            NotMeasuredError: a batch is too short for cuts to matter, or the user's code failed.
+            NotMeasuredError: the layers take too little time for cuts to matter, or the user's code failed.
         """
         most = max(self._rows)
         entering = {most: self.capture_input(most)}
@@ -232,7 +240,7 @@ class LayerProfiler:
                 entering[n] = self.capture_input(n)
                 self._collective(partial(self._time_forward, entering[n], leaving))
                 around[n] = self._time_around(n, leaving)
-            except NotMeasuredError:  # as batch normalisation has it, which needs more than one sample
+            except NotMeasuredError:  # such as batch normalization, which needs more than one sample
                 entering.pop(n, None)
                 notes[LEAST_ROWS] = n + 1
         found: list[ModelProfile] = []
@@ -240,11 +248,11 @@ class LayerProfiler:
         return replace(_add_ends(found[0], around, entering), notes=notes)
 
     def check_step(self) -> None:
-        """Run the step once with its layers one after the other, and the code behind them where no logger writes.
+        """Run the step once with its layers one after the other, and the code after them on ranks without loggers.
 
         Raises:
             NotMeasuredError: the user's code failed on any rank.
-            UnsuitableContainerError: it does not call the layers once and in order, or uses them otherwise.
+            UnsuitableContainerError: the step does not call the layers once and in order, or uses them in another way.
         """
         self._collective(lambda: self._run_step(self._run_layers))
 
@@ -263,17 +271,21 @@ class LayerProfiler:
             self._interceptor.run_with_answer(step, lambda _: y, self._take_rows(rows), *self._arguments, apart=True)
 
     def is_without_gradients(self) -> bool:
-        """Return whether training needs no gradient of the layers: all their weights are frozen, and no gradient passes
-        through them to weights before them, as in a teacher."""
+        """Return whether training needs no gradients of the layers, as in a frozen teacher.
+
+        This is the case if all weights of the layers are frozen and no gradient passes through them to weights before
+        them.
+        """
         if any(weight.requires_grad for weight in self._full.parameters()):
             return False
         passing = self._collective(lambda: any(t.requires_grad for t in tensors_in(self._capture(max(self._rows)))))
         return not any(passing)
 
     def compare_losses(self) -> str:
-        """Return the losses of a batch and its parts if no sum or mean of these makes that of the batch; else nothing.
+        """Return a description of the losses if no sum or mean of the losses of parts reproduces the loss of a batch.
 
-        The step runs in evaluation mode. Nothing is returned if it draws random numbers or can't run with parts.
+        The step runs in evaluation mode. The result is empty if the losses agree, if the step draws random numbers, or
+        if it cannot run with parts of a batch.
         """
         return next(filter(None, self._collective(self._compare_losses)), "")
 
@@ -302,7 +314,7 @@ class LayerProfiler:
                 part.training = False
             with torch.no_grad():
                 found = compare_losses(module, self._batch, rows, compute)
-        except Exception:  # of the user's code, with other numbers of samples, which the first batch tells of
+        except Exception:  # an error of the user's code with other numbers of samples, which the first batch reports
             return ""
         finally:
             for part, mode in modes.items():
@@ -310,13 +322,15 @@ class LayerProfiler:
         return "" if draws.was_used else found.unexplained
 
     def count_operations(self) -> OperationCounts:
-        """Check the step, and return the floating-point operations of its forward: of products and convolutions alone.
+        """Check the step, and return the floating-point operations of its forward, counting only products and
+        convolutions.
 
         Raises:
-            NotMeasuredError, UnsuitableContainerError: as `check_step`.
+            NotMeasuredError: see `check_step`.
+            UnsuitableContainerError: see `check_step`.
         """
         counted = self._collective(self._count_operations)
-        return max(counted, key=lambda each: each.around)  # where loggers write, the code behind the layers did not run
+        return max(counted, key=lambda each: each.around)  # ranks with loggers did not run the code after the layers
 
     def _count_operations(self) -> OperationCounts:
         marks, begun, parts = list[int](), dict[int, int](), Counter[int]()  # by id: metrics hash their state
@@ -342,11 +356,11 @@ class LayerProfiler:
             self._run_step(run_layers)
             marks.append(counter.get_total_flops())
         inside, around = marks[-2] - marks[-3], marks[-1] - marks[-2]
-        functions = around - parts.total()  # which are called with weights of the module
+        functions = around - parts.total()  # functions that are called with weights of the module
         return OperationCounts(inside, around, max([functions, *parts.values()]))
 
     def capture_input(self, rows: int) -> Any:
-        """Return the input of the layers for so many samples.
+        """Return the input of the layers for `rows` samples.
 
         Raises:
             NotMeasuredError: the user's code failed on any rank.
@@ -359,14 +373,14 @@ class LayerProfiler:
     def place_layers(self, layers: Sequence[int]) -> Iterator[list[nn.Module]]:
         """Move layers to the device for the block.
 
-        Their weights are copied only if a layer has written to some.
+        Their weights are only copied if a layer has written to weights before.
         """
         with ExitStack() as stack:
             yield [stack.enter_context(self._place_layer(self._taped[n], weights=self._writes)) for n in layers]
 
     @contextmanager
     def _intercept_layers(self) -> Iterator[None]:
-        """Send the step's call of the layers to the interceptor in the block."""
+        """Redirect the step's call of the layers to the interceptor within the block."""
         parent, _, name = self._path.rpartition(".")
         around = self._module.get_submodule(parent)
         setattr(around, name, StageProxy(self._full, (), self._interceptor, f"self.{self._path}"))
@@ -390,7 +404,9 @@ class LayerProfiler:
 
     @contextmanager
     def _place_layer(self, layer: nn.Module, weights: bool = True) -> Iterator[nn.Module]:
-        """Move one layer to the device for the block, and restore it afterwards; all of them may not fit."""
+        """Move one layer to the device for the block and restore it afterwards, because all layers together may not
+        fit.
+        """
         with keep_unchanged(layer, weights=weights) as changed:
             if self._device.type != "cpu":
                 layer.to(self._device)
@@ -398,7 +414,7 @@ class LayerProfiler:
         self._writes = self._writes or bool(changed)
 
     def _time_forward(self, x: Any, leaving: list[Any]) -> float:
-        """Return the seconds of all layers; what comes out is all that `leaving` holds afterwards."""
+        """Return the seconds of all layers. `leaving` contains only their output afterwards."""
         x = trees.map_tensors(torch.clone, x)
         known: dict[Any, float] = {}
         seconds = 0.0
@@ -416,7 +432,10 @@ class LayerProfiler:
         return seconds
 
     def _check_worth_it(self, forward: Callable[[], float], pieces: int | None) -> None:
-        """Run the layers at least once. Short times are taken again: on a busy machine one may be much too long."""
+        """Run the layers at least once, and stop if they take too little time.
+
+        Short times are measured again, because a single measurement may be much too long on a busy machine.
+        """
         seconds = float("inf")
         for _ in range(1 + REPEATS):
             found = self._collective(forward)
@@ -429,7 +448,7 @@ class LayerProfiler:
                 raise NotMeasuredError(what, quiet=True)
 
     def _time_around(self, rows: int, leaving: Sequence[Any]) -> _Around:
-        """Run the step around the layers, with the one output in `leaving`."""
+        """Measure the step around the layers, with the output of the layers in `leaving`."""
         found = _Around()
         self._collective(partial(self._run_around, rows, leaving[0], found))
         return found
@@ -465,7 +484,7 @@ class LayerProfiler:
         return read_seconds() - begun, self._backward([loss])
 
     def _stand_in_for_after(self, x: Any) -> tuple[float, float]:
-        """Keep this rank busy while others run code that must not run here."""
+        """Keep this rank busy while other ranks run code that must not run here."""
         with torch.no_grad(), self._place_layer(self._taped[0]) as layer:
             layer(_detach_tensors(x, False))
         return 0.0, 0.0
@@ -512,7 +531,7 @@ class LayerProfiler:
 
 @contextmanager
 def without_loggers() -> Iterator[None]:
-    """Silence `logger.experiment` on rank 0 for the block, as on other ranks."""
+    """Disable `logger.experiment` on rank 0 within the block, as on other ranks."""
     rank = rank_zero_only.rank  # type: ignore[attr-defined]
     rank_zero_only.rank = rank or 1  # type: ignore[attr-defined]
     try:
@@ -522,12 +541,12 @@ def without_loggers() -> Iterator[None]:
 
 
 def _answer(y: Any, _: Any) -> Any:
-    """Return the output of the layers that is known already."""
+    """Return the known output of the layers."""
     return y
 
 
 def _detach_tensors(tree: Any, trained: bool) -> Any:
-    """Return the same values without their history; with `trained` gradients are made for them."""
+    """Return the same values without their autograd history. With `trained`, they require gradients."""
 
     def leaf(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().requires_grad_(trained and tensor.is_floating_point())

@@ -1,4 +1,4 @@
-"""Plans: the plan and the order of a batch by a schedule."""
+"""Plans and orders of batches for a schedule."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from lightning_pipes.planning.replanning import MAX_OBSERVATIONS, FreeBytes, Obs
 from lightning_pipes.sim import simulate
 
 TRIED_PER_STAGE = 16
-"""Micro-batches for each stage that show whether a schedule can order a plan."""
+"""The number of micro-batches per stage with which it is checked that a schedule can order a plan."""
 _KEPT = 64
 
 
 class Plans:
-    """Plans by number of samples, as the planner of the schedule wants them: how a batch is cut depends on its own size
-    only.
+    """The plans of the schedule's planner by number of samples, because the cut of a batch depends only on its own
+    size.
 
     Args:
-        problem: that of any batch, its layers decided; `rows` are filled in. A batch is cut into fewer micro-batches
-            where it has too few samples for the least size of each.
-        replanner: the planner that is asked again while training goes on; by default that of the schedule.
-        degrees: ranks of each stage, where stages have several; for the planner they are one.
-        seconds: of a sample on each of these ranks, by which they share out samples; by default they are equally fast.
+        problem: the planning problem of any batch, in which the layers are decided and `rows` is filled in. A batch
+            with too few samples for micro-batches of the smallest allowed size is cut into fewer micro-batches.
+        replanner: the planner that revises plans during training. The default is the planner of the schedule.
+        degrees: the number of ranks of each stage, if stages have several. The planner considers them one rank.
+        seconds: the seconds per sample on each of these ranks, according to which they share samples. By default, all
+            ranks are equally fast.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Plans:
     ) -> None:
         self._degrees = tuple(degrees)
         least = 1 if problem.schedule.flushes else max(problem.least, *self._degrees, 1)
-        self._problem = replace(problem, least=max(problem.least, least))  # for each rank of a stage, where none waits
+        self._problem = replace(problem, least=max(problem.least, least))  # overlapping batches need one per rank
         self._seconds = seconds
         self._replanner = replanner
         self._asked = replanner or planner_of(problem.schedule)
@@ -54,7 +55,7 @@ class Plans:
 
     @cached_property
     def microbatches(self) -> int:
-        """Number of micro-batches of a batch with enough samples: the user's, else the planner's."""
+        """The number of micro-batches of a batch with enough samples, from the user or from the planner."""
         if self._problem.microbatches is not None:
             return self._problem.microbatches
         rows = MICROBATCHES_PER_STAGE * len(self._ranks)
@@ -62,28 +63,28 @@ class Plans:
 
     @property
     def trial_rows(self) -> int:
-        """Samples of a batch with which the order can be tried before anybody knows the batches."""
+        """The number of samples of a batch with which the order is checked before the size of the batches is known."""
         return min(self.microbatches, TRIED_PER_STAGE * len(self._ranks)) * max(self._degrees, default=1)
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether the order goes on from batch to batch, so that stages step apart."""
+        """Whether the order continues from batch to batch, so that stages step at different times."""
         return self.for_rows(self.trial_rows)[1].is_endless
 
     @property
     def layers(self) -> tuple[Span, ...]:
-        """Layers of each stage for any number of samples; empty where they are not decided."""
+        """The layers of each stage for any number of samples. Empty if they are not decided."""
         return self._problem.layers
 
     def for_rows(self, rows: int) -> tuple[Plan, Program | Policy]:
         """Return the plan for a batch of `rows` samples and its verified order.
 
-        A policy is tried in virtual time, with forwards of one second and backwards of two: one that gets stuck there
-        would have every rank wait for ever.
+        A policy is simulated with forwards of one second and backwards of two seconds, because a policy that blocks
+        there would make every rank wait forever.
 
         Raises:
-            PlanError: the schedule can't order it.
-            DeadlockError: the policy gets stuck.
+            PlanError: the schedule cannot order the plan.
+            DeadlockError: the policy blocks.
         """
         if rows in self._given:
             return self._given[rows]
@@ -100,17 +101,20 @@ class Plans:
         given: Plan | None = None,
         verified: int | None = None,
     ) -> Plans:
-        """Return plans by another schedule, for stages on the same ranks.
+        """Return the plans of another schedule, for stages on the same ranks.
 
         Args:
-            microbatches: by default the user's, or those of the schedule's planner.
-            given: the plan for batches of its size; other batches are cut by the schedule's planner, with the same
-                layers. Where it names no layers, and nothing to recompute, those of the run count.
-            verified: the batch size for which the order is verified already, since that takes longer than making it.
+            schedule: the new schedule.
+            microbatches: the number of micro-batches. The default is the user's number, or the number of the schedule's
+                planner.
+            given: the plan for batches of its size. Other batches are cut by the schedule's planner, with the same
+                layers. If the plan has no layers or no recomputation, the values of the run are used.
+            verified: the batch size whose order has already been verified, because verification takes longer than
+                planning.
 
         Raises:
-            PlanError: the schedule moves stages to other ranks, flushes between batches where that of the run does not
-                or the other way round, or can't order it; or `given` recomputes elsewhere.
+            PlanError: the schedule moves stages to other ranks, only one of the two schedules flushes between batches,
+                the schedule cannot order the plan, or `given` has different recomputation.
         """
         wanted = schedule.place_stages(self._problem.ranks) if given is None else given.ranks
         if wanted != self._ranks:
@@ -134,7 +138,7 @@ class Plans:
             made._given[rows] = made._order_plan(
                 adapt_plan(self._keep_setting(given, solve_plan(made._problem_of(rows))), schedule)
             )
-        largest = verified or max(self._made, default=made.trial_rows)  # the next batch is most likely of that size
+        largest = verified or max(self._made, default=made.trial_rows)  # the next batch most likely has this size
         tried = [made.for_rows(largest), *made._given.values()]
         flushes = self.schedule.flushes
         for _, order in tried:
@@ -148,27 +152,29 @@ class Plans:
 
     @property
     def every(self) -> int:
-        """Training batches from one question to the planner to the next; 0 where it is never asked again."""
+        """The number of training batches between two revisions by the planner, or 0 if plans are never revised."""
         return self._asked.every
 
     def is_due(self, batch: int) -> bool:
-        """Return whether the planner is asked again before training batch number `batch`."""
+        """Return whether the planner revises the plan before training batch number `batch`."""
         return bool(self.every and batch) and batch % self.every == 0
 
     @property
     def guards_memory(self) -> bool:
-        """Whether the planner gets the free bytes of all ranks before every batch."""
+        """Whether the planner needs the free bytes of all ranks before every batch."""
         return not self._degrees and self._asked.guards_memory
 
     def should_serialize_batches(self, free: Sequence[FreeBytes], serialized: bool) -> bool:
-        """Return whether batches that could overlap are to run one by one for now."""
+        """Return whether batches that could overlap should run one after the other for now."""
         return self._asked.should_serialize(free, serialized)
 
     def reduce_memory(self, rows: int, observations: tuple[Observation, ...], free: FreeBytes) -> Plans:
-        """Return plans for which layers leave devices that are short of memory; these plans where none have to.
+        """Return plans in which layers leave devices that are short of memory, or these plans if no layer has to move.
 
         Args:
-            observations: what was seen of the plan for a batch of `rows` samples, the oldest first.
+            rows: the number of samples of a batch.
+            observations: the observations of the plan for a batch of `rows` samples, the oldest first.
+            free: the free bytes of all ranks.
         """
         plan, _ = self.for_rows(rows)
         found = self._asked.reduce_memory(
@@ -179,14 +185,15 @@ class Plans:
         )
 
     def revise(self, rows: int, observations: tuple[Observation, ...], remaining: int | None = None) -> Plans:
-        """Return the planner's answer before a batch of `rows` samples; mostly these plans.
+        """Return the plans that the planner chooses before a batch of `rows` samples, which are usually these plans.
 
         Args:
-            observations: what was seen of the plan for such a batch, the oldest first.
-            remaining: batches that are left in the run, where it is known.
+            rows: the number of samples of the batch.
+            observations: the observations of the plan for such a batch, the oldest first.
+            remaining: the number of batches that are left in the run, or None if it is unknown.
 
         Raises:
-            PlanError: it says what can't be run.
+            PlanError: the planner's plan cannot be run.
         """
         plan, _ = self.for_rows(rows)
         costs = observations[-1].costs if observations else None
@@ -201,12 +208,14 @@ class Plans:
         return self._remember(self.for_schedule(self.schedule, given=found), plan, observations)
 
     def _share_anew(self, plan: Plan, now: Problem) -> Plans:
-        """Return plans with shares by the measured speed of the ranks; mostly these plans."""
+        """Return plans with shares of samples according to the measured speed of the ranks, or these plans if nothing
+        changes.
+        """
         seconds = self._asked.balance_shares(plan, now)
         if seconds is None:
             return self
         made = Plans(self._problem, self._replanner, self._degrees, seconds)
-        made._verified = now.rows  # it orders whole micro-batches as before
+        made._verified = now.rows  # the order of whole micro-batches is the same as before
         rank_zero_info(
             f"Ranks of stages share out a batch of {now.rows} samples as {list_shares(made.for_rows(now.rows)[0])} "
             f"from now on, instead of {list_shares(plan)}, by their measured speed"
@@ -214,7 +223,7 @@ class Plans:
         return made
 
     def _remember(self, made: Plans, plan: Plan, observations: tuple[Observation, ...]) -> Plans:
-        """Return `made` with the observations of `plan`, its predecessor."""
+        """Return `made` with the observations of its predecessor `plan`."""
         earlier = (*self._problem.earlier_observations, *((plan, each) for each in observations))
         made._problem = replace(made._problem, earlier_observations=earlier[-MAX_OBSERVATIONS:])
         return made
@@ -257,7 +266,9 @@ class Plans:
 def stage_layers(
     partition: str | Sequence[int], sizes: Sequence[int], stages: int, degrees: Sequence[int] = ()
 ) -> tuple[Span, ...]:
-    """Return the layers of each stage: balanced by `sizes` for "parameters", else cut where `partition` says."""
+    """Return the layers of each stage, balanced by `sizes` for "parameters", and otherwise cut as `partition`
+    specifies.
+    """
     if isinstance(partition, str):
         return even_partition(sizes, stages, degrees)
     return partition_at(partition, len(sizes), stages)

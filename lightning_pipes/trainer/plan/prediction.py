@@ -1,4 +1,4 @@
-"""Whether the steps of a run are what its decision was made by; where they are not, the decision that they call for."""
+"""Comparison of the first steps of a run with the prediction of its decision, and corrections of the decision."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from lightning_pipes.trainer.reports.report import Window
 from lightning_pipes.trainer.reports.timing import Share
 
 SECONDS = 3.0
-"""For how long steps are looked at, before their number is limited by these."""
+"""The seconds of steps that are compared, within the limits FEWEST and MOST for their number."""
 FEWEST, MOST = 10, 50
 SKIPPED = 2
-"""The first steps, in which much is done for the first time."""
+"""The number of first steps that are skipped, because they contain one-time work."""
 LOOKS = 3
-"""How often a run is looked at, at most: each time after its decision was corrected."""
+"""The largest number of comparisons in a run. Another comparison follows each correction of the decision."""
 
 
 class Prediction:
-    """Compares first steps, and first steps after a correction, with their prediction.
+    """Compares the first steps of a run, and the first steps after each correction, with their prediction.
 
-    Collective: all ranks make one, and the same calls of it.
+    All methods are collective: all ranks make one object and make the same calls.
 
     Args:
-        decision: what runs; one without a prediction is right.
+        decision: the decision of the run. A decision without a prediction is not checked.
+        ranks: the ranks of the run.
         alone: whether no siblings of an array compute on the ranks.
-        stays: whether layers have to stay where they are, whatever the decision says.
-        contradicted: called on rank 0 when steps contradict the decision.
+        stays: whether layers must stay on their ranks even if the decision allows moves.
+        contradicted: called on rank 0 if steps contradict the decision.
     """
 
     def __init__(
@@ -53,10 +54,10 @@ class Prediction:
         self._shares: list[Share] = []
 
     def correct_decision(self, windows: Sequence[Window]) -> Decision | None:
-        """Return the decision by which the run is to go on, where steps contradict the one that it has; mostly None.
+        """Return the corrected decision if steps contradict the current one, and None otherwise.
 
         Args:
-            windows: the last ones of this rank, the last one new since the call before.
+            windows: the last windows of this rank. The last one must be new since the previous call.
         """
         if not self._left:
             return None
@@ -98,11 +99,11 @@ class Prediction:
         first, *_, last = trial.ratios if len(trial.ratios) > 1 else trial.ratios * 2
         profile = made.profile.scaled(trial.factors(made.layers), first, last)
         between, _ = simulate_step(profile, window.plan, window.order, made.deployment)
-        rest = trial.measured / between  # messages that take other times, and whatever has no price
+        rest = trial.measured / between  # other times of messages, and all work without a cost in the model
         profile = profile.scaled([rest] * len(profile.layers), rest, rest)
         found = made.predicted(profile)
         if made.movable:
-            with suppress(PlanError):  # nothing fits by these times either: what runs, runs
+            with suppress(PlanError):  # no cut fits with these times either, so the run continues
                 found = made.cut_anew(profile)
         return replace(
             found, why="\n".join([*made.why.splitlines(), _correction_text(made, found, trial, len(shares[0]))])

@@ -1,8 +1,8 @@
-"""Profiles that earlier runs have measured, kept below the run's root directory.
+"""Profiles that earlier runs have measured, stored below the root directory of the run.
 
-A second run starts without measuring. A profile is found by all that times depend on: the layers' structure, the batch,
-the device, the number of processes, and the versions of torch and of this package. Where first steps contradict it, it
-is removed.
+A second run starts without measuring. The key of a profile contains everything that times depend on: the structure of
+the layers, the batch, the device, the number of processes, and the versions of torch and of this package. If the first
+steps of a run contradict a profile, the profile is removed.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from lightning_pipes.ir.checks import read_object
 
 FOLDER = "lightning_pipes_profiles"
 VARIABLE = "LIGHTNING_PIPES_PROFILES"
-"""The environment variable with another folder; where it is empty, no profiles are kept."""
+"""The environment variable that names another folder. If it is empty, profiles are not stored."""
 
 
 class MeasuredRun(NamedTuple):
-    """The layers that a run has measured, before its devices are connected the next time.
+    """The measurements of a run, which a later run can use before its devices are connected.
 
     Attributes:
-        rows: samples of a batch.
-        link: the slowest one between its ranks.
+        profile: the profile of the layers.
+        rows: the number of samples of a batch.
+        link: the slowest link between its ranks.
     """
 
     profile: ModelProfile
@@ -45,10 +46,10 @@ class MeasuredRun(NamedTuple):
 
 
 class ProfileCache:
-    """Files of profiles in a folder, written and read by rank 0.
+    """A folder with files of profiles, which rank 0 writes and reads.
 
     Args:
-        folder: where they lie; None keeps none.
+        folder: the folder, or None to store nothing.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -56,7 +57,7 @@ class ProfileCache:
         self._used: Path | None = None
 
     def find_profile(self, key: object) -> ModelProfile | None:
-        """Return the profile that was kept under `key`; None if there is none of this version, or of another user."""
+        """Return the profile that was stored under `key`, or None if there is none of this version and this user."""
         path = self._path(key)
         with suppress(OSError, InputError):
             if path is not None and path.stat().st_uid == os.getuid():
@@ -65,12 +66,12 @@ class ProfileCache:
         return None
 
     def keep_profile(self, key: object, profile: ModelProfile) -> None:
-        """Write a profile, if the folder can be written to."""
+        """Write a profile if the folder is writable."""
         if self._write(key, profile.to_dict()):
             self._used = self._path(key)
 
     def find_run(self, key: object) -> MeasuredRun | None:
-        """Return the last run that was kept under `key`; None if there is none of this version, or of another user."""
+        """Return the last run that was stored under `key`, or None if there is none of this version and this user."""
         path = self._path(key)
         with suppress(OSError, InputError, KeyError, TypeError):
             if path is not None and path.stat().st_uid == os.getuid():
@@ -80,7 +81,7 @@ class ProfileCache:
         return None
 
     def keep_run(self, key: object, run: MeasuredRun) -> None:
-        """Write the measurements of a run, if the folder can be written to."""
+        """Write the measurements of a run if the folder is writable."""
         speed = run.link.bandwidth if math.isfinite(run.link.bandwidth) else None
         found = {"rows": run.rows, "bandwidth": speed, "latency": run.link.latency}
         self._write(key, {"profile": run.profile.to_dict(), **found})
@@ -98,7 +99,7 @@ class ProfileCache:
         return False
 
     def forget_profile(self) -> None:
-        """Remove the profile that this run has used, because steps contradict it."""
+        """Remove the profile that this run has used, because its steps contradict the profile."""
         if self._used is not None:
             self._used.unlink(missing_ok=True)
 
@@ -110,12 +111,12 @@ class ProfileCache:
 
 
 def describe_module(module: nn.Module) -> object:
-    """Return the key of a module before ranks connect: its type, and its parameters."""
+    """Return the key of a module before ranks connect, which contains its type and its parameters."""
     return "stages", type(module).__qualname__, [(name, tuple(p.shape)) for name, p in module.named_parameters()]
 
 
 def find_cache(trainer: pl.Trainer) -> ProfileCache:
-    """Return the cache of a Trainer's root directory, or of the folder that the environment names."""
+    """Return the cache in a Trainer's root directory, or in the folder that the environment variable names."""
     named = os.environ.get(VARIABLE)
     root = str(trainer.default_root_dir)
     if named == "" or (named is None and "://" in root):
@@ -124,7 +125,7 @@ def find_cache(trainer: pl.Trainer) -> ProfileCache:
 
 
 def clear_profiles(folder: Path) -> int:
-    """Remove the profiles that runs with this root directory have kept; return their number."""
+    """Remove the profiles that runs with this root directory have stored, and return their number."""
     folder = Path(os.environ.get(VARIABLE) or folder / FOLDER)
     files = [*folder.glob("*.json")]
     for path in files:

@@ -1,4 +1,4 @@
-"""The decision on schedule and cut by a profile, on the measured links between the ranks."""
+"""The decision about schedule and cut, from a profile and the measured links between the ranks."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from lightning_pipes.trainer.ranks.processes import process_rank
 from lightning_pipes.trainer.ranks.ranks import Ranks
 
 USABLE_MEMORY = 0.9
-"""The share of a GPU's memory that stages may take; the rest goes to its context, to libraries and to fragments."""
+"""The share of a GPU's memory that stages may use. The rest is for the CUDA context, libraries and fragmentation."""
 _LINK_SIZES = (2**14, 2**18, 2**21)
 
 
 class ProfilePlanner:
-    """Makes decisions by a profile. Collective: all ranks make one, and the same calls of it.
+    """Makes decisions from a profile.
+
+    All methods are collective: all ranks make one planner and make the same calls.
 
     Args:
-        ranks: of the run.
-        transport: how messages will travel.
+        ranks: the ranks of the run.
+        transport: the name of the transport for messages.
     """
 
     def __init__(self, ranks: Ranks, transport: str) -> None:
@@ -38,10 +40,10 @@ class ProfilePlanner:
     def plan(
         self, request: RunRequest, plain: Decision, profile: ModelProfile, rows: int, deployment: Deployment
     ) -> Decision:
-        """Return the decision by a profile, made by one rank.
+        """Return the decision from a profile, which one rank makes for all ranks.
 
         Raises:
-            PlanError: nothing can.
+            PlanError: no decision is possible.
         """
         made: Decision | str = ""
         if process_rank() == self._deciding_rank:
@@ -55,10 +57,12 @@ class ProfilePlanner:
         return made
 
     def make_deployment(self, plain: Decision, speeds: list[float]) -> Deployment:
-        """Return the devices and links of a pipeline, in the order of its ranks; of replicas the worst.
+        """Return the devices and links of a pipeline in the order of its ranks. Of several replicas, the slowest values
+        count.
 
         Args:
-            speeds: of all processes.
+            plain: the decision without measurements.
+            speeds: the relative speed of all processes.
         """
         length, grid = self._grid.length, self._grid
         order = positions_of_ranks(plain.ranks, length)
@@ -74,7 +78,9 @@ class ProfilePlanner:
         return Deployment(cluster, grid.replicas, (slowest,) * length if grid.replicas > 1 else ())
 
     def _measure_links(self, order: list[int]) -> dict[tuple[int, int], Link]:
-        """Measure the links between neighbours, as messages will travel; where replicas differ, the slowest counts."""
+        """Measure the links between neighbors with the transport of the run. If replicas differ, the slowest link
+        counts.
+        """
         plan = Plan.even(len(order), 1)
         rank = order.index(self._grid.position)
         to = [self._grid.pipeline[at] for at in order]
@@ -92,5 +98,5 @@ class ProfilePlanner:
 
 
 def device_memory(device: torch.device) -> int | None:
-    """Return the bytes that stages may take of a GPU; None on CPU, where they are not counted."""
+    """Return the bytes of a GPU that stages may use, or None on the CPU, where memory is not limited."""
     return int(USABLE_MEMORY * torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None

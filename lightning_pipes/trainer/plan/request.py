@@ -1,4 +1,4 @@
-"""A run as asked for, and how it becomes a decision."""
+"""The run that the user requests, and its conversion into a decision."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from lightning_pipes.trainer.ranks.control import Control
 
 @dataclass(frozen=True)
 class Placement:
-    """Layers on stages, and stages on ranks.
+    """The assignment of layers to stages, and of stages to ranks.
 
     Attributes:
-        layers: of each stage.
-        ranks: of each stage.
-        partition: the argument of the run that had them.
+        layers: the layers of each stage.
+        ranks: the rank of each stage.
+        partition: the argument `partition` of the run with this placement.
     """
 
     layers: tuple[Span, ...]
@@ -45,33 +45,35 @@ class Placement:
     partition: str | Sequence[int]
 
     def data(self) -> dict[str, Any]:
-        """Return plain lists, which a checkpoint that is read with `weights_only` may hold."""
+        """Return the placement as plain lists, which may be part of a checkpoint that is read with `weights_only`."""
         partition = self.partition if isinstance(self.partition, str) else [*self.partition]
         return {"layers": [[*span] for span in self.layers], "ranks": [*self.ranks], "partition": partition}
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Self:
-        """Return what `data` made."""
+        """Return the placement from the result of `data`."""
         return cls(tuple(Span(a, b) for a, b in data["layers"]), tuple(data["ranks"]), data["partition"])
 
     @property
     def cuts(self) -> list[int]:
-        """The layers at which stages 1, 2, ... begin."""
+        """The numbers of the layers at which stages 1, 2, ... begin."""
         return [span.start for span in self.layers[1:]]
 
 
 @dataclass(frozen=True)
 class RunRequest:
-    """The run that the user asks for.
+    """The run that the user requests.
 
     Attributes:
-        schedule: the named schedule; a placeholder where `chooses`.
-        microbatches: the number that the user sets; None for the default, or for the best where `chooses`.
-        partition: "auto", "parameters", or the layers, or modules by path, at which stages begin.
-        chooses: whether schedule, micro-batches and recomputation are to be chosen.
-        replanner: moves layers while training goes on; None leaves that to the schedule.
-        iterations: batches until the target with stale gradients, where the choice may fall on them; else None.
-        equal_cuts: whether what is chosen must cut a batch into the same micro-batches on all stages and links.
+        schedule: the named schedule, or a placeholder if `chooses`.
+        microbatches: the user's number of micro-batches. None for the default, or for the best number if `chooses`.
+        recompute: whether stages recompute their forwards.
+        partition: "auto", "parameters", or the numbers of layers or paths of modules at which stages begin.
+        chooses: whether the schedule, the micro-batches and recomputation are chosen.
+        replanner: the planner that moves layers during training. None leaves this to the schedule.
+        iterations: the batches until the target with stale gradients if a schedule with stale gradients may be chosen,
+            and None otherwise.
+        equal_cuts: whether the chosen plan must cut a batch into the same micro-batches on all stages and links.
     """
 
     schedule: Schedule | Policy
@@ -94,10 +96,10 @@ class RunRequest:
         replan: bool | Mapping[str, Any],
         stale_gradients: bool | Mapping[int, float] = False,
     ) -> RunRequest:
-        """Return the run that these arguments of `PipelineStrategy` ask for.
+        """Return the run that these arguments of `PipelineStrategy` request.
 
         Raises:
-            InputError: one of them makes no sense.
+            InputError: an argument is invalid.
         """
         known = find_schedule(schedule, {} if schedule_args is None else schedule_args)
         iterations = Iterations.from_setting("stale_gradients", stale_gradients)
@@ -117,14 +119,16 @@ class RunRequest:
         )
 
     def unmeasured(self, sizes: Sequence[int], ranks: int, least: int = 1, degrees: tuple[int, ...] = ()) -> Decision:
-        """Return the decision without measured layers; `sizes` are their parameters.
+        """Return the decision without measurements.
 
         Args:
-            least: samples of a micro-batch, at least.
-            degrees: ranks of each stage, where stages have several; `ranks` counts those of a stage once.
+            sizes: the number of parameters of each layer.
+            ranks: the number of ranks. The ranks of one stage count once.
+            least: the smallest number of samples of a micro-batch.
+            degrees: the number of ranks of each stage, if stages have several.
 
         Raises:
-            PlanError: layers can't be cut so, or the schedule can't order it.
+            PlanError: the layers cannot be cut in this way, or the schedule cannot order the plan.
         """
         where = self.schedule.place_stages(ranks)
         if degrees:
@@ -139,10 +143,10 @@ class RunRequest:
         return found
 
     def _check_degrees(self, where: Sequence[int], degrees: tuple[int, ...]) -> None:
-        """Refuse what stages with several ranks can't have.
+        """Reject requests that stages with several ranks do not support.
 
         Raises:
-            PlanError: the run asks for it.
+            PlanError: the run has such a request.
         """
         asked = f"data_parallel={list(degrees)} gives each stage a number of ranks"
         if self.chooses:
@@ -159,10 +163,10 @@ class RunRequest:
             )
 
     def resume_cut(self, placement: Placement, layers: int, ranks: int) -> RunRequest:
-        """Return the request with the partition of a checkpoint, where that matters; else this request.
+        """Return the request with the partition of a checkpoint if this matters, and otherwise this request.
 
-        It matters where layers may move or batches overlap. Stages and layers must be the same, and the user must not
-        ask for another cut, or have the schedule chosen.
+        The partition matters if layers may move or batches overlap. It is used if the numbers of stages and layers are
+        the same, unless the user requests another cut or lets the schedule be chosen.
         """
         free = isinstance(self.partition, str) or self.partition == placement.partition
         matters = self.may_replan or not self.schedule.flushes
@@ -171,7 +175,7 @@ class RunRequest:
 
     @property
     def planner(self) -> Planner:
-        """The planner of the settings that the user leaves open."""
+        """The planner of the settings that the user has not specified."""
         if self.chooses:
             return AutoPlanner(self.iterations, self.equal_cuts)
         own = planner_of(self.schedule)
@@ -179,35 +183,40 @@ class RunRequest:
 
     @property
     def needs_profile(self) -> bool:
-        """Whether layers are to be measured."""
+        """Whether the layers must be measured."""
         return self.planner.wants_profile or self.may_replan
 
     @property
     def may_replan(self) -> bool:
-        """Whether layers may move later, by their times."""
+        """Whether layers may move during training, according to their times."""
         return (self.replanner or planner_of(self.schedule)).wants_profile
 
     @property
     def splits_backward(self) -> bool:
-        """Whether backwards are to be measured in their two parts, too."""
+        """Whether the two parts of backwards must also be measured."""
         return self.chooses or self.schedule.splits_backward or self.schedule.tunes_online
 
     def microbatch_rows(self, rows: int, ranks: int) -> tuple[int, ...]:
-        """Return the numbers of samples to measure for batches of `rows`: ascending, none twice."""
+        """Return the numbers of samples to measure for batches of `rows` samples, in ascending order and without
+        duplicates.
+        """
         return self.planner.profile_sizes(rows, len(self.schedule.place_stages(ranks)), self.microbatches)
 
     def sample_rows(self, rows: int, ranks: int) -> int:
-        """Return how many samples of a batch of `rows` are needed to run micro-batches as large as may be decided."""
+        """Return the number of samples, of a batch of `rows`, that the largest possible micro-batch needs."""
         return self.planner.most_rows(rows, len(self.schedule.place_stages(ranks)), self.microbatches)
 
     def measured(self, plain: Decision, profile: ModelProfile, rows: int, deployment: Deployment) -> Decision:
-        """Return the decision by the profile of the layers, for batches of `rows` samples on these devices.
+        """Return the decision from the profile of the layers, for batches of `rows` samples on these devices.
 
         Args:
-            plain: what would run without a profile.
+            plain: the decision without a profile.
+            profile: the profile of the layers.
+            rows: the number of samples of a batch.
+            deployment: the devices and links.
 
         Raises:
-            PlanError: a schedule is to be chosen, and none fits into the devices' memory.
+            PlanError: a schedule is to be chosen, and none fits into the memory of the devices.
         """
         problem = replace(plain, profile=profile, deployment=deployment).problem(rows)
         if self.partition == AUTO:
@@ -235,7 +244,7 @@ _SAME_SETTINGS = (
 
 
 def describe_arguments(request: RunRequest, settings: Settings) -> dict[str, str]:
-    """Return the arguments that have to be the same on all ranks, as text by name."""
+    """Return the arguments that must be the same on all ranks, as text by name."""
     args = schedule_settings(request.schedule)
     return {
         "schedule": "auto" if request.chooses else request.schedule.name,
@@ -248,10 +257,11 @@ def describe_arguments(request: RunRequest, settings: Settings) -> dict[str, str
 
 
 def check_same_arguments(arguments: Mapping[str, str], control: Control) -> None:
-    """Compare the arguments of all ranks. Collective.
+    """Compare the arguments of all ranks. This function is collective.
 
     Raises:
-        InputError: those of a rank differ from rank 0, and ranks would wait for different things.
+        InputError: the arguments of a rank differ from the arguments of rank 0, so that ranks would wait for different
+            events.
     """
     found = control.all_gather(dict(arguments))
     for rank, other in zip(control.ranks, found, strict=True):

@@ -1,4 +1,4 @@
-"""A few samples of the training data, taken without anybody noticing."""
+"""Samples of the training data, which are taken without changing the state of the data."""
 
 from __future__ import annotations
 
@@ -19,29 +19,31 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 
 _PATIENCE = 60.0
-"""Seconds in which a few samples have to be loaded."""
+"""The seconds within which a few samples must be loaded."""
 
 
 _TRIED = 8
-"""Batches that are loaded where the first ones are None, which Lightning skips."""
+"""The number of batches that are loaded if the first ones are None, which Lightning skips."""
 
 
 class NoSampleError(Exception):
-    """Why there is no example of a batch."""
+    """The reason why no example of a batch is available."""
 
 
 def batch_rows(loader: Any, streams: bool = False) -> int:
-    """Return the number of samples that a batch of the loader has.
+    """Return the number of samples of a batch from the loader.
 
     Args:
-        streams: take an `IterableDataset`, too. What a copy of it takes from a queue or a pipe is gone.
+        loader: the data of the run.
+        streams: whether to accept an `IterableDataset`. If a copy of it takes samples from a queue or a pipe, they are
+            lost.
 
     Raises:
-        NoSampleError: the loader does not say, or samples can't be taken from it one by one.
+        NoSampleError: the loader does not specify the number, or single samples cannot be taken from it.
     """
     joined = _joined_loaders(loader)
     if joined:
-        return batch_rows(joined[0], streams)  # whose samples are counted where the batch is cut
+        return batch_rows(joined[0], streams)  # its samples are counted when the batch is cut
     if not isinstance(loader, DataLoader):
         raise NoSampleError(f"the training data come from a {type(loader).__name__}, not from DataLoaders")
     is_stream = isinstance(loader.dataset, IterableDataset)
@@ -59,7 +61,7 @@ def batch_rows(loader: Any, streams: bool = False) -> int:
 
 
 def _first_batch_size(batch_sampler: Any) -> int:
-    """Return the number of samples in the first batch of a sampler that has no batch_size; a copy of it is asked.
+    """Return the number of samples in the first batch from a copy of a batch sampler without a batch_size.
 
     Raises:
         NoSampleError: there is no such sampler, or its batches have no length.
@@ -74,8 +76,10 @@ def _first_batch_size(batch_sampler: Any) -> int:
 
 
 def _joined_loaders(data: Any) -> list[DataLoader[Any]]:
-    """Return the loaders in a collection of several, from each of which Lightning puts a batch into each training
-    batch; an empty list for other data."""
+    """Return the loaders of a collection, or an empty list for other data.
+
+    Lightning combines a batch of each of these loaders into a training batch.
+    """
     if isinstance(data, CombinedLoader):
         data = data.iterables
     loaders = [] if isinstance(data, DataLoader) else pytree.tree_leaves(data)
@@ -95,18 +99,18 @@ def _keep(batch: Any) -> Any:
 
 
 def loader_of_batches(data: Any) -> Any:
-    """Return an iterable of batches that is no DataLoader as one, for samples; other data as they are."""
+    """Return a DataLoader for samples from an iterable of batches, and any other data unchanged."""
     if isinstance(data, DataLoader | CombinedLoader | Mapping | Sequence) or not isinstance(data, Iterable):
         return data
     return DataLoader(_Batches(data), batch_size=None, collate_fn=_keep)
 
 
 def expected_batches(trainer: pl.Trainer, loader: Any) -> float:
-    """Return the number of training batches of a run; infinity where its settings do not limit it."""
+    """Return the number of training batches of a run, or infinity if its settings do not limit it."""
     limit, epochs, steps = trainer.limit_train_batches, trainer.max_epochs, trainer.max_steps
     try:
         each = float(max(map(len, _joined_loaders(loader) or [loader])))
-    except TypeError:  # no length
+    except TypeError:  # the loader has no length
         each = inf
     if limit is not None:
         each = min(each, limit) if isinstance(limit, int) else each * limit
@@ -115,13 +119,13 @@ def expected_batches(trainer: pl.Trainer, loader: Any) -> float:
 
 
 def example_batch(loader: Any, rows: int) -> Any:
-    """Return the first `rows` samples as a batch; no sampler is asked.
+    """Return the first `rows` samples as a batch, without using a sampler.
 
-    Of several loaders each gives a batch. Those with the batch size of the first loader give `rows` samples. The others
-    give all that they have in a batch, because their tensors are not cut into micro-batches.
+    If there are several loaders, each provides a batch. Loaders with the batch size of the first loader provide `rows`
+    samples. The other loaders provide a batch of their full size, because their tensors are not cut into micro-batches.
 
-    They are loaded and collated in a process of their own, so that nothing changes here that loading them changes:
-    counters, caches, random generators. Rows of plain tensors are copied here, as that changes nothing.
+    The samples are loaded and collated in a separate process, so that counters, caches and random generators of this
+    process do not change. Rows of plain tensors are copied in this process, because this changes nothing.
     """
     joined = _joined_loaders(loader)
     if joined:
@@ -142,29 +146,32 @@ def _is_of_tensors(data: Any) -> bool:
 
 
 def first_item(loader: Any, streams: bool = False) -> Any:
-    """Return the first item of a dataset of batches (`batch_size=None`), loaded as by `example_batch`.
+    """Return the first item of a dataset of batches (`batch_size=None`), which is loaded as in `example_batch`.
 
     Args:
-        streams: as for `batch_rows`.
+        loader: the data of the run.
+        streams: see `batch_rows`.
 
     Raises:
-        NoSampleError: the loader is none for such a dataset.
+        NoSampleError: the items of the dataset are not batches.
     """
     is_stream = is_of_batches(loader) and isinstance(loader.dataset, IterableDataset)
     if not is_of_batches(loader) or (not streams if is_stream else not len(loader.dataset)):
-        batch_rows(loader)  # says why
+        batch_rows(loader)  # this raises an error with the reason
         raise NoSampleError("the items of the dataset are no batches")
     return _load(loader, None)
 
 
 def load_batch(loader: Any, most: int, streams: bool = False) -> Any:
-    """Return a batch of at most `most` samples; the first item where the items of the dataset are batches.
+    """Return a batch of at most `most` samples, or the first item if the items of the dataset are batches.
 
     Args:
-        streams: as for `batch_rows`.
+        loader: the data of the run.
+        most: the largest number of samples.
+        streams: see `batch_rows`.
 
     Raises:
-        NoSampleError: there is none to be had.
+        NoSampleError: no batch is available.
     """
     if is_of_batches(loader):
         return first_item(loader, streams)
@@ -172,12 +179,12 @@ def load_batch(loader: Any, most: int, streams: bool = False) -> Any:
 
 
 def is_of_batches(loader: Any) -> bool:
-    """Return whether the items of the dataset of a loader are whole batches."""
+    """Return whether the items of a loader's dataset are whole batches."""
     return isinstance(loader, DataLoader) and loader.batch_size is None and loader.batch_sampler is None
 
 
 def _load(loader: DataLoader[Any], rows: int | None) -> Any:
-    """Return the first batch of `rows` samples that is not None; the first item where `rows` is None."""
+    """Return the first batch of `rows` samples that is not None, or the first item if `rows` is None."""
     forks = "fork" in multiprocessing.get_all_start_methods()
     for tried in (1, _TRIED):
         data: Any = loader.dataset
@@ -195,7 +202,7 @@ def _load(loader: DataLoader[Any], rows: int | None) -> Any:
         with _same_offsets():
             passing = iter(once)
             batch = next((batch for batch in islice(passing, tried) if batch is not None), None)
-            del passing  # ends the process
+            del passing  # this ends the process
         if batch is not None:
             return batch
     raise NoSampleError("the data begin with None, or are empty")
@@ -203,10 +210,10 @@ def _load(loader: DataLoader[Any], rows: int | None) -> Any:
 
 @contextmanager
 def _same_offsets() -> Iterator[None]:
-    """Open files are afterwards where they were: a forked process reads on in the same ones."""
+    """Restore the positions of open files at the end of the block, because a forked process shares them."""
     before = {}
     for file in Path("/proc/self/fd").glob("*"):
-        with suppress(OSError):  # no file that has a place to be at
+        with suppress(OSError):  # the file has no position
             before[int(file.name)] = os.lseek(int(file.name), 0, os.SEEK_CUR)
     try:
         yield

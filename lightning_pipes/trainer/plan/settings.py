@@ -1,4 +1,4 @@
-"""The settings of PipelineStrategy, checked before anything starts."""
+"""The settings of PipelineStrategy, which are checked before anything starts."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ from lightning_pipes.planning.planner import BLOCKING, Planner, Relocation, plan
 from lightning_pipes.trainer.module.shared_data import Data
 
 AUTO = "auto"
-"""The name of the schedule, and of the partition, that are chosen when training starts."""
+"""The name of the schedule, and of the partition, that is chosen when training starts."""
 PARAMETERS = "parameters"
-"""The partition that balances the stages by the number of their parameters."""
+"""The partition that balances the stages by their number of parameters."""
 Gather = Literal["auto", "all", "rank0", "none"]
-"""The ranks that have the whole module when a run has ended."""
+"""The ranks that have the whole module at the end of a run."""
 BATCH = "batch"
-"""The `loss` of whole batches."""
+"""The value of `loss` for a loss that is computed once for a whole batch."""
 REPLANS = "dynpipe"
-"""The schedule whose planner has layers move in a run of another one."""
+"""The schedule whose planner moves layers in a run with another schedule."""
 UNCHOSEN = "1f1b"
-"""The schedule where there is nothing to choose by."""
+"""The schedule that runs if none can be chosen."""
 
 
 def chosen_later(name: str) -> str:
-    """Return the name itself, for which conf/schedule/auto.yaml stands."""
+    """Return the name. conf/schedule/auto.yaml uses this function as its target."""
     return name
 
 
 def find_schedule(schedule: str | Schedule | Policy, settings: Mapping[str, Any]) -> Schedule | Policy:
-    """Return the schedule of that name with its settings, or the one given.
+    """Return the named schedule with its settings, or the given schedule object.
 
     Raises:
-        InputError: there is none, or it does not take these settings.
+        InputError: the schedule does not exist, or does not accept these settings.
     """
     check_type("schedule_args", settings, Mapping[str, Any])
     if isinstance(schedule, str) and schedule == AUTO:
@@ -69,11 +69,11 @@ def find_schedule(schedule: str | Schedule | Policy, settings: Mapping[str, Any]
 
 
 def find_replanner(replan: bool | Mapping[str, Any], schedule: Schedule | Policy) -> Planner | None:
-    """Return the planner of `REPLANS` with these settings, which has layers move; None where none is to.
+    """Return the planner of `REPLANS` with these settings, which moves layers, or None if layers must not move.
 
     Raises:
-        InputError: it does not take these settings; or the schedule has a planner that goes on planning, or orders
-            while it runs.
+        InputError: the planner does not accept these settings, or the schedule already has a planner that revises
+            plans, or it decides its order at run time.
     """
     check_type("replan", replan, bool | Mapping[str, Any])
     if replan is False:
@@ -92,13 +92,13 @@ def find_replanner(replan: bool | Mapping[str, Any], schedule: Schedule | Policy
 
 
 def check_parts(**given: tuple[object, type]) -> None:
-    """Check that each part of Lightning's is None or of its kind."""
+    """Check that each object of Lightning is None or has the expected type."""
     for name, (part, kind) in given.items():
         check_type(name, part, kind | None)
 
 
 def check_microbatches(microbatches: int | None) -> int | None:
-    """Return the number of micro-batches of a batch; None is the default."""
+    """Return the number of micro-batches of a batch after checking it. None stands for the default."""
     if microbatches is None:
         return None
     return check_count(
@@ -107,17 +107,17 @@ def check_microbatches(microbatches: int | None) -> int | None:
 
 
 def names_modules(partition: str | list[int] | list[str]) -> TypeIs[list[str]]:
-    """Return whether a partition lists the modules at which stages begin; it then cuts by units."""
+    """Return whether a partition lists the modules at which stages begin, so that the module is cut by units."""
     if isinstance(partition, str) or not isinstance(partition, Sequence):
         return False
     return bool(partition) and all(isinstance(place, str) for place in partition)
 
 
 def check_partition(partition: str | list[int] | list[str], schedule: object) -> str | list[int] | list[str]:
-    """Return how layers are cut into stages.
+    """Return the partition after checking it.
 
     Raises:
-        InputError: there is no such way, or it can't be had with the schedule.
+        InputError: the partition is invalid, or it cannot be combined with the schedule.
     """
     listed = isinstance(partition, Sequence) and not isinstance(partition, str)
     if not listed and partition not in (AUTO, PARAMETERS):
@@ -170,7 +170,7 @@ def _check_seed(name: str, seed: int) -> int:
 
 def _check_backend(name: str, backend: str | None) -> str | None:
     check_type(name, backend, str | None)
-    for each in (backend or "").split(",") if backend is not None else ():  # as in "cpu:gloo,cuda:nccl"
+    for each in (backend or "").split(",") if backend is not None else ():  # such as "cpu:gloo,cuda:nccl"
         if not dist.is_backend_available(each.rpartition(":")[2] or "none"):
             raise InputError(f"{name}: torch.distributed has no {short_repr(backend)} here; say 'gloo' or 'nccl'")
     return backend
@@ -186,7 +186,7 @@ def _check_transport(name: str, transport: str) -> str:
 
 
 class Verify(NamedTuple):
-    """The batches that one plain process trains, too, and whether a difference is a warning only."""
+    """The number of batches that one plain process also trains, and whether a difference only causes a warning."""
 
     batches: int
     warns: bool = False
@@ -197,18 +197,18 @@ class Verify(NamedTuple):
 
 WARN = "warn"
 VERIFY_VARIABLE = "LIGHTNING_PIPES_VERIFY"
-"""The environment variable that stands for `verify` where the strategy leaves it out."""
+"""The environment variable that is used if the strategy has no `verify`."""
 PLAN_VARIABLE = "LIGHTNING_PIPES_PLAN"
-"""The environment variable that names a file for the cut of a training, which ends when that is decided."""
+"""The environment variable that names the file to which the cut is written. Training ends once the cut is decided."""
 WARNED_BATCHES = 2
-"""Batches that verify="warn" compares."""
+"""The number of batches that verify="warn" compares."""
 
 
 def parse_verify(verify: int | str) -> Verify:
-    """Return how much of training is compared with one process, as the strategy or the environment says it.
+    """Return the number of batches to compare with one process, as the strategy or the environment specifies it.
 
     Raises:
-        InputError: it is no number of batches.
+        InputError: the value is not a number of batches.
     """
     name, given = "verify", verify
     if not verify and os.environ.get(VERIFY_VARIABLE):
@@ -250,15 +250,15 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "relocation": _of_type(Relocation),
     "process_group_backend": _check_backend,
 }
-"""The check of each field of `Settings`: it takes the name and the value, and returns the value to keep."""
+"""The check of each field of `Settings`. It takes the name and the value, and returns the value to store."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a strategy that make sense; `PipelineStrategy` explains each.
+    """The checked settings of a strategy, which `PipelineStrategy` explains.
 
     Raises:
-        InputError: one of them makes no sense.
+        InputError: a setting is invalid.
     """
 
     data_parallel: int | Sequence[int]
@@ -280,12 +280,12 @@ class Settings:
 
     @property
     def replicas(self) -> int:
-        """Replicas of the whole pipeline."""
+        """The number of replicas of the whole pipeline."""
         return 1 if self.degrees else int(self.data_parallel)  # type: ignore[arg-type]
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """Ranks of each stage, where stages have numbers of their own; else empty."""
+        """The number of ranks of each stage if `data_parallel` specifies them, and otherwise an empty tuple."""
         return self.data_parallel if isinstance(self.data_parallel, tuple) else ()
 
     def __post_init__(self) -> None:

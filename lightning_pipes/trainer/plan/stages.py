@@ -1,4 +1,4 @@
-"""Stages chosen before ranks connect, by layers that an earlier run has measured."""
+"""The choice of the stages before ranks connect, from layer times that an earlier run has measured."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Stages = str | Mapping[int, float]
 
 
 def check_stages(stages: Stages | None, request: RunRequest, settings: Settings) -> Stages | None:
-    """Return how the number of stages is chosen; None for one stage a rank.
+    """Return the argument `stages` after checking it. None means one stage per rank.
 
     Raises:
-        InputError: it makes no sense, or another argument fixes what it chooses.
+        InputError: the argument is invalid, or another argument fixes what it would choose.
     """
     if stages is None:
         return None
@@ -58,17 +58,22 @@ def choose_stages(
     hosts: list[str],
     memory: int | None,
 ) -> tuple[RunRequest, Settings]:
-    """Return the request and the settings with the stages that take least until the target (DynPipe, Algorithm 1).
+    """Return the request and the settings with the stages that need the least time until the target (DynPipe, Algorithm
+    1).
 
-    Every rank chooses by itself, by the same file. Ranks of one stage share out the samples of each micro-batch, so the
-    batches are those of one pipeline.
+    Every rank makes this choice independently, from the same file. The ranks of one stage share the samples of each
+    micro-batch, so all ranks train the batches of one pipeline.
 
     Args:
-        hosts: of all ranks, in order.
-        memory: bytes of each device; None where they are not known.
+        stages: the argument of the strategy.
+        request: the request of the user.
+        settings: the settings of the strategy.
+        trainer: the Trainer.
+        hosts: the host of each rank, in the order of the ranks.
+        memory: the bytes of memory of each device, or None if they are unknown.
 
     Raises:
-        InputError: no earlier run has measured this module, or nothing fits.
+        InputError: no earlier run has measured this module, or nothing fits into memory.
     """
     known = find_cache(trainer).find_run(describe_module(trainer.lightning_module))
     if known is None:

@@ -1,4 +1,4 @@
-"""A few steps of the pipeline before training begins, as a decision has it: whether its profile is right."""
+"""A trial of a decision before training: a few steps of the pipeline show whether the profile is right."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from lightning_pipes.trainer.reports.timing import Share
 from lightning_pipes.trainer.state.left_values import pack_message, unpack_message
 
 SECONDS = 2.0
-"""How long a trial takes, but for its first step, if steps are not longer."""
+"""The seconds of a trial after its first step, unless a single step takes longer."""
 STEPS = 16
-"""The most steps that count."""
+"""The largest number of steps that count."""
 CONTRADICTION = 0.1
-"""By what share a measured step may differ from what the profile says."""
+"""The relative difference that is allowed between a measured and a predicted step."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The result of a decision that was tried.
+    """The result of a trial.
 
     Attributes:
-        predicted: seconds of a step, of its layers alone, by the profile.
-        measured: the same in the trial.
-        ratios: for each stage, how many times as long as predicted it computes.
-        busiest: how many times as long as predicted the stage computes that computes longest.
+        predicted: the predicted seconds of a step, which only contains the layers.
+        measured: the measured seconds of such a step.
+        ratios: for each stage, the measured computing time divided by the predicted computing time.
+        busiest: the largest computing time of any stage, divided by the largest predicted time.
     """
 
     predicted: float
@@ -60,14 +60,16 @@ class Trial:
         pipelines: Sequence[Sequence[int]],
         predicted: tuple[float, Share],
     ) -> Trial:
-        """Return the result by what ranks recorded. A step takes as long as on its slowest rank; of replicas,
-        which are alike, the mean counts.
+        """Return the result from the recordings of all ranks.
+
+        A step takes as long as on its slowest rank. The times of replicas, which do the same work, are combined by the
+        median.
 
         Args:
-            shares: of each rank, one for each step.
-            ranks: their global numbers, in the same order.
+            shares: for each rank, one recording per step.
+            ranks: the global numbers of these ranks.
             pipelines: the global ranks of every replica.
-            predicted: seconds of a step, and how long each stage computes in it.
+            predicted: the predicted seconds of a step, and the computing time of each stage in it.
         """
         alike = [[shares[ranks.index(rank)] for rank in pipeline] for pipeline in pipelines]
         took = [max(share.took for share in step) for own in alike for step in zip(*own, strict=True)]
@@ -81,23 +83,24 @@ class Trial:
         return cls(seconds, median(took) / 1e9, ratios, max(found) / max(wanted) if any(wanted) else 1.0)
 
     def factors(self, layers: Sequence[Span]) -> list[float]:
-        """Return the ratio of its stage for each layer."""
+        """Return for each layer the ratio of its stage."""
         return [ratio for ratio, span in zip(self.ratios, layers, strict=True) for _ in range(span.rows)]
 
     @property
     def is_contradicted(self) -> bool:
-        """Whether the profile was wrong by more than may be."""
+        """Whether the measured times differ from the profile by more than the allowed difference."""
         return any(abs(ratio - 1) > CONTRADICTION for ratio in (self.measured / self.predicted, self.busiest))
 
 
 class Trials:
-    """Runs layers through the engine, with random gradients, on modules that are whole everywhere.
+    """Runs layers through the engine with random gradients, while every rank has the whole module.
 
-    Collective: all ranks make one, and the same calls of it.
+    All methods are collective: all ranks make one object and make the same calls.
 
     Args:
-        profiler: what the layers get, and where.
-        transport: how messages will travel.
+        profiler: provides the input of the layers, and moves layers to the device.
+        ranks: the ranks of the run.
+        transport: the name of the transport for messages.
     """
 
     def __init__(self, profiler: LayerProfiler, ranks: Ranks, transport: str) -> None:
@@ -108,13 +111,18 @@ class Trials:
         self._transport = transport
 
     def run(self, made: Decision, pieces: int, rows: int, deployment: Deployment, seconds: float = SECONDS) -> Trial:
-        """Return the result of `made`, for batches of so many micro-batches that all have `rows` samples.
+        """Return the result of a trial of `made`.
 
         Args:
-            seconds: no step begins later, after the first that counts; the same on all ranks.
+            made: the decision to try.
+            pieces: the number of micro-batches of a batch.
+            rows: the number of samples of each micro-batch.
+            deployment: the devices and links.
+            seconds: the time after which no further step begins, except for the first step that counts. It must be the
+                same on all ranks.
 
         Raises:
-            NotMeasuredError: the user's code fails for so many samples.
+            NotMeasuredError: the user's code fails with this number of samples.
         """
         plans = made.plans()
         plan, order = plans.for_rows(pieces * rows)
@@ -144,7 +152,7 @@ class Trials:
     def _steps(
         self, plan: Plan, order: Program | Policy, stages: Sequence[Stage], holdings: Holdings, seconds: float
     ) -> list[list[Share]]:
-        """For every rank of the job the shares of the steps that count."""
+        """Return, for every rank, the recordings of the steps that count."""
         rank, watch = holdings.rank, self._control.watch
         transport = make_transport(plan, rank, holdings.global_ranks, self._device, watch, self._transport)
         parameters = [p for stage in stages for layer in stage.layers.values() for p in layer.parameters()]
@@ -161,13 +169,13 @@ class Trials:
                 of_ranks = self._control.all_gather((Share.from_events(engine.events), waited_so_far() - before))
                 shares, waited = zip(*of_ranks, strict=True)
                 longest = max(share.took for share in shares)
-                if found:  # the first one takes longer
+                if found:  # the first step takes longer
                     turns.append(StepTiming(longest, max(waited)))
                 shortest = min(shortest, longest)
                 wanted = min(STEPS, max(1, int(1e9 * seconds / max(shortest, 1))))
                 found.append([*shares])
                 for p in parameters:
-                    p.grad = None  # as when a batch begins
+                    p.grad = None  # as at the start of a batch
         finally:
             engine.close()
         counted = [found[1 + number] for number in counting(turns)]
@@ -184,7 +192,7 @@ def _body(number: int, plan: Plan, entering: Mapping[int, Any]) -> Body:
 
 
 def _loss(out: Any) -> torch.Tensor:
-    """Return a scalar with a gradient for each output of the last layer."""
+    """Return a scalar whose backward computes a gradient for each output of the last layer."""
     parts = [t.float().sum() for t in trees.tensors_in(out) if t.requires_grad]
     return sum(parts[1:], start=parts[0]) if parts else nn.Parameter(torch.zeros(()))
 
@@ -192,7 +200,7 @@ def _loss(out: Any) -> torch.Tensor:
 def simulate_step(
     profile: ModelProfile, plan: Plan, order: Program | Policy, deployment: Deployment
 ) -> tuple[float, Share]:
-    """Return the seconds of a step up to the optimizers' part, and what each stage computes in it, by a profile."""
+    """Return the predicted seconds of a step before the optimizer steps, and the computing time of each stage in it."""
     fit = evaluate_plan(profile.without_steps(), order, plan, deployment)
     return fit.seconds, Share.from_events(simulate(fit.order, replace(plan, layers=()), fit.costs).events)
 
@@ -200,26 +208,26 @@ def simulate_step(
 def _predicted(
     profile: ModelProfile, plan: Plan, order: Program | Policy, deployment: Deployment
 ) -> tuple[float, Share]:
-    """Return the same of the layers alone, on one of the replicas."""
+    """Return the prediction of a step that only contains the layers, on one of the replicas."""
     nothing = LayerProfile("", ((1, 0.0),), ((1, 0.0),))
     bare = replace(profile, before=replace(nothing, output=profile.before.output), after=nothing)
     return simulate_step(bare, plan, order, Deployment(deployment.pipeline))
 
 
 _WAITED = 0.05
-"""The share of a step that no rank may wait for a core, if nothing has disturbed it."""
+"""The largest share of a step for which any rank may wait for a core if the step counts as undisturbed."""
 _LONGER = 2
-"""How many times as many turns there are at most where something disturbs them."""
+"""The largest number of steps, relative to the wanted number, if other processes disturb them."""
 _ENOUGH = 0.25
-"""The share of turns that has to be undisturbed: where fewer are, neighbours are always there."""
+"""The share of steps that must be undisturbed. If fewer are, other processes are considered to be always running."""
 
 
 class StepTiming(NamedTuple):
-    """One step of all ranks.
+    """The timing of one step of all ranks.
 
     Attributes:
-        took: nanoseconds.
-        waited: of them, how long the rank waited for a core that waited longest.
+        took: the duration in nanoseconds.
+        waited: the longest time, in nanoseconds, for which a rank waited for a core during the step.
     """
 
     took: float
@@ -227,14 +235,19 @@ class StepTiming(NamedTuple):
 
 
 def needs_more_steps(turns: Sequence[StepTiming], wanted: int) -> bool:
-    """Return whether there is to be another turn after these: until there are as many as wanted, and a quarter of them
-    was not disturbed, but twice as many at most."""
+    """Return whether another step is needed.
+
+    Steps are needed until the wanted number is reached and a quarter of the steps was undisturbed, but at most twice
+    the wanted number.
+    """
     return len(turns) < wanted or (not _enough(turns) and len(turns) < _LONGER * wanted)
 
 
 def counting(turns: Sequence[StepTiming]) -> list[int]:
-    """Return the numbers of the turns that count: those that nothing has disturbed; where neighbours are always there,
-    the half that they have disturbed least."""
+    """Return the indices of the steps that count.
+
+    These are the undisturbed steps, or the less disturbed half of all steps if other processes are always running.
+    """
     if _enough(turns):
         return [number for number, turn in enumerate(turns) if _steady(turn)]
     by_waiting = sorted(range(len(turns)), key=lambda number: turns[number].waited / max(turns[number].took, 1))
@@ -250,8 +263,11 @@ def _steady(turn: StepTiming) -> bool:
 
 
 def waited_so_far() -> int:
-    """Nanoseconds for which this thread could have run, and did not, for want of a core: what others on the machine
-    take, and nothing of what it waits for messages. 0 where the system does not tell."""
+    """Return the nanoseconds for which this thread was runnable but had to wait for a core.
+
+    This is the time that other processes on the machine have taken, without the time spent waiting for messages. The
+    result is 0 if the system does not report it.
+    """
     with suppress(OSError, ValueError, IndexError), open("/proc/thread-self/schedstat", "rb") as file:
         return int(file.read().split()[1])
     return 0

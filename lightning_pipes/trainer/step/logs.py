@@ -1,5 +1,4 @@
-"""Logs of the user's step, which are recorded on the last stage, merged over micro-batches and replayed on all ranks.
-"""
+"""Logs of the user's step: they are recorded on the last stage, merged over micro-batches and replayed on all ranks."""
 
 from __future__ import annotations
 
@@ -389,8 +388,7 @@ def limit_metric_sync(module: pl.LightningModule, group: Any, patches: Patches) 
 GRADIENT_HOOKS = select_hooks(lambda hook: hook.merges_logs)
 
 _TOTAL = re.compile(r"(?P<norms>.*grad_(?P<p>[0-9.]+|inf)_norm)_total")
-"""The name that `lightning.pytorch.utilities.grad_norm` gives to the norm of all norms, after any prefix of the user.
-"""
+"""The name of the norm of all norms in `lightning.pytorch.utilities.grad_norm`, after any prefix of the user."""
 
 
 class GradientLogs:

@@ -287,7 +287,7 @@ class LossWeights:
         left = left or [each for each in found if each.name == SAMPLES]
         if not self._batches_left:
             left = left[:1]
-        if self._ambiguous and self._module.current_epoch != self._epoch:  # a logged number of the epoch was 0 in the first epoch
+        if self._ambiguous and self._module.current_epoch != self._epoch:  # the epoch may be logged
             self._compare_next_batch()
         self._epoch = self._module.current_epoch
         undecided = candidates_differ(left, spans) or (self._log_batches_left > 0 and self._logs_disagree(every, spans))

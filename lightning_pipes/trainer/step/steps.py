@@ -283,8 +283,8 @@ class WholeBatch(EvaluationBatch):
     Attributes:
         rows: the number of samples of the batch.
         samples: the paths of lists that have an entry for each sample.
-        leaves_values: whether the step keeps the values of this run in the module, because they belong to the whole
-            batch.
+        leaves_values: whether the values that this run leaves in the module count as the values of the whole batch.
+            False if it runs in evaluation mode.
         failure: the reason why the step could not finish, on the last stage. Empty if it did.
         results: the results of the step, on the last stage.
     """

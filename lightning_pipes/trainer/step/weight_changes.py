@@ -150,7 +150,7 @@ class WeightChangeCheck:
         known = set[int]()
         while left:
             prefix, part = left.pop()
-            normalizes = getattr(part, "max_norm", None) is not None  # an embedding that may renormalize its weights any number of times
+            normalizes = getattr(part, "max_norm", None) is not None  # an embedding that renormalizes its weights
             for name, p in part._parameters.items():
                 if not normalizes and p is not None and id(p) not in known:
                     known.add(id(p))
