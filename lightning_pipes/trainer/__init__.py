@@ -21,9 +21,7 @@ from lightning_pipes.trainer.reports.report import PipelineReport
 from lightning_pipes.trainer.strategy import PipelineStrategy
 
 CLASS_NAMES = ("PipelineStrategy", "lightning_pipes.PipelineStrategy")
-"""The names of the class. LightningCLI passes `--trainer.strategy=CLASS` as a name unless arguments of the class
-follow.
-"""
+"""The class names. LightningCLI passes `--trainer.strategy=CLASS` as a name unless arguments of the class follow."""
 
 
 def register_names() -> None:

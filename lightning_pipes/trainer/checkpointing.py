@@ -163,8 +163,9 @@ class TrainingData:
 
 
 def to_portable(tree: Any) -> Any:
-    """Return the same values without NumPy arrays, which checkpoints that are read with `weights_only` must not
-    contain.
+    """Return the same values without NumPy arrays.
+
+    Checkpoints that are read with `weights_only` must not contain NumPy arrays.
     """
     return _map_leaves(tree, lambda leaf: torch.from_numpy(leaf.copy()) if isinstance(leaf, np.ndarray) else leaf)
 
@@ -206,8 +207,8 @@ class Checkpointing:
         container: the path of the container that the last run has cut. Random numbers depend on the numbering of its
             layers.
         shards: the parts of the optimizer states that this replica steps, or None if states are whole.
-        joins_parts: whether the parts that ranks write after a failure are joined into a whole checkpoint. True until
-            this was not possible.
+        joins_parts: whether the parts that ranks write after a failure are joined into a whole checkpoint. It becomes
+            False once the parts cannot be joined.
         placement: returns the current position of the layers and the requested partition. None before a run exists.
     """
 
@@ -232,8 +233,9 @@ class Checkpointing:
     # ---- saving
 
     def model_state(self, cut: CutModule) -> dict[str, Any]:
-        """Return the state dict of the module for the format of the checkpoints; it is empty on ranks that write
-        nothing.
+        """Return the state dict of the module in the format of the checkpoints.
+
+        The result is empty on ranks that do not write checkpoints.
         """
         state = cut.local_state(outside=self._ranks.grid.position == 0)
         if self.sharded:
@@ -253,8 +255,9 @@ class Checkpointing:
         return gather_model(cut, own, self._ranks.pipeline) if self._ranks.grid.is_in_first_pipeline else {}
 
     def optimizer_state(self, optimizer: Optimizer, layout: OptimizerLayout) -> dict[str, Any]:
-        """Return the state dict of an optimizer for the format of the checkpoints, as `model_state` does for the
-        module.
+        """Return the state dict of an optimizer in the format of the checkpoints.
+
+        The result is empty on ranks that do not write checkpoints.
         """
         local = optimizer.state_dict() if self.shards is None else self.shards.gather_states(optimizer)
         if self.sharded:
@@ -324,11 +327,10 @@ class Checkpointing:
         step: str | None,
         storage_options: Any | None,
     ) -> None:
-        """Write the part of this rank to `path` with a suffix such as `.rank1of2`, because collective calls may no
-        longer end.
+        """Write the part of this rank after a failure, when collective calls can no longer be used.
 
-        If all ranks call this method soon and after the same `step`, the first rank joins their parts into a whole
-        checkpoint.
+        The part is written to `path` with a suffix such as `.rank1of2`. If all ranks call this method soon and after
+        the same `step`, the first rank joins their parts into a whole checkpoint.
 
         Args:
             checkpoint: the checkpoint of this rank.
@@ -529,11 +531,10 @@ class Checkpointing:
 
 
 def gather_model(cut: CutModule, local: Mapping[str, Any], control: Control) -> dict[str, Any]:
-    """Return the state dict of the whole module on the first rank, in the key order of the module, and {} on other
-    ranks.
+    """Return the state dict of the whole module on the first rank, and {} on other ranks.
 
     Args:
-        cut: the module, whose layers are distributed.
+        cut: the module, whose order of keys is used.
         local: the part of the state dict that this rank has.
         control: the control channel of the ranks.
     """

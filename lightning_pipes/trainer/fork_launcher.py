@@ -41,7 +41,7 @@ _OF_STRATEGY = ("_reported", "_decision", "schedule")
 """The attributes of the strategy from which reports of a run are made."""
 
 
-class RankTraceback(Exception):  # noqa: N818 - as concurrent.futures shows the traceback of another process
+class RankTraceback(Exception):  # noqa: N818 - like the remote traceback of concurrent.futures
     """The traceback of an exception on a rank, which is raised again in the process that waits for the ranks."""
 
     def __str__(self) -> str:
@@ -115,9 +115,7 @@ class ForkLauncher(private.BaseLauncher):
             )
 
     def _wait_for_ranks(self) -> None:
-        """Wait until all ranks have ended. After the first failure, the other ranks have some seconds to end on their
-        own.
-        """
+        """Wait until all ranks have ended. After the first failure, wait only a few seconds for the other ranks."""
         left, until = {process.sentinel: process for process in self._processes}, float("inf")
         while left and time.monotonic() < until:
             for sentinel in wait([*left], timeout=None if until == float("inf") else until - time.monotonic()):

@@ -17,8 +17,9 @@ class Patches(ExitStack):
     """
 
     def replace(self, owner: object, name: str, value: object) -> None:
-        """Set an attribute on the object itself. Closing restores the previous attribute, or the attribute of the
-        class.
+        """Set an attribute on the object itself.
+
+        Closing restores the previous attribute of the object, or the attribute of its class.
         """
         attributes = vars(owner)
         before = attributes.get(name, _MISSING)

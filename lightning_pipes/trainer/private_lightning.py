@@ -147,9 +147,7 @@ WrappingCheckpointIO = _WrappingCheckpointIO
 Averaging: TypeAlias = WeightAveraging | StochasticWeightAveraging
 SignalHandler = Callable[[int, FrameType | None], None]
 _FRAMES = 10
-"""The largest number of calls between a Lightning function that reads a tensor and the tensor's own method. Some of
-these calls are our modes.
-"""
+"""The largest number of calls between a Lightning function that reads a tensor and the method of the tensor."""
 
 
 def storage_info(file: str, offset: int, length: int) -> Any:
@@ -245,8 +243,9 @@ def set_device_mesh(module: pl.LightningModule, mesh: DeviceMesh | None) -> None
 
 
 def callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
-    """Return the callbacks of the Trainer. The attribute is public, but another class sets it, so type checkers miss
-    it.
+    """Return the callbacks of the Trainer.
+
+    The attribute is public, but another class sets it, so that type checkers do not find it.
     """
     found: list[pl.Callback] = vars(trainer)["callbacks"]
     return found
@@ -468,8 +467,9 @@ class LoaderOfSamples(DataLoader[Any]):
 
 
 def training_loaders(trainer: pl.Trainer) -> list[Any]:
-    """Return the loaders of the training data, in the order of their dict or list. Empty before Lightning has set them
-    up.
+    """Return the loaders of the training data, in the order of their dict or list.
+
+    The list is empty before Lightning has set the loaders up.
     """
     combined = trainer.fit_loop._combined_loader
     return [] if combined is None else list(combined.flattened)
@@ -635,8 +635,9 @@ def begin_epoch(trainer: pl.Trainer) -> None:
 
 
 def seeded_workers(loader: DataLoader[Any]) -> bool:
-    """Return whether Lightning would seed the workers of a loader by global rank, so that ranks would load other
-    batches.
+    """Return whether Lightning would seed the workers of a loader by global rank.
+
+    The ranks of a pipeline would then load different batches.
     """
     wanted = bool(int(os.environ.get("PL_SEED_WORKERS", "0")))
     return wanted and loader.num_workers > 0 and loader.worker_init_fn is None
@@ -664,9 +665,7 @@ def replace_unscale_gradients(
 
 
 def needed_layer_outputs() -> list[str]:
-    """Return the outputs, such as hidden_states, that a running Hugging Face model collects of all its layers with
-    hooks.
-    """
+    """Return the outputs, such as hidden_states, that a running Hugging Face model collects with hooks."""
     capturing = sys.modules.get("transformers.utils.output_capturing")
     collector = getattr(capturing, "_active_collector", None)
     return [] if collector is None else sorted(k for k in collector.get() or () if not k.startswith("_"))
@@ -684,9 +683,7 @@ def forget_process_groups() -> None:
 
 
 def replace_strategy(trainer: pl.Trainer, strategy: Strategy, folder: str) -> None:
-    """Replace the strategy of the Trainer at the start of `fit`, remove its profiler, and set `folder` as its root
-    folder.
-    """
+    """Replace the strategy and the root folder of the Trainer at the start of `fit`, and remove its profiler."""
     connector = trainer._accelerator_connector
     vars(connector).update(strategy=strategy, accelerator=strategy.accelerator)
     vars(trainer).update(_default_root_dir=folder, profiler=PassThroughProfiler())

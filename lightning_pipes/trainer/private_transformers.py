@@ -28,10 +28,9 @@ def initialize(model: nn.Module, part: nn.Module) -> None:
 
 
 def install_output_hooks(module: nn.Module) -> None:
-    """Install the hooks with which the models in a module collect outputs of their layers, if a step requests these
-    outputs.
+    """Install the hooks with which the models in a module collect outputs of their layers.
 
-    A model installs these hooks in the first step that requests outputs, and records this in an attribute.
+    A model installs these hooks itself in the first step that requests outputs, and records this in an attribute.
     Micro-batches start with the attributes from the start of their batch, and would therefore install the hooks again.
     """
     library = sys.modules.get("transformers.utils.output_capturing")
@@ -127,8 +126,7 @@ def _conversions(module: nn.Module) -> list[Any]:
 
 
 def revert_weights(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights as `save_pretrained` writes them: without tied weights, and with the names and formats of its
-    files.
+    """Return weights without tied weights, with the names and formats of the files that `save_pretrained` writes.
 
     Args:
         model: only the configuration and the classes of the model are used.

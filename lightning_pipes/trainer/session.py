@@ -92,8 +92,9 @@ class StepCount:
         return compute
 
     def describe(self) -> str:
-        """Return a text that is the same on all ranks that have taken the same steps, and unique for a rank within a
-        step.
+        """Return a text that is equal on all ranks that have taken the same steps.
+
+        Within a step, the text is different on each rank.
         """
         if self._versions == [p._version for p in self._parameters]:
             return f"after {self._steps} steps"
@@ -231,8 +232,7 @@ class Session:
 
 
 def _destroy_process_groups() -> None:
-    """Destroy the process groups before the interpreter exits, because the threads of gloo would abort the process
-    otherwise.
+    """Destroy the process groups before the interpreter exits. Otherwise, the threads of gloo would abort the process.
 
     If a collective was given up, its group is kept, because destroying the group would wait for the collective.
     """
@@ -272,7 +272,7 @@ class Launcher(private.SubprocessLauncher):
 
     @property
     def is_interactive_compatible(self) -> bool:
-        return self.num_processes == 1  # then no process is started
+        return self.num_processes == 1  # no process is started in this case
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         environment = self.cluster_environment

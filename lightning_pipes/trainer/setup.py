@@ -74,8 +74,7 @@ def prepare(context: SetupContext) -> None:
     fails.
 
     Raises:
-        PlanError: the module, the settings and the schedule are not compatible.
-        PipelineError: as for PlanError, or the module cannot be trained in a pipeline.
+        PlanError, PipelineError: the module, the settings and the schedule are not compatible.
     """
     check_arguments(context)
     weights = share_weights(context)
@@ -168,8 +167,7 @@ def choose_setup(context: SetupContext, weights: WholeWeights) -> ModuleSetup:
     """Return the setup for the way in which the module is cut: in the layers of a container, or by units.
 
     Raises:
-        PlanError: the module cannot be cut in the requested way.
-        PipelineError: the module cannot be cut, or it cannot be cut with these settings.
+        PlanError, PipelineError: the module cannot be cut in the requested way.
     """
     path, units = (weights.container, None) if weights.container is not None else choose_cut(context)
     context.session.checkpointing.container = path
@@ -192,17 +190,18 @@ def choose_setup(context: SetupContext, weights: WholeWeights) -> ModuleSetup:
 
 
 def choose_cut(context: SetupContext) -> tuple[str, UnitSetup | None]:
-    """Return the path of the container to cut.
+    """Return the path of the container to cut, and the setup by units if it has already been created.
 
-    If it is already determined here that the module is cut by units, the setup for this is returned, too. A container
-    that the user has not named is not cut in the following cases: It has its own code or hooks, or the step does not
-    call its layers once and in order. Most of the work is outside of the container, or the container is a frozen
-    teacher. Or only units can compute the loss of a batch. The module is then cut by units. This function is
-    collective.
+    A container that the user has not named is not cut if it has its own code or hooks, if the step does not call its
+    layers once and in order, if most of the work is outside of it, if it is a frozen teacher, or if only units can
+    compute the loss of a batch. The module is then cut by units. This function is collective.
+
+    Returns:
+        The path of the container, or `WHOLE` for a module that is cut by units, and the setup of such a module. The
+        setup is None if it has not been created yet.
 
     Raises:
-        PlanError: the module cannot be cut in the requested way.
-        PipelineError: the module cannot be cut, or it cannot be cut with these settings.
+        PlanError, PipelineError: the module cannot be cut in the requested way.
     """
     settings, module, trainer = context.settings, context.module, context.trainer
     if (
@@ -313,8 +312,7 @@ def choose_training_loop(
     """Return the factory of the training loop for a schedule.
 
     Raises:
-        PlanError: the schedule does not support these settings.
-        PipelineError: the schedule does not support this module or Trainer.
+        PlanError, PipelineError: the schedule cannot train this module with these settings.
     """
     schedule, settings, memory = plans.schedule, context.settings, context.host.memory
     is_asynchronous = context.is_fitting and plans.is_asynchronous
@@ -335,11 +333,10 @@ def choose_training_loop(
 
 
 def _check_asynchronous(context: SetupContext, schedule: Schedule | Policy, holdings: Holdings) -> None:
-    """Reject settings that a schedule that does not flush does not support.
+    """Reject settings that are not supported by schedules that do not flush.
 
     Raises:
-        PlanError: a setting of the strategy is not supported.
-        PipelineError: a setting of the Trainer or the module is not supported.
+        PlanError, PipelineError: the run uses such a setting.
     """
     if context.settings.shard_optimizer:
         raise PlanError(
@@ -514,8 +511,7 @@ def wrap_hooks(
     start_epoch: Callable[[], None],
     patches: Patches,
 ) -> None:
-    """Wrap the hooks of the user's module and callbacks, from the innermost to the outermost, until `patches` is
-    closed.
+    """Wrap the hooks of the user's module and callbacks, from the innermost to the outermost wrapper.
 
     Args:
         trainer: the Trainer.
@@ -525,7 +521,7 @@ def wrap_hooks(
             shards.
         agree: makes the ranks agree on stopping, after the hooks at which they do so.
         start_epoch: called at the start of each epoch.
-        patches: the changes to revert after the run.
+        patches: the changes to the hooks, which are reverted when it is closed.
     """
     module, callbacks, scope, local_layers = run.cut.module, private.callbacks(trainer), run.cut.scope, run.local_layers
     HookClipping(

@@ -94,10 +94,11 @@ class PipelineStrategy(PipelineHost):
     """Train an unmodified LightningModule with its layers distributed over several devices.
 
     The strategy cuts a container of layers (an `nn.Sequential` or `nn.ModuleList`) into stages. If the module has no
-    suitable container, the strategy cuts the whole module between calls of its submodules, which are then called units.
-    Every batch is split along axis 0 into micro-batches, which flow through the stages. If the loss is a mean or a sum
-    over samples, then losses, logs, checkpoints and callbacks are the same as in training with one process. The last
-    stage runs on global rank 0, which also runs the loggers and the progress bar. See docs/guide.md.
+    suitable container, the strategy cuts the whole module into units, which are calls of submodules and of functions
+    between these calls. Every batch is split along axis 0 into micro-batches, which flow through the stages. If the
+    loss is a mean or a sum over samples or tokens, then losses, logs, checkpoints and callbacks are the same as in
+    training with one process. The last stage runs on global rank 0, which also runs the loggers and the progress bar.
+    See docs/guide.md.
 
     Args:
         schedule: the name of an installed schedule, or your own `Schedule` or `Policy` object. With "auto", a schedule
@@ -114,11 +115,10 @@ class PipelineStrategy(PipelineHost):
             parameters, or the container that takes most of a step if that is clearly a different one. An empty path
             cuts the module by units.
         partition: the layers of each stage. With "auto", the layers are measured and the pipeline is tried when `fit`
-            starts, which takes at most three seconds in total. The stages are then balanced by time, within the memory
-            of the devices, if this saves at least 5 % of a step. Otherwise, and with "parameters", the stages have
-            similar numbers of parameters. A list contains the numbers of the layers at which stages 1, 2, ... begin, or
-            the paths of modules, such as ["net.decoder"]. With paths, the module is cut by units even if it has
-            containers.
+            starts, which takes about three seconds in total. The stages are then balanced by time, within the memory of
+            the devices, if this saves at least 5 % of a step. Otherwise, and with "parameters", the stages have similar
+            numbers of parameters. A list contains the numbers of the layers at which stages 1, 2, ... begin, or the
+            paths of modules, such as ["net.decoder"]. With paths, the module is cut by units even if it has containers.
         recompute: whether to keep only the input of each stage and to run the forward of the stage again before its
             backward. This saves memory.
         seed: the seed of dropout and of all other random numbers inside a step.
@@ -136,14 +136,14 @@ class PipelineStrategy(PipelineHost):
             same batches. With "one", the last stage of a pipeline loads the batches and sends them to the other ranks.
             "auto" selects "one" for loaders whose first batches differ between ranks.
         check_loss: whether to compare the loss of the first batches with the combined losses of their micro-batches.
-            Candidates for the weights of micro-batches are the number of samples, the number of labels other than -100,
-            and the module's method `microbatch_weight(batch)`. A warning is shown if no candidate reproduces the loss
-            of the batch. The comparison runs the step once more without the layers, and then restores the previous
-            state.
+            Candidates for the weights of micro-batches are, among others, the number of samples, the number of labels
+            other than -100, and the module's method `microbatch_weight(batch)`. A warning is shown if no candidate
+            reproduces the loss of the batch. The comparison runs the step once more without the layers, and then
+            restores the previous state.
         verify: the number of first batches that one plain Lightning process on the host of rank 0 also trains, so that
             all results can be compared; see docs/guide.md. The first difference is reported and ends training. With
-            "warn", two batches are compared, and a difference only causes a warning. 0 compares nothing, unless the
-            environment variable LIGHTNING_PIPES_VERIFY is set.
+            "warn", two batches are compared, and a difference only causes a warning. Verification needs
+            `data_parallel=1`. 0 compares nothing, unless the environment variable LIGHTNING_PIPES_VERIFY is set.
         replan: whether to move layers to other stages during training, away from devices that are slowed down, if the
             move is expected to save time. The trained weights do not change. The planner of "dynpipe" makes the
             decision, and a dict contains the settings of this planner, such as {"every": 50}. The schedule must flush
@@ -177,10 +177,10 @@ class PipelineStrategy(PipelineHost):
             `stages`, and the smallest product of batches and seconds per batch is chosen.
         loss: the samples for which the loss is computed at once. With "batch", the loss is computed once for all
             samples of a batch, which is necessary for losses that compare samples. The module is then cut by units, and
-            the last units run on the whole batch. "microbatch" never does this. "auto" does this if the module is cut
-            by units and the loss of a batch is neither the sum nor the mean of the losses of its micro-batches.
+            the last units run on the whole batch. "microbatch" never does this. "auto" does this if the loss of a batch
+            is neither the sum nor the mean of the losses of its micro-batches, unless `module` names a container.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: the same arguments as in
-            Lightning's strategies. The Trainer sets the ones that are None.
+            Lightning's strategies. The Trainer sets each of them that is None.
 
     Raises:
         PlanError: an argument is invalid, or the schedule does not accept these settings. When a run starts, this error
@@ -270,9 +270,7 @@ class PipelineStrategy(PipelineHost):
         self._patches = Patches()
         self._replica_world = ReplicaWorld()
         self._log_dirs: list[str | None] = []
-        """The `trainer.log_dir` of rank 0 at the start of the run, so that a single rank may read it. Empty before a
-        run.
-        """
+        """The `trainer.log_dir` of rank 0 at the start of the run, so that a single rank may read it."""
         self._decision: Decision | None = None
         self._reported: tuple[Sequence[Sequence[Window]], RunInfo] = ((), RunInfo())
 
@@ -325,12 +323,11 @@ class PipelineStrategy(PipelineHost):
         return size
 
     def _warn_of_count(self, what: str, caller: FrameType) -> None:
-        """Warn about a line of the user's code that reads a number of processes, unless it only compares or prints the
-        number.
+        """Warn about a line of the user's code that computes with a number of processes.
 
-        Samplers and learning rates that depend on this number would mistake stages for replicas. The properties
-        nevertheless count processes, because they are used together with `global_rank`, which numbers processes, also
-        in names of files.
+        Samplers and learning rates that depend on this number would mistake stages for replicas. Lines that only
+        compare or print the number cause no warning. The properties nevertheless count processes, because they are used
+        together with `global_rank`, which numbers processes, also in names of files.
         """
         replicas = self._settings.replicas
         if super().world_size != replicas and not only_looks(caller):
@@ -349,16 +346,15 @@ class PipelineStrategy(PipelineHost):
 
     @property
     def data_parallel_rank(self) -> int:
-        """The index of the replica of this process, which is the same on all stages. Under DDP, `global_rank` has this
-        role.
+        """The index of this process's replica, which is the same on all its stages.
+
+        For the data, it has the role that `global_rank` has under DDP.
         """
         return self.grid.replica
 
     @property
     def is_distributed(self) -> bool:
-        """Whether Lightning should shard the data. All stages of a replica need the same batches, so only replicas
-        count.
-        """
+        """Whether Lightning should shard the data over replicas. All stages of a replica need the same batches."""
         return self.grid.replicas > 1
 
     @property
@@ -373,8 +369,9 @@ class PipelineStrategy(PipelineHost):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The mesh of all ranks, with the dimensions `data_parallel`, `pipeline` (the last stage first) and
-        `tensor_parallel`.
+        """The mesh of all ranks.
+
+        Its dimensions are `data_parallel`, `pipeline` (the last stage first) and `tensor_parallel`.
 
         Raises:
             PlanError: the processes are not connected, or the run has no mesh because the module does not override
@@ -479,7 +476,7 @@ class PipelineStrategy(PipelineHost):
 
         Returns:
             True in the forked process, whose Trainer has a different strategy by then, and False in all other
-                processes.
+            processes.
         """
         fits = self._trainer.state.fn == TrainerFn.FITTING
         if not (fits and self._settings.verify.batches and self.is_global_zero):
@@ -567,8 +564,9 @@ class PipelineStrategy(PipelineHost):
 
     @property
     def _layers_take_turns(self) -> bool:
-        """Whether layers are on the device only while they are used. Otherwise, `memory` only manages weight versions,
-        if any.
+        """Whether layers are on the device only while they are used.
+
+        Otherwise, `memory` only manages weight versions, if any.
         """
         return self.memory is not None and isinstance(self.schedule, Policy)
 
@@ -681,8 +679,9 @@ class PipelineStrategy(PipelineHost):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Return a context in which gradients accumulate without being summed over ranks, because no step uses them
-        yet.
+        """Return a context for batches whose gradients are not stepped yet.
+
+        Their gradients accumulate and are not summed over ranks.
         """
         self._accumulating = True
         try:
@@ -730,14 +729,14 @@ class PipelineStrategy(PipelineHost):
         Args:
             schedule: the name of an installed schedule, or your own schedule object with its settings.
             microbatches: the number of micro-batches per batch. The default is the number that was passed to the
-                strategy, or else the default of the schedule.
+                strategy. If no number was passed, it is the default of the schedule.
             plan: how to cut batches of the size of this plan. Batches of other sizes are still cut evenly. If the plan
                 has `layers`, the stages use them from now on; `planning.partition.with_layer` moves a single layer.
 
         Raises:
-            PlanError: nothing is being trained. Or stages would be on other ranks, or layers would move that share a
-                parameter with other layers, or while siblings share the ranks. Or only one of the two schedules flushes
-                between batches. The run then continues unchanged.
+            PlanError: nothing is being trained, stages would move to other ranks, or only one of the two schedules
+                flushes between batches. Layers would move although they share a parameter with other layers, or
+                although siblings share the ranks. In all these cases, the run continues unchanged.
             PipelineError: the ranks pass different arguments.
         """
         run = None if self._active_run is None else self._active_run.run
@@ -813,11 +812,11 @@ class PipelineStrategy(PipelineHost):
         return self.session.checkpointing.model_state(cut)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load the checkpoint at the path of rank 0, because Lightning's tuner chooses a random file name in each
-        process.
+        """Load the checkpoint at the path of rank 0.
 
-        The learning rate finder also loads and removes its file while an error propagates. In this case, failures of
-        other ranks are not reported here.
+        The path of rank 0 is used because Lightning's tuner chooses a random file name in each process. The learning
+        rate finder also loads and removes its file while an error propagates. In this case, failures of other ranks are
+        not reported here.
         """
         if sys.exc_info()[1] is None:
             self.session.status.check()
@@ -973,8 +972,9 @@ def _describe_arguments(given: Mapping[str, Any]) -> str:
 
 
 def _is_equal(value: object, default: object) -> bool:
-    """Return whether an argument equals its default. The result is False for arrays, whose comparison has no truth
-    value.
+    """Return whether an argument equals its default.
+
+    The result is False for arrays, whose comparison has no single truth value.
     """
     try:
         return bool(value == default)

@@ -148,9 +148,7 @@ class UnitSetup(ModuleSetup):
         self._compared_batch: Any = None
         """A batch whose loss is compared with the losses of its parts, or None if nothing is compared."""
         self._loss_warning = ""
-        """The reason why training with micro-batches differs from training with one process. Empty if it does not
-        differ.
-        """
+        """The reason why training with micro-batches differs from training with one process, or an empty text."""
         self._cut_description = ""
         """A description of the borders of the stages. Empty if no step was recorded."""
         self._layout = self._lay_units(self._request, self._n_stages)
@@ -246,8 +244,9 @@ class UnitSetup(ModuleSetup):
         return group_owners(self._module)
 
     def make_weights(self, deferred: DeferredWeights, holdings: Holdings) -> None:
-        """Initialize the weights of the local stages, weights that no stage uses, and buffers that are not in the state
-        dict.
+        """Initialize the weights of the local stages, weights that no stage uses, and buffers without a key.
+
+        Buffers without a key are not part of the state dict.
         """
         local, ranks = {*holdings.local}, self._ranks
         unsaved = {id(p._buffers[name]) for p in self._module.modules() for name in unsaved_buffers(p)}
@@ -323,8 +322,9 @@ class UnitSetup(ModuleSetup):
     def _choose_starts(
         self, record: StepRecord, borders: Borders, request: RunRequest, stages: int
     ) -> tuple[tuple[int, ...], int | None]:
-        """Return the first unit of each stage, and the first unit that runs on whole batches, or None if there is no
-        such unit.
+        """Return the first unit of each stage, and the first unit that runs on whole batches.
+
+        The latter is None if no unit runs on whole batches.
         """
         if not isinstance(request.partition, str):
             starts = borders.at(_checked_names(self._name_modules(request.partition), stages))
@@ -411,9 +411,7 @@ class UnitSetup(ModuleSetup):
                 )
 
     def _describe_cut(self, record: StepRecord, borders: Borders, starts: Sequence[int], measure: str) -> str:
-        """Return a text with the borders of the stages, their shares of the time or operations, and the stages without
-        weights.
-        """
+        """Return a text with the borders of the stages, their shares of the work, and the stages without weights."""
         spans = list(itertools.pairwise((*starts, len(record.units))))
         listed = ", ".join(describe_unit(record, start) for start in starts[1:])
         shares = ", ".join(f"{borders.share(a, b):.0%}" for a, b in spans)
@@ -476,7 +474,7 @@ class UnitSetup(ModuleSetup):
         return None
 
     def _trace_samples(self, atomic: tuple[str, ...]) -> tuple[Layouts, ...]:
-        """Return the sample axes of tensors at the borders, up to the first unit that may mix samples."""
+        """Return the positions of samples in the tensors that units make, up to the first unit that may mix samples."""
         module, device = self._module, self._ranks.device
         step, batch, arguments = named_step(module, "training_step"), self._compared_batch, self._step_arguments()
         try:
@@ -489,7 +487,7 @@ class UnitSetup(ModuleSetup):
                 )
                 for each in (part, batch)
             ]
-        except Exception as error:  # of the user's code, with other numbers of samples
+        except Exception as error:  # the user's code may fail with other numbers of samples
             rank_zero_info(f"{type(module).__name__}.training_step was not traced with parts of a batch: {error}")
             return ()
         return find_layouts(traces[0], rows // 2, traces[1], rows)
@@ -607,8 +605,9 @@ class UnitSetup(ModuleSetup):
         return UnitCosts(seconds, run(partial(counter.measure, module, step, make_batch, arguments)))
 
     def _merge(self, record: StepRecord, starts: tuple[int, ...]) -> tuple[StepRecord, tuple[int, ...]]:
-        """Return a record in which each module that is not divided by a border is one unit, and the borders in this
-        record.
+        """Return a record in which each module that is not divided by a border is one unit.
+
+        The borders in this record are also returned.
         """
         module, device = self._module, self._ranks.device
         run = partial(self._run_without_trace, self._context.is_fitting)
@@ -626,9 +625,7 @@ class UnitSetup(ModuleSetup):
         return (merged, found) if found and all(other == of_ranks[0] for other in of_ranks) else (record, starts)
 
     def _lay_unrecorded(self, stages: int) -> UnitLayout:
-        """Return a layout in which the last stage has all weights, or the layout of an earlier run that left them
-        distributed.
-        """
+        """Return a layout in which the last stage has all weights, or the layout that an earlier run has left."""
         atomic = tuple(find_atomic(self._module))
         named = (*self._module.named_parameters(), *self._module.named_buffers())
         of_atomic = {id(t) for path in atomic for t in self._module.get_submodule(path).buffers(recurse=False)}
@@ -717,8 +714,11 @@ class UnitSetup(ModuleSetup):
         return (0, *of_loader) if is_param_in_hook_signature(step, "batch_idx", min_args=2) else of_loader
 
     def _run_without_trace(self, training: bool, work: Callable[[], T]) -> T:
-        """Return the result of `work`, which runs the step of the whole module in a mode, and restore the state of the
-        module.
+        """Return the result of `work`, which runs the step of the whole module, and restore the state of the module.
+
+        Args:
+            training: the mode in which the module runs.
+            work: the function to run.
         """
         module, device = self._module, self._ranks.device
         with ExitStack() as stack:
@@ -767,7 +767,7 @@ class UnitSetup(ModuleSetup):
                 rows,
                 lambda parts: [self._run_without_trace(False, partial(compute_loss, part)) for part in parts],
             )
-        except Exception as error:  # of the user's code, with other numbers of samples
+        except Exception as error:  # the user's code may fail with other numbers of samples
             rank_zero_info(f"The loss of {type(module).__name__}.training_step was not compared: {error}")
             return None
         if draws.was_used:

@@ -41,9 +41,7 @@ ROWS, RUNS = 4, 4
 MOST = 0.5
 """The smallest share of the work that the layers should have."""
 MOST_OF_PARAMETERS = 0.8
-"""The share of the parameters with which the layers are assumed to have most of the work. Below it, operations are
-counted.
-"""
+"""The share of the parameters with which layers certainly have most of the work. Otherwise, operations are counted."""
 
 
 def find_container(trainer: pl.Trainer, module: pl.LightningModule, control: Control, device: torch.device) -> str:
@@ -243,7 +241,7 @@ def warn_about_outside(module: pl.LightningModule, path: str, profile: ModelProf
         return
     own = work_size(module.get_submodule(path))
     others = {other: size for other, size in list_containers(module) if other != path}
-    larger = [other for other, size in others.items() if size > own and profile is None]  # says little about time
+    larger = [other for other, size in others.items() if size > own and profile is None]  # sizes do not show times
     such = f", such as {' or '.join(map(repr, larger[:3]))}" if larger else ""
     chained = "".join(f", *self.{other}" for other in [*others][:3])
     rank_zero_warn(

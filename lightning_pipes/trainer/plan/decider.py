@@ -176,8 +176,9 @@ class PlanDecider(ProfilePlanner):
         return made
 
     def _choose_sizes(self, request: RunRequest, rows: int) -> tuple[Sequence[int], int | None]:
-        """Return the numbers of samples to measure, and the number of micro-batches, or None if it is still to be
-        chosen.
+        """Return the numbers of samples to measure, and the number of micro-batches per batch.
+
+        The number of micro-batches is None if it is still to be chosen.
         """
         sizes = request.microbatch_rows(rows, self._grid.length)
         return sizes, None if request.chooses else -(-rows // max(sizes))
@@ -207,7 +208,7 @@ class PlanDecider(ProfilePlanner):
                     own, undisturbed_profile if request.may_replan else ModelProfile.mean_of
                 )
                 deployment = self.make_deployment(plain, speeds)
-                if not plain.schedule.flushes:  # which is tried batch by batch only
+                if not plain.schedule.flushes:  # trials run single batches only
                     made = self.plan(request, plain, profile, rows, deployment)
                 else:
                     trials = partial(self._count_seconds_left, begun, expected_batches(self._trainer, data))
@@ -229,9 +230,7 @@ class PlanDecider(ProfilePlanner):
             self._cache.keep_run(describe_module(self._trainer.lightning_module), run)
 
     def _find_profile(self, key: tuple[Any, ...]) -> tuple[ModelProfile, list[float]] | None:
-        """Return the profile that an earlier run has stored for equal devices, and their speeds, or None if there is
-        none.
-        """
+        """Return the profile that an earlier run on equal devices has stored, with their speeds, or None."""
         first = self._control.position == 0
         found = self._cache.find_profile((*key, self._control.size)) if first else None
         profile = self._control.broadcast(found, self._control.ranks[0])
@@ -259,10 +258,12 @@ class PlanDecider(ProfilePlanner):
     def _merge_profiles(
         self, own: ModelProfile, merge: Callable[[Sequence[ModelProfile]], ModelProfile]
     ) -> tuple[ModelProfile, list[float]]:
-        """Merge the profiles of all processes with `merge`, and return the merged profile and the relative speed of
-        each process.
+        """Merge the profiles of all processes with `merge`.
 
         If all devices have the same name, they count as equally fast.
+
+        Returns:
+            The merged profile and the relative speed of each process.
         """
         names, profiles = zip(*self._control.all_gather((_name_device(self._device), own)), strict=True)
         speeds = [1.0] * len(profiles)
@@ -294,7 +295,7 @@ class PlanDecider(ProfilePlanner):
         reasons: list[str] = []
         while True:
             made = self.plan(request, plain, profile, rows, deployment)
-            if not made.schedule.flushes:  # which is tried batch by batch only
+            if not made.schedule.flushes:  # trials run single batches only
                 return replace(made, why="\n".join([*reasons, made.why]))
             m = min(made.plans().microbatches, rows)
             size = -(-rows // m)

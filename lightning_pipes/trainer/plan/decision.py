@@ -114,8 +114,9 @@ class Decision:
         )
 
     def problem(self, rows: int = 1) -> Problem:
-        """Return the planning problem for a batch of `rows` samples, in which everything is decided except what depends
-        on them.
+        """Return the planning problem for a batch of `rows` samples.
+
+        All decisions that do not depend on the number of samples are part of the problem.
         """
         return Problem(
             self.schedule,
@@ -167,8 +168,9 @@ class Decision:
         return PredictedStep(replace(timeline, plan=plan, name="predicted"), order)
 
     def cut_anew(self, profile: ModelProfile) -> Decision:
-        """Return the same decision with the cut that another profile suggests, if it saves enough of a step, and its
-        prediction.
+        """Return the same decision with the cut for another profile, and with its predicted times.
+
+        The cut only changes if this saves enough of a step.
 
         Raises:
             PlanError: no cut fits into the memory of the devices.

@@ -201,7 +201,7 @@ class LayerProfiler:
     def __enter__(self) -> LayerProfiler:
         with ExitStack() as stack:
             stack.enter_context(forked_rng(self._device))
-            stack.enter_context(keep_unchanged(self._module, skip=self._full))  # each layer while it runs
+            stack.enter_context(keep_unchanged(self._module, skip=self._full))  # each layer is protected while it runs
             stack.enter_context(recorded(self._module))
             stack.enter_context(without_loggers())
             stack.enter_context(self._trainer.precision_plugin.train_step_context())
@@ -322,18 +322,18 @@ class LayerProfiler:
         return "" if draws.was_used else found.unexplained
 
     def count_operations(self) -> OperationCounts:
-        """Check the step, and return the floating-point operations of its forward, counting only products and
-        convolutions.
+        """Check the step, and return the floating-point operations of its forward.
+
+        Only matrix products and convolutions are counted.
 
         Raises:
-            NotMeasuredError: see `check_step`.
-            UnsuitableContainerError: see `check_step`.
+            NotMeasuredError, UnsuitableContainerError: see `check_step`.
         """
         counted = self._collective(self._count_operations)
         return max(counted, key=lambda each: each.around)  # ranks with loggers did not run the code after the layers
 
     def _count_operations(self) -> OperationCounts:
-        marks, begun, parts = list[int](), dict[int, int](), Counter[int]()  # by id: metrics hash their state
+        marks, begun, parts = list[int](), dict[int, int](), Counter[int]()  # by id, because metrics hash their state
 
         def begin(part: nn.Module, _: Any) -> None:
             begun[id(part)] = counter.get_total_flops()
@@ -345,7 +345,7 @@ class LayerProfiler:
             marks.append(counter.get_total_flops())
             x = self._run_layers(x)
             marks.append(counter.get_total_flops())
-            parts.clear()  # the step runs from its start again
+            parts.clear()  # the step starts again
             return x
 
         with FlopCounterMode(display=False) as counter, ExitStack() as hooks:
@@ -391,7 +391,7 @@ class LayerProfiler:
 
     def _prepare(self) -> None:
         if self._device.type != "cpu":
-            self._module.to(self._device)  # the layers are not registered now
+            self._module.to(self._device)  # the layers are not registered at this point
         self._batch = private.on_device(self._trainer, self._batch)
 
     def _take_rows(self, rows: int) -> Any:
@@ -404,9 +404,7 @@ class LayerProfiler:
 
     @contextmanager
     def _place_layer(self, layer: nn.Module, weights: bool = True) -> Iterator[nn.Module]:
-        """Move one layer to the device for the block and restore it afterwards, because all layers together may not
-        fit.
-        """
+        """Move one layer to the device for the block, because all layers may not fit, and restore it afterwards."""
         with keep_unchanged(layer, weights=weights) as changed:
             if self._device.type != "cpu":
                 layer.to(self._device)
@@ -471,7 +469,7 @@ class LayerProfiler:
 
         def answer(_: Any) -> Any:
             nonlocal begun
-            out = trees.map_tensors(torch.clone, y)  # it may be worked on in place
+            out = trees.map_tensors(torch.clone, y)  # the user's code may change it in place
             wait_for_device(self._device)
             begun = read_seconds()
             return out

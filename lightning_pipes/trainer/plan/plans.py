@@ -22,14 +22,16 @@ _KEPT = 64
 
 
 class Plans:
-    """The plans of the schedule's planner by number of samples, because the cut of a batch depends only on its own
-    size.
+    """The plans of batches by their number of samples, which the planner of the schedule makes.
+
+    The cut of a batch depends only on its own size.
 
     Args:
         problem: the planning problem of any batch, in which the layers are decided and `rows` is filled in. A batch
             with too few samples for micro-batches of the smallest allowed size is cut into fewer micro-batches.
         replanner: the planner that revises plans during training. The default is the planner of the schedule.
-        degrees: the number of ranks of each stage, if stages have several. The planner considers them one rank.
+        degrees: the number of ranks of each stage, if stages have several. The planner considers the ranks of a stage
+            as one rank.
         seconds: the seconds per sample on each of these ranks, according to which they share samples. By default, all
             ranks are equally fast.
     """
@@ -43,7 +45,7 @@ class Plans:
     ) -> None:
         self._degrees = tuple(degrees)
         least = 1 if problem.schedule.flushes else max(problem.least, *self._degrees, 1)
-        self._problem = replace(problem, least=max(problem.least, least))  # overlapping batches need one per rank
+        self._problem = replace(problem, least=max(problem.least, least))  # each rank needs one if batches overlap
         self._seconds = seconds
         self._replanner = replanner
         self._asked = replanner or planner_of(problem.schedule)
@@ -208,9 +210,7 @@ class Plans:
         return self._remember(self.for_schedule(self.schedule, given=found), plan, observations)
 
     def _share_anew(self, plan: Plan, now: Problem) -> Plans:
-        """Return plans with shares of samples according to the measured speed of the ranks, or these plans if nothing
-        changes.
-        """
+        """Return plans with shares of samples according to the measured speed of ranks, or these plans."""
         seconds = self._asked.balance_shares(plan, now)
         if seconds is None:
             return self
@@ -266,8 +266,10 @@ class Plans:
 def stage_layers(
     partition: str | Sequence[int], sizes: Sequence[int], stages: int, degrees: Sequence[int] = ()
 ) -> tuple[Span, ...]:
-    """Return the layers of each stage, balanced by `sizes` for "parameters", and otherwise cut as `partition`
-    specifies.
+    """Return the layers of each stage.
+
+    The stages are balanced by `sizes` if `partition` is "parameters". Otherwise, `partition` contains the layers at
+    which stages begin.
     """
     if isinstance(partition, str):
         return even_partition(sizes, stages, degrees)

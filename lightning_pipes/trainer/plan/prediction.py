@@ -63,7 +63,7 @@ class Prediction:
             return None
         made, window = self._made, windows[-1]
         if window.plan.jobs[0].rows != made.rows or window.plan.layers != made.layers:
-            return None  # a short batch, or layers have yet to move
+            return None  # this is a short batch, or layers have not moved yet
         if window.plan is not (self._plan or window.plan):
             self._left = 0  # another schedule was adopted
             return None

@@ -57,8 +57,9 @@ class ProfilePlanner:
         return made
 
     def make_deployment(self, plain: Decision, speeds: list[float]) -> Deployment:
-        """Return the devices and links of a pipeline in the order of its ranks. Of several replicas, the slowest values
-        count.
+        """Return the devices and links of a pipeline, in the order of its ranks.
+
+        If there are several replicas, the smallest memory and the lowest speed are used.
 
         Args:
             plain: the decision without measurements.
@@ -78,9 +79,7 @@ class ProfilePlanner:
         return Deployment(cluster, grid.replicas, (slowest,) * length if grid.replicas > 1 else ())
 
     def _measure_links(self, order: list[int]) -> dict[tuple[int, int], Link]:
-        """Measure the links between neighbors with the transport of the run. If replicas differ, the slowest link
-        counts.
-        """
+        """Measure the links between neighbors with the transport of the run. Return the slowest of all replicas."""
         plan = Plan.even(len(order), 1)
         rank = order.index(self._grid.position)
         to = [self._grid.pipeline[at] for at in order]

@@ -197,9 +197,7 @@ class RunRequest:
         return self.chooses or self.schedule.splits_backward or self.schedule.tunes_online
 
     def microbatch_rows(self, rows: int, ranks: int) -> tuple[int, ...]:
-        """Return the numbers of samples to measure for batches of `rows` samples, in ascending order and without
-        duplicates.
-        """
+        """Return the numbers of samples to measure for batches of `rows` samples, in ascending order."""
         return self.planner.profile_sizes(rows, len(self.schedule.place_stages(ranks)), self.microbatches)
 
     def sample_rows(self, rows: int, ranks: int) -> int:

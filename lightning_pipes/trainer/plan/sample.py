@@ -68,7 +68,7 @@ def _first_batch_size(batch_sampler: Any) -> int:
     """
     try:
         return len(next(iter(copy.deepcopy(batch_sampler))))
-    except Exception as error:  # of the user's code
+    except Exception as error:  # an error of the user's code
         raise NoSampleError(
             f"the DataLoader has no batch_size, and its batch_sampler gives no first batch ({type(error).__name__}: "
             f"{error})"

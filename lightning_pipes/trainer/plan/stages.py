@@ -58,8 +58,7 @@ def choose_stages(
     hosts: list[str],
     memory: int | None,
 ) -> tuple[RunRequest, Settings]:
-    """Return the request and the settings with the stages that need the least time until the target (DynPipe, Algorithm
-    1).
+    """Choose the stages that need the least time until the target (DynPipe, Algorithm 1).
 
     Every rank makes this choice independently, from the same file. The ranks of one stage share the samples of each
     micro-batch, so all ranks train the batches of one pipeline.
@@ -71,6 +70,9 @@ def choose_stages(
         trainer: the Trainer.
         hosts: the host of each rank, in the order of the ranks.
         memory: the bytes of memory of each device, or None if they are unknown.
+
+    Returns:
+        The request and the settings with the chosen stages.
 
     Raises:
         InputError: no earlier run has measured this module, or nothing fits into memory.

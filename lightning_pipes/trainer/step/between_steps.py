@@ -26,9 +26,7 @@ from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.step.hooks import select_hooks
 
 LOOKED_AT, EVERY = 20, 50
-"""The number of batches at the start of a run in which values are compared and all gradients are checked, and the
-interval of the later batches in which this happens.
-"""
+"""Values are compared, and all gradients are checked, in the first `LOOKED_AT` batches and then in every `EVERY`-th."""
 FEW = 500
 """The largest number of parameters whose gradients are checked in every batch."""
 
@@ -37,8 +35,7 @@ STEP_HOOKS = select_hooks(lambda hook: hook.is_before_step)
 
 
 class BetweenSteps:
-    """Detects changes by hooks, and gradients of batches, that are not allowed because batches in flight use the
-    parameters.
+    """Detects changes by hooks, and gradients, of parameters that batches in flight use.
 
     Args:
         schedule: the name of the schedule, for messages.

@@ -26,10 +26,10 @@ from lightning_pipes.trainer.ranks.holdings import Holdings
 
 
 class GradientAgreement:
-    """Makes a precision plugin clip by the norm over all stages, and makes a gradient scaler skip steps on all ranks or
-    none.
+    """Makes the clipping of a precision plugin and the skipped steps of a gradient scaler the same for all stages.
 
-    Clipping by value needs no agreement.
+    Gradients are clipped by their norm over all stages. Clipping by value needs no agreement. If a gradient overflows
+    on one rank, all ranks skip the step.
 
     Args:
         precision: the precision plugin.
@@ -173,8 +173,9 @@ class HookClipping:
             patches.callback(Clipping.around(name, self._clip))
 
     def _have_gradients(self) -> bool:
-        """Return whether gradients exist. The result is True if nothing is trained on this rank, because other ranks
-        may have some.
+        """Return whether gradients exist.
+
+        If nothing is trained on this rank, the result is True, because other ranks may have gradients.
         """
         trained = [p for p in self._parameters() if p.requires_grad]
         return not trained or any(p.grad is not None for p in trained)

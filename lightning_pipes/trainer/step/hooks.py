@@ -396,9 +396,7 @@ class ParameterHooks:
 
 
 def warn_about_hooks(parameters: Sequence[nn.Parameter], reducer: Reducer | None) -> None:
-    """Warn about hooks of parameters if batches overlap, because each call of a hook then sees only a part of a
-    gradient.
-    """
+    """Warn about hooks of parameters if batches overlap, because each hook call then sees only a part of a gradient."""
     number = sum(
         not all(reducer is not None and reducer.is_own_hook(hook) for hook in accumulate_hooks(p).values())
         or bool(gradient_hooks(p))

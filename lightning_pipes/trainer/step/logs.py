@@ -50,7 +50,7 @@ class LogCall:
         return f"self.log({self.name!r})" if self.reduction_name else self.name
 
 
-class recorded:  # noqa: N801  # read as a function; a generator takes several times as long, for every micro-batch
+class recorded:  # noqa: N801  # used like a function; a generator would be several times slower
     """Context manager that returns the log calls of `module` in the block. Calls of `log_dict` are included.
 
     Args:
@@ -303,7 +303,7 @@ class LogReplay:
 
     def __init__(self, module: pl.LightningModule) -> None:
         self._module = module
-        self._sent: dict[tuple[str, str], tuple[int, Any]] = {}  # sent entries of a growing list
+        self._sent: dict[tuple[str, str], tuple[int, Any]] = {}  # per list: number of sent entries, and the last one
 
     def pack_calls(self, calls: Sequence[LogCall]) -> list[LogCall]:
         """Return the calls with values that can be sent to other processes."""

@@ -1,9 +1,8 @@
-"""The weights with which the losses of micro-batches are summed to the loss of their batch: by samples, by tokens, or
-1.
+"""The weights with which the losses of micro-batches are summed to the loss of their batch.
 
-If the labels of a batch do not determine the weights, the loss of the batch does. Of the candidates that give different
-weights for a batch, only those are kept with which the losses of the micro-batches reproduce the loss of the whole
-batch.
+Losses are weighted by samples or by tokens, or summed without weights. If the labels of a batch do not determine the
+weights, the loss of the batch does. Of the candidates that give different weights for a batch, only those are kept with
+which the losses of the micro-batches reproduce the loss of the whole batch.
 """
 
 from __future__ import annotations
@@ -32,8 +31,9 @@ EXTREME = "the largest or smallest"
 IGNORED = -100
 """The label of entries that do not count, as in `torch.nn.functional.cross_entropy`."""
 _HALF = 1e-4
-"""The relative difference that is allowed between losses if they are computed from half-precision numbers. Other batch
-sizes changed a loss by 2e-6.
+"""The relative difference that is allowed between losses if they are computed from half-precision numbers.
+
+In measurements, other batch sizes changed losses by 2e-6 of their value.
 """
 _ALIKE = 1e-12
 """The difference that is allowed between equal weights."""
@@ -249,9 +249,11 @@ class LossWeights:
     """
 
     MOST_BATCHES, MOST_FOR_LOGS, MOST_AGAIN = 5, 3, 16
-    """The largest numbers of batches that decide between candidates for the loss, and for logged values. After these,
-    the most likely candidate is used. If a logged value was 0, one more batch is compared in each epoch and when the
-    value changes, at most MOST_AGAIN times.
+    """The largest numbers of batches with which the candidates are compared.
+
+    The first number is for the loss and the second for logged values. After these batches, the most likely candidate is
+    used. If a logged value was 0, one more batch is compared in each epoch and when the value is no longer 0, at most
+    MOST_AGAIN times.
     """
 
     def __init__(self, module: pl.LightningModule, compares: bool, sums: Sums | None, replicas: int) -> None:
@@ -276,8 +278,9 @@ class LossWeights:
         return check_loss or isinstance(module, WeighsMicrobatches)
 
     def weigh_batch(self, batch: Any, rows: int, spans: Sequence[Span]) -> BatchWeights | None:
-        """Return the weights of a batch according to its own labels, or None if it is not cut and there are no
-        replicas.
+        """Return the weights of a batch according to its own labels.
+
+        The result is None if the batch is not cut and there are no replicas.
         """
         if len(spans) < 2 and self._sums is None:
             return None
@@ -307,12 +310,13 @@ class LossWeights:
         return made
 
     def choose_candidate(self, weights: BatchWeights, fitting: Collection[str] | None) -> None:
-        """Choose the most likely candidate that reproduces the loss of a batch. This method is collective over
-        replicas.
+        """Choose the most likely candidate that reproduces the loss of a batch.
+
+        This method is collective over replicas.
 
         Args:
             weights: the weights of the batch.
-            fitting: the names of these candidates, or None if no candidate reproduces the loss.
+            fitting: the names of the candidates that reproduce the loss, or None to keep all candidates.
         """
         names = [each.name for each in weights.found]
         fit = torch.tensor([float(fitting is None or name in fitting) for name in names], dtype=torch.float64)

@@ -216,8 +216,7 @@ class TrainingBatch:
         return make_cutter(self.batch, self.rows, samples=self.samples)
 
     def result(self) -> tuple[Any, list[LogCall]]:
-        """Return the loss of the whole batch and its log calls. The loss is in a dict if the user's step returns a
-        dict.
+        """Return the loss of the whole batch, in a dict if the user's step returns a dict, and its log calls.
 
         Raises:
             PipelineError: the step skips some of the micro-batches.
@@ -361,9 +360,7 @@ class Steps:
     """
 
     runs_whole_evaluation: ClassVar[bool] = False
-    """Whether the stages run an evaluation step as a whole, each stage its part. Otherwise, the step runs around the
-    layers.
-    """
+    """Whether each stage runs its part of a whole evaluation step. Otherwise, the step runs around the layers."""
     ends_whole = False
     """Whether the loss is computed once for all samples of a batch."""
     may_skip_batches = False
@@ -454,9 +451,7 @@ class Steps:
                 raise
 
     def _why_once(self, stage: Stage) -> str:
-        """Return the reason why a change of weights before the layers would differ from one process. Empty if it would
-        not.
-        """
+        """Return the reason why a change of weights before the layers would differ from one process, if it would."""
         if stage.recompute or self._both_ends:
             return "" if self._stages == 1 else "One process makes this change once, and this rank would make it twice"
         return "Processes between the first stage and the last do not run this code" if self._has_others else ""
@@ -556,8 +551,9 @@ class Steps:
         self.state.generators.set_states(of_generators)
 
     def begin_call(self, changes: Any = None) -> None:
-        """Begin a further call of the layers by an evaluation step. The layers start with the values that the last call
-        left.
+        """Begin a further call of the layers by an evaluation step.
+
+        The layers start with the values that the last call left.
 
         Args:
             changes: the changes of these values on the last stage, or None if this rank has the last stage.
@@ -636,9 +632,7 @@ class Steps:
         return mark_unsampled(sent, {id(tensors[at]) for at in self._unsampled[key]})
 
     def _run_with_fewer(self, stage: Stage, item: Item, span: Span, entering: Any) -> list[torch.Tensor]:
-        """Return the output tensors of a stage for a micro-batch without its last sample, or an empty list if this
-        fails.
-        """
+        """Return the output tensors of a stage for a micro-batch without its last sample, or [] if this fails."""
         data, fewer = item.data, Span(span.start, span.stop - 1)
 
         def cut(tensor: torch.Tensor) -> torch.Tensor:
@@ -665,9 +659,7 @@ class Steps:
         return tensors_in(x)
 
     def _continue_capture(self, data: EvaluationBatch, span: Span) -> None:
-        """Set the states of the generators to the states after the code before the layers, which has run for the whole
-        batch.
-        """
+        """Set the generators to their states after the code before the layers, which has run for the whole batch."""
         if not span.start:
             self.state.generators.set_states(data.generators)
 
@@ -680,8 +672,7 @@ class Steps:
         item.data.cut(spans)
 
     def keep_input(self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...]) -> None:
-        """Keep the input that `step` passes to the pipelined module for a whole batch, and information about how to cut
-        it.
+        """Keep the input that `step` passes to the pipelined module for a whole batch, and how it can be cut.
 
         An axis of a tensor, in particular of a mask, may have as many entries as the batch has samples by chance. If
         this is possible, the step also runs with one sample. Tensors that keep their shape belong to all samples.
@@ -737,8 +728,9 @@ class Steps:
     def capture_input(
         self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...], draws: RngUse
     ) -> Any:
-        """Return the input that `step` passes to the pipelined module. `draws` records whether random numbers are
-        drawn.
+        """Return the input that `step` passes to the pipelined module.
+
+        `draws` records whether the step draws random numbers.
         """
         self.state.restore_state()
         with (
@@ -836,9 +828,7 @@ class Steps:
         return out
 
     def _end_draws(self, draws: RngUse) -> None:
-        """Record in `draws` whether a step has drawn random numbers, including numbers from the module's own
-        generators.
-        """
+        """Record in `draws` whether a step has drawn random numbers, also from the module's own generators."""
         draws.stop()
         draws.was_used = draws.was_used or bool(self.state.generators.read_changes())
 

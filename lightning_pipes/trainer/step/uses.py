@@ -96,11 +96,10 @@ LOOKED_AT = 20
 
 
 def speed_behind(plan: Plan, stage: int) -> float:
-    """Return the speed relative to a full pipeline if every batch steps a layer of `stage` and all stages take equally
-    long.
+    """Return the speed, relative to a full pipeline, if every batch steps a layer of `stage`.
 
-    From the first forward on this stage to the last backward on it, m micro-batches pass through this stage and all
-    later stages.
+    All stages are assumed to take equally long. From the first forward on this stage to the last backward on it, m
+    micro-batches pass through this stage and all later stages.
     """
     m = len(plan.spans(Kind.F, stage))
     return m / (m + plan.n_stages - 1 - stage)
@@ -180,8 +179,7 @@ def check_layers(module: pl.LightningModule, full: Layers) -> None:
 
 
 class PartialSteps:
-    """The positions of parameters in some optimizers. It must be created again when the optimizers get other
-    parameters.
+    """The positions of parameters in some optimizers.
 
     Args:
         optimizers: the optimizers, whose parameters must not change while this object is used.

@@ -162,8 +162,7 @@ class WeightChangeCheck:
 
 
 def explain_repetition(stage: Stage, item: Item, span: Span, overlaps: bool, ends_whole: bool = False) -> str:
-    """Return the reason why a change of weights in the forward of a stage differs from one process. Empty if it does
-    not.
+    """Return the reason why a change of weights in the forward of a stage differs from one process, or an empty text.
 
     Args:
         stage: the stage.
