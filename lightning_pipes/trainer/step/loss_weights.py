@@ -290,7 +290,7 @@ class LossWeights:
         left = left or [each for each in found if each.name == SAMPLES]
         if not self._batches_left:
             left = left[:1]
-        if self._ambiguous and self._module.current_epoch != self._epoch:  # the epoch may be logged
+        if self._ambiguous and self._module.current_epoch != self._epoch:  # the logged value may be the epoch
             self._compare_next_batch()
         self._epoch = self._module.current_epoch
         undecided = candidates_differ(left, spans) or (self._log_batches_left > 0 and self._logs_disagree(every, spans))
@@ -316,7 +316,8 @@ class LossWeights:
 
         Args:
             weights: the weights of the batch.
-            fitting: the names of the candidates that reproduce the loss, or None to keep all candidates.
+            fitting: the names of the candidates that reproduce the loss, or None if the losses cannot be compared,
+                which keeps all candidates.
         """
         names = [each.name for each in weights.found]
         fit = torch.tensor([float(fitting is None or name in fitting) for name in names], dtype=torch.float64)
