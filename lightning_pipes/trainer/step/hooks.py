@@ -36,7 +36,7 @@ from lightning_pipes.trainer.patches import Patches
 
 @dataclass(frozen=True)
 class HookRow:
-    """Specifies how one hook, or another method of the user's that Lightning calls, is handled.
+    """Specifies how one hook, or another method of the user that Lightning calls, is handled.
 
     Attributes:
         name: the name of the method.

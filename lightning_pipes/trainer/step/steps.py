@@ -256,7 +256,7 @@ class EvaluationBatch:
         arguments: the arguments of the step after the batch.
         x: the captured input.
         shared_ids: the ids of the tensors of `x` that belong to all samples, regardless of their number of entries.
-        has_other_axis: whether a tensor of `x` has its samples on another axis than 0, so that `x` cannot be cut.
+        has_other_axis: whether a tensor of `x` has its samples on an axis other than 0, so that `x` cannot be cut.
         is_repeated: whether this is a further call of the layers by a running step.
         left: on the last stage, the values that layers have left for the code after them, by micro-batch.
         generators: the states of the module's generators after the code before the layers. On the last stage, the
@@ -304,7 +304,7 @@ class _Shapes(NamedTuple):
 
     Attributes:
         is_constant: whether its shape is the same for one sample.
-        has_other_axis: whether its samples are on another axis than 0.
+        has_other_axis: whether its samples are on an axis other than 0.
     """
 
     is_constant: bool = False
@@ -469,7 +469,7 @@ class Steps:
             return self._run_and_pack(stage, item, span, received)
 
     def _run_last_stage(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
-        """Run the whole user's step for one micro-batch. Its call of the layers returns the output of this stage."""
+        """Run the user's whole step for one micro-batch. Its call of the layers returns the output of this stage."""
         data = item.data
         if isinstance(data, EvaluationBatch):
             x = _samples(data, span, item.rows) if stage.number == 0 else received
@@ -612,7 +612,7 @@ class Steps:
     def _mark_unsampled(self, stage: Stage, item: Item, span: Span, entering: Any, out: Any, sent: Any) -> Any:
         """Mark the tensors of a message that have no axis of samples, if a link may cut the message.
 
-        A mask or a rotary table may have as many entries as the micro-batch has samples by chance. If several tensors
+        A mask or a rotary table may by chance have as many entries as the micro-batch has samples. If several tensors
         have this length, the stage runs again with one sample less. Tensors that keep their shape have no axis of
         samples.
         """
@@ -674,7 +674,7 @@ class Steps:
     def keep_input(self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...]) -> None:
         """Keep the input that `step` passes to the pipelined module for a whole batch, and how it can be cut.
 
-        An axis of a tensor, in particular of a mask, may have as many entries as the batch has samples by chance. If
+        An axis of a tensor, in particular of a mask, may by chance have as many entries as the batch has samples. If
         this is possible, the step also runs with one sample. Tensors that keep their shape belong to all samples.
         Tensors that only keep the length of axis 0 have their samples on another axis.
         """
