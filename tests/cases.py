@@ -1,4 +1,4 @@
-"""Many quick cases as one test, which names the first that fails; and cases of several tests that share one run."""
+"""Helpers that run many quick cases as one test, and that let the cases of several tests share one run."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ Test = TypeVar("Test", bound=Callable[..., None])
 
 
 def for_each(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[Test], Test]:
-    """Run a test once for each of `values` within one case; a failure has a note with the values that it had.
+    """Run a test once for each of `values`, all within one test case of pytest.
 
-    Write it as `pytest.mark.parametrize`, for cases of milliseconds that need no new fixtures. Stacked decorators give
-    all combinations.
+    Use it like `pytest.mark.parametrize` for cases that take milliseconds and need no fixtures of their own. A failure
+    gets a note with the values of the failing case. Stacked decorators run all combinations.
 
     Args:
-        names: one argument of the test, or a tuple of several.
-        values: what the argument is in turn; for several names, tuples of as many.
+        names: name of one argument of the test, or a tuple of several names.
+        values: the values that the argument takes in turn. For several names, each value is a tuple with one entry per
+            name.
     """
     several = isinstance(names, tuple)
     every = [value if several else (value,) for value in values]
@@ -58,7 +59,8 @@ SELECTED: list[pytest.Item] = []
 def selected_values(test: Callable[..., None], name: str) -> list[Any]:
     """Return the values of one argument with which this session runs a test, in order.
 
-    Cases that share processes ask for it before they run: those that `-m` or `-k` leave out cost nothing.
+    Tests whose cases share processes call it before these processes start, so that cases deselected by `-m` or `-k`
+    cost nothing.
     """
     return [
         item.callspec.params[name]
@@ -68,7 +70,10 @@ def selected_values(test: Callable[..., None], name: str) -> list[Any]:
 
 
 def count_calls(work: Callable[[], object]) -> int:
-    """Return how many functions `work` calls: a measure of work that no other load changes."""
+    """Return the number of function calls made by `work`.
+
+    This measure of cost does not depend on the load of the machine.
+    """
     calls = 0
 
     def count(frame: object, event: str, argument: object) -> None:

@@ -1,5 +1,8 @@
-"""Several workers share the tests, file by file, as tests of one file share what they have set up; one that is marked
-`alone` has the machine to itself meanwhile."""
+"""Configuration of the whole test suite.
+
+Several pytest-xdist workers share the tests file by file because the tests of one file share what they have set up. A
+test marked `alone` has the machine to itself while it runs.
+"""
 
 from __future__ import annotations
 
@@ -17,39 +20,46 @@ from tests import cases
 
 QUEUE_LOCK = Path(__file__)
 MACHINE_LOCK = QUEUE_LOCK.with_name("__init__.py")
-"""Files whose locks the workers share. Who wants the room for itself waits in the gate until it is empty, and those who
-come later wait behind it: otherwise there would always be somebody in it."""
+"""Files that the workers lock in turn.
+
+Before each test, a worker acquires the queue lock, then the machine lock, and releases the queue lock. It holds the
+machine lock while it runs the test: exclusively for a test marked `alone`, and shared with other workers for all other
+tests. Workers that arrive later wait behind a worker that needs the machine alone. Without the queue, the shared lock
+would never become free.
+"""
 
 STARTUP = QUEUE_LOCK.parent / "startup"
-"""What makes interpreters start sooner; see its sitecustomize.py. The demo does without, and so do users."""
+"""A folder whose `sitecustomize.py` makes interpreters start faster. The demo and users run without it."""
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STARTUP), os.environ.get("PYTHONPATH")]))
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background commands without Ctrl-C
 
 os.environ["LIGHTNING_PIPES_PROFILES"] = ""
-"""Each test measures anew: no profiles of earlier ones are kept."""
+"""Tests must not reuse profiles that earlier tests measured, so the profile cache is turned off."""
 
 LATE = ("torch.profiler", "torch.distributed.fsdp", "torch.distributed.tensor", "hydra", "optuna", "tests.compat.rows")
-"""Modules that ranks would import by themselves, in up to half a second."""
+"""Modules that each rank would otherwise import when it needs them, which takes up to half a second."""
 
 MODELS = "transformers.models.llama.modeling_llama"
-"""What all models of transformers need, a second and a half of each rank."""
+"""The module that all models of transformers import, which takes each rank a second and a half."""
 
 LONG = ("trainer", "tune")
-"""Rooms whose files take longest, so they come first."""
+"""Folders whose test files take longest and therefore run first."""
 
 QUICK = ("ir", "cost", "sim")
-"""Rooms whose tests come late: they are many and short, so all workers end at the same time."""
+"""Folders whose many short tests run late, so that all workers finish at about the same time."""
 
 LONG_TAIL = MACHINE_LOCK.with_name("long_tail.txt")
-"""Lists tests that are left to `make test-full`, as quicker ones look for the same mistakes: as pytest names them, or
-without the brackets if all cases are."""
+"""A list of tests that only `make test-full` runs because faster tests detect the same mistakes.
+
+Each line is the identifier of a test in pytest, or the identifier without the brackets to select all cases of a test.
+"""
 
 
 @contextmanager
 def locked(path: Path, shared: bool = False) -> Iterator[None]:
-    """A lock on a file while the context is open; it ends with its process, too."""
+    """Hold a lock on a file while the context is open; the operating system also releases it when the process ends."""
     from fcntl import LOCK_EX, LOCK_SH, LOCK_UN, flock
 
     descriptor = os.open(path, os.O_RDONLY)
@@ -57,13 +67,13 @@ def locked(path: Path, shared: bool = False) -> Iterator[None]:
         flock(descriptor, LOCK_SH if shared else LOCK_EX)
         yield
     finally:
-        flock(descriptor, LOCK_UN)  # also where a process that was forked meanwhile has it open
+        flock(descriptor, LOCK_UN)  # closing is not enough if a process forked in the meantime still has the file open
         os.close(descriptor)
 
 
 @contextmanager
 def compiling(path: Path) -> Iterator[None]:
-    """A lock on a file: alone for the first process that asks, shared by those who wait for it."""
+    """Hold a lock on a file: exclusively in the first process, and shared in the processes that had to wait for it."""
     from fcntl import LOCK_EX, LOCK_NB, LOCK_SH, flock
 
     with open(path) as file:
@@ -76,8 +86,11 @@ def compiling(path: Path) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def elsewhere() -> Iterator[None]:
-    """A training in this process says in the environment where its ranks meet, which is nobody else's: the port may be
-    another program's by then."""
+    """Remove the rendezvous address from the environment after each test file.
+
+    A training in this process leaves the address and port of its ranks in the environment, and another program may use
+    the port by the time the next test runs.
+    """
     yield
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
@@ -85,7 +98,7 @@ def elsewhere() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
-    """Let torch compute on one thread in each test, as the ranks do.
+    """Limit torch to one thread in each test, as on the ranks.
 
     Sums on two threads differ in their last bit, and threads that wait for each other on cores that several workers
     share take fifty times as long.
@@ -96,6 +109,7 @@ def one_thread() -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Run a test while this worker holds the machine lock."""
     with ExitStack() as room:
         if "PYTEST_XDIST_WORKER" in os.environ:
             with locked(QUEUE_LOCK):
@@ -105,8 +119,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
-    """One worker compiles a file of tests, which takes longer than all else that is collected; the others wait for it
-    and load the result."""
+    """Let one worker compile a test file while the others wait and then load the compiled file.
+
+    Compiling takes longer than the rest of the collection.
+    """
     with ExitStack() as room:
         if "PYTEST_XDIST_WORKER" in os.environ and isinstance(collector, pytest.Module):
             room.enter_context(compiling(collector.path))
@@ -114,8 +130,8 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What is collected is no garbage: neither this process nor its forks look at it again. Ranks find loaded what the
-    tests need."""
+    """Freeze collected objects for the garbage collector, and list the modules that are imported before ranks are
+    forked."""
     cases.SELECTED[:] = session.items
     gc.collect()
     gc.freeze()
@@ -126,8 +142,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of the long tail are slow. Files with tests that run alone come last: the other workers have nothing to
-    finish before, and do not start."""
+    """Mark the tests of the long tail as slow, and sort the test files by their duration.
+
+    Files with tests that run alone come last because the other workers then have no tests left to finish first, and
+    start no new ones.
+    """
     tail = {*LONG_TAIL.read_text().splitlines()}
     for item in items:
         if item.nodeid in tail or item.nodeid.partition("[")[0] in tail:

@@ -1,4 +1,4 @@
-"""Costs for the simulator in which links have no limits of their own and nothing takes memory."""
+"""Costs for the simulator with unlimited links and without memory use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from lightning_pipes.ir import Instruction, Plan
 
 
 class FreeCosts:
-    """The part of `cost.Costs` that costs in seconds alone have in common."""
+    """Base class for costs that only model seconds: links are free, and nothing takes memory."""
 
     def link_between(self, source: int, target: int) -> Link:
         return FREE

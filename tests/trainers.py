@@ -1,4 +1,4 @@
-"""The Trainer that most tests train with."""
+"""The Trainer that most tests use."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ QUIET: dict[str, Any] = {
     "enable_progress_bar": False,
     "enable_model_summary": False,
 }
+"""Default arguments: two processes on the CPU, without logger, progress bar and model summary."""
 
 
 def make_trainer(**options: Any) -> pl.Trainer:
-    """Return a Trainer of two processes on the CPU that draws and logs nothing, unless `options` say so.
+    """Return a Trainer with two CPU processes and without output, unless `options` change this.
 
-    It saves checkpoints where a callback does.
+    Checkpoints are enabled only if one of the callbacks saves checkpoints.
     """
     saves = any(isinstance(callback, Checkpoint) for callback in options.get("callbacks") or ())
     return pl.Trainer(**{**QUIET, "enable_checkpointing": saves, **options})

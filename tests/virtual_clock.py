@@ -1,4 +1,4 @@
-"""A clock for the package that moves only when a test moves it."""
+"""A clock for the package that advances only when a test advances it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lightning_pipes.engine.messages.message import Message
 from lightning_pipes.ir import clock
 
 TICK = 1000
-"""Nanoseconds that one read by the main thread takes, so that no computation takes none."""
+"""Nanoseconds by which each read in the main thread advances the clock, so that every computation takes some time."""
 
 
 class VirtualClock(clock.Clock):
-    """A clock that moves by the seconds that layers report to `sleep`, and by messages.
+    """A clock that is advanced by the seconds that layers pass to `sleep`, and by messages.
 
-    A rank that takes a message moves its clock forward to the time at which the message was sent, so messages take no
-    time and a step of several ranks takes the time that theory gives, however slow or busy the machine is.
+    A rank that receives a message advances its clock to the time at which the message was sent. Messages therefore take
+    no time, and a step of several ranks takes the time predicted by theory, however slow or busy the machine is.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class VirtualClock(clock.Clock):
         self._seconds += seconds or TICK / 1e9
 
     def patch(self, patch: pytest.MonkeyPatch) -> None:
-        """Make the package read this clock, in this process and in its forks."""
+        """Make the package read this clock in this process and in its forks."""
         take = Mailbox.take_message
 
         def take_message(mailbox: Mailbox, key: Key) -> Message | None:

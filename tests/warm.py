@@ -1,5 +1,8 @@
-"""Imported once by the server that ranks are forked from, for what each rank would do by itself: modules that are
-imported late, and caches of Lightning and of abstract base classes, which a plain fit fills."""
+"""Modules and caches that the server of forked ranks prepares once for all ranks.
+
+Each rank would otherwise import these modules itself when it needs them, and fill the caches of Lightning and of
+abstract base classes, as the short fit below does.
+"""
 
 import encodings.idna  # noqa: F401
 import logging
@@ -14,7 +17,7 @@ from tests.trainers import make_trainer
 
 logging.disable(logging.CRITICAL)
 threads = torch.get_num_threads()
-torch.set_num_threads(1)  # threads of OpenMP do not survive a fork: ranks that use several would wait for them
+torch.set_num_threads(1)  # OpenMP threads do not survive a fork, and ranks with several threads would hang
 with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
     warnings.simplefilter("ignore")
     loader = DataLoader(data(), batch_size=8)

@@ -1,4 +1,4 @@
-"""A user's script: `python cli_app.py fit --trainer.strategy=pipeline_1f1b`."""
+"""A script that a user may write: `python cli_app.py fit --trainer.strategy=pipeline_1f1b`."""
 
 import lightning_pipes  # noqa: F401, I001 (before Lightning, where an import sorter may put it)
 import torch

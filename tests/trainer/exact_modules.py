@@ -1,4 +1,4 @@
-"""Small modules as in public code, which train in micro-batches as in one process."""
+"""Small modules, similar to public code, that train in micro-batches exactly as in one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WIDTH, HEADS, CLASSES, ROWS = 8, 2, 3, 22
 
 
 def loader(*shape: int, rows: int = ROWS, size: int = 8) -> DataLoader[Any]:
-    """Samples of this shape, with a label, a weight and a length each."""
+    """Return a loader of samples with the given shape, each with a label, a weight and a length."""
     g = torch.Generator().manual_seed(1)
     x, weights = torch.randn(rows, *shape, generator=g).double(), torch.rand(rows, generator=g).double()
     y = torch.randint(0, CLASSES, (rows,), generator=g)
@@ -25,13 +25,13 @@ def loader(*shape: int, rows: int = ROWS, size: int = 8) -> DataLoader[Any]:
 
 
 class Exact(pl.LightningModule):
-    """A module of which micro-batches train the weights of one process.
+    """Base class of modules whose weights after training in micro-batches equal the weights of one process.
 
     Attributes:
         shape: the shape of a sample.
-        strategy: settings that it needs.
-        by_units: whether it is cut by units.
-        is_random: whether it draws random numbers, so that its weights are not those of one process.
+        strategy: arguments of the strategy that the module needs.
+        by_units: whether the module is cut by units.
+        is_random: whether the module draws random numbers, so that its weights differ from the weights of one process.
     """
 
     shape: tuple[int, ...] = (WIDTH,)
@@ -45,7 +45,7 @@ class Exact(pl.LightningModule):
         self.build()
 
     def build(self) -> None:
-        """Make other layers."""
+        """Replace the default layers; subclasses override this method."""
 
     def loader(self) -> Any:
         return loader(*self.shape)
@@ -64,15 +64,17 @@ class Exact(pl.LightningModule):
 
 
 def dense(norm: type[nn.Module] | None = None) -> nn.Sequential:
+    """Return a linear layer with an optional norm and a GELU."""
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), *([] if norm is None else [norm(WIDTH)]), nn.GELU())
 
 
 def encoder(batch_first: bool, dropout: float = 0.0) -> nn.TransformerEncoderLayer:
+    """Return a small transformer encoder layer."""
     return nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=dropout, batch_first=batch_first)
 
 
 class SequenceFirst(Exact):
-    """A transformer of (T, B, C), with as many tokens as a micro-batch has samples."""
+    """A transformer on inputs of shape (T, B, C) with as many tokens as a micro-batch has samples."""
 
     shape = (2, WIDTH)
 
@@ -84,7 +86,7 @@ class SequenceFirst(Exact):
 
 
 class LongSequenceFirst(SequenceFirst):
-    """As many tokens as a batch has samples, and layers in a loop."""
+    """A transformer with as many tokens as a batch has samples, and with layers in a loop."""
 
     shape = (8, WIDTH)
 
@@ -99,7 +101,7 @@ class LongSequenceFirst(SequenceFirst):
 
 
 class Flattened(Exact):
-    """Layers of (B * T, C)."""
+    """A module whose layers get inputs of shape (B * T, C)."""
 
     shape = (4, WIDTH)
 
@@ -108,7 +110,7 @@ class Flattened(Exact):
 
 
 class TwoViews(Exact):
-    """SimSiam without batch normalization: both views in one call."""
+    """SimSiam without batch normalization, with both views in one call."""
 
     def build(self) -> None:
         self.predictor = nn.Sequential(nn.Linear(WIDTH, 4), nn.ReLU(), nn.Linear(4, WIDTH))
@@ -125,7 +127,7 @@ class TwoViews(Exact):
 
 
 class TwoCalls(TwoViews):
-    """SimSiam with a call for each view, which is cut by units."""
+    """SimSiam with one call per view, which is cut by units."""
 
     by_units = True
 
@@ -137,7 +139,7 @@ class TwoCalls(TwoViews):
 
 
 class MaskedLayer(nn.Module):
-    """Attention with a mask that goes along."""
+    """An attention layer that passes its mask on to the next layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +152,7 @@ class MaskedLayer(nn.Module):
 
 
 class HeadMasks(Exact):
-    """Masks of (B x heads, T, T)."""
+    """Attention layers with masks of shape (B * heads, T, T)."""
 
     shape = (4, WIDTH)
 
@@ -166,7 +168,7 @@ class HeadMasks(Exact):
 
 
 class CausalMask(HeadMasks):
-    """A (T, T) mask with as many rows as a micro-batch has samples."""
+    """Attention layers with a (T, T) mask that has as many rows as a micro-batch has samples."""
 
     shape = (2, WIDTH)
 
@@ -175,7 +177,7 @@ class CausalMask(HeadMasks):
 
 
 class RotaryLayer(nn.Module):
-    """Rotates its input by a table that goes along."""
+    """A layer that rotates its input by two tables and passes the tables on to the next layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,7 +190,7 @@ class RotaryLayer(nn.Module):
 
 
 class Rotary(Exact):
-    """Tables of rotary embeddings with as many rows as a micro-batch has samples."""
+    """Layers with tables of rotary embeddings that have as many rows as a micro-batch has samples."""
 
     shape = (2, WIDTH)
 
@@ -201,7 +203,7 @@ class Rotary(Exact):
 
 
 class UnequalLoaders(Exact):
-    """Labelled and unlabelled samples of loaders of other batch sizes, joined for one call."""
+    """A module that joins labelled and unlabelled samples, from loaders with different batch sizes, for one call."""
 
     def loader(self) -> Any:
         return CombinedLoader([loader(WIDTH), loader(WIDTH, rows=60, size=16)], "min_size")
@@ -214,7 +216,10 @@ class UnequalLoaders(Exact):
 
 
 class Dropouts(Exact):
-    """Dropout before, in and after the layers: its numbers are others, but training does not differ."""
+    """Dropout before, in and after the layers.
+
+    The random numbers differ from the numbers of one process, but the distribution of the training does not.
+    """
 
     is_random = True
     shape = (4, WIDTH)
@@ -228,7 +233,7 @@ class Dropouts(Exact):
 
 
 class IndexedBatch(Exact):
-    """Batches in a list in a dict."""
+    """A module whose batches are in a list in a dict."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         batch = {"inputs": [batch], "name": "train"}
@@ -238,7 +243,7 @@ class IndexedBatch(Exact):
 
 
 class Heads(nn.Module):
-    """The outputs of several tasks."""
+    """A last layer that returns the outputs of several tasks in a dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,7 +254,7 @@ class Heads(nn.Module):
 
 
 class MultiTask(Exact):
-    """The layers return a dict, and so does the step."""
+    """A module whose layers and training step return dicts."""
 
     def build(self) -> None:
         self.net = nn.Sequential(*(dense() for _ in range(3)), Heads())
@@ -267,7 +272,7 @@ class MultiTask(Exact):
 
 
 class WeightedSamples(Exact):
-    """A weight of each sample, and a mean over samples."""
+    """A mean over samples whose losses have weights."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x, y, weights, _ = batch
@@ -275,7 +280,7 @@ class WeightedSamples(Exact):
 
 
 class WeightedMean(Exact):
-    """A mean weighted by samples, whose weight the module gives."""
+    """A weighted mean over samples, with `microbatch_weight` to return the weight of a micro-batch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x, y, weights, _ = batch
@@ -287,7 +292,7 @@ class WeightedMean(Exact):
 
 
 class Smoothed(Exact):
-    """Label smoothing."""
+    """A loss with label smoothing."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x, y, *_ = batch
@@ -295,7 +300,7 @@ class Smoothed(Exact):
 
 
 class Averaged(Exact):
-    """A running average of the loss in a buffer."""
+    """A module that keeps a running average of the loss in a buffer."""
 
     def build(self) -> None:
         self.register_buffer("average", torch.zeros((), dtype=torch.float64))
@@ -308,7 +313,7 @@ class Averaged(Exact):
 
 
 class Norms(Exact):
-    """LayerNorm, RMSNorm and GroupNorm."""
+    """Layers with LayerNorm, RMSNorm and GroupNorm."""
 
     def build(self) -> None:
         groups = [nn.Sequential(nn.GroupNorm(HEADS, WIDTH), dense())]
@@ -316,7 +321,7 @@ class Norms(Exact):
 
 
 class Patches(Exact):
-    """A vision transformer: patches, a class token and positions before the layers."""
+    """A vision transformer with patches, a class token and positions before the layers."""
 
     shape = (3, 8, 8)
 
@@ -353,7 +358,7 @@ class Skips(Exact):
 
 
 class PaddedLayer(nn.Module):
-    """A transformer layer with a padding mask that goes along."""
+    """A transformer layer that passes its padding mask on to the next layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -365,7 +370,7 @@ class PaddedLayer(nn.Module):
 
 
 class PaddedSequences(Exact):
-    """Classification of sequences of other lengths: a mean over the tokens that are not padding."""
+    """Classification of sequences with different lengths by a mean over the tokens that are not padding."""
 
     shape = (4, WIDTH)
 
@@ -381,7 +386,7 @@ class PaddedSequences(Exact):
 
 
 class PaddedTokens(Exact):
-    """Labels of tokens, of which some are ignored."""
+    """Classification of tokens, with some labels ignored."""
 
     by_units = True
     shape = (4, WIDTH)
@@ -394,7 +399,7 @@ class PaddedTokens(Exact):
 
 
 class Triplets(Exact):
-    """A triplet loss of the three samples of a row."""
+    """A triplet loss of the three vectors in each sample."""
 
     shape = (3, WIDTH)
 
@@ -404,7 +409,7 @@ class Triplets(Exact):
 
 
 class Penalty(Exact):
-    """A gradient penalty, by manual optimization."""
+    """A gradient penalty with manual optimization."""
 
     strategy: ClassVar[dict[str, Any]] = {"microbatches": None}
     by_units = True
@@ -425,13 +430,15 @@ class Penalty(Exact):
 
 
 class Forces(Exact):
-    """A layer that returns the gradient of an energy."""
+    """A model with a layer that returns the gradient of an energy."""
 
     def build(self) -> None:
         self.net = nn.Sequential(dense(), dense(), Energy(), dense())
 
 
 class Energy(nn.Module):
+    """A layer that returns the gradient of an energy with respect to its input."""
+
     def __init__(self) -> None:
         super().__init__()
         self.map = nn.Linear(WIDTH, WIDTH)
@@ -444,6 +451,8 @@ class Energy(nn.Module):
 
 
 class RecurrentLayer(nn.Module):
+    """An LSTM that returns its outputs without its state."""
+
     def __init__(self) -> None:
         super().__init__()
         self.cell = nn.LSTM(WIDTH, WIDTH, batch_first=True)
@@ -453,7 +462,7 @@ class RecurrentLayer(nn.Module):
 
 
 class Recurrent(Exact):
-    """LSTM layers."""
+    """A model of LSTM layers."""
 
     shape = (4, WIDTH)
 
@@ -465,7 +474,7 @@ class Recurrent(Exact):
 
 
 class ExpertLayer(nn.Module):
-    """Each token goes through the expert that a gate chooses."""
+    """A layer that sends each token through the expert chosen by a gate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -482,7 +491,7 @@ class ExpertLayer(nn.Module):
 
 
 class Experts(Exact):
-    """A mixture of experts without capacity."""
+    """A mixture of experts without a limit on their capacity."""
 
     shape = (4, WIDTH)
 
@@ -494,7 +503,7 @@ class Experts(Exact):
 
 
 class Distilled(Exact):
-    """A student with a smaller frozen teacher."""
+    """A student with a smaller, frozen teacher."""
 
     def build(self) -> None:
         self.teacher = nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, CLASSES)).requires_grad_(False)
@@ -518,7 +527,7 @@ class LargeTeacher(Distilled):
 
 
 class FrozenBackbone(Exact):
-    """A head on frozen layers."""
+    """A trained head on frozen layers."""
 
     by_units = True
 
@@ -528,7 +537,7 @@ class FrozenBackbone(Exact):
 
 
 class FrozenAfterProjection(Exact):
-    """Frozen layers through which gradients pass to a trained projection, as in vision-language models."""
+    """Frozen layers that pass gradients to a trained projection, as in vision-language models."""
 
     def build(self) -> None:
         self.projection = nn.Sequential(nn.Linear(WIDTH, 4), nn.GELU(), nn.Linear(4, WIDTH))
@@ -539,7 +548,7 @@ class FrozenAfterProjection(Exact):
 
 
 class SimCLR(Exact):
-    """One encoder, two views in one call, and a loss that compares all samples."""
+    """One encoder with both views in one call, and a loss that compares all samples."""
 
     by_units = True
 
@@ -551,7 +560,7 @@ class SimCLR(Exact):
 
 
 class Pyramid(Exact):
-    """Layers that pass a list of features of several resolutions."""
+    """Layers that pass on a list of features at several resolutions."""
 
     shape = (3, 8, 8)
 
@@ -564,6 +573,8 @@ class Pyramid(Exact):
 
 
 class PyramidLayer(nn.Module):
+    """A layer that appends features at half of the last resolution to its list of inputs."""
+
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.map = nn.Conv2d(channels, WIDTH, 3, 2, 1)
@@ -573,7 +584,7 @@ class PyramidLayer(nn.Module):
 
 
 class Autoencoder(Exact):
-    """A variational autoencoder without noise: a sum over features of a mean over samples."""
+    """A variational autoencoder without noise, whose divergence is summed over features and averaged over samples."""
 
     def build(self) -> None:
         self.net = nn.Sequential(dense(), nn.Linear(WIDTH, 6))
@@ -587,7 +598,7 @@ class Autoencoder(Exact):
 
 
 class Focal(Exact):
-    """A focal loss of logits in half of the classes' places."""
+    """A focal loss: the mean of the cross-entropy losses of samples, each weighted by its own value."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x, y, *_ = batch
@@ -596,7 +607,7 @@ class Focal(Exact):
 
 
 class Towers(Exact):
-    """CLIP: two towers of one size, and a loss that compares each sample with all others."""
+    """CLIP: two towers of equal size, and a loss that compares each sample with all others."""
 
     by_units = True
 
@@ -623,7 +634,7 @@ class UnequalTowers(Towers):
 
 
 class LoopTowers(Towers):
-    """Towers of layers in loops, nested in modules."""
+    """CLIP whose towers are nested modules that run their layers in loops."""
 
     def build(self) -> None:
         super().build()
@@ -631,6 +642,8 @@ class LoopTowers(Towers):
 
 
 class LoopTower(nn.Module):
+    """A tower that runs its layers in a loop with residual connections."""
+
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(dense(nn.LayerNorm) for _ in range(4))

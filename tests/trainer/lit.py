@@ -1,4 +1,4 @@
-"""Small LightningModules, and Trainer runs of which everything is kept: the same code with and without a pipeline."""
+"""Small LightningModules, and helpers that train them with and without a pipeline and record the results."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.module.remote_tensors import give_values
 from tests.trainers import make_trainer
 
-ROWS = 22  # batches of 8, 8 and 6
+ROWS = 22  # batches of 8, 8 and 6 samples
 WIDTH = 6
 
 
 def data(rows: int = ROWS, tokens: bool = False) -> TensorDataset:
+    """Return samples with labels of three classes: token sequences of length 5, or vectors in double precision."""
     g = torch.Generator().manual_seed(1)
     x = torch.randint(0, 11, (rows, 5), generator=g) if tokens else torch.randn(rows, WIDTH, generator=g).double()
     return TensorDataset(x, torch.randint(0, 3, (rows,), generator=g))
 
 
 def restore(cut: CutModule, state: dict[str, torch.Tensor]) -> None:
-    """Put a cut module back with the values of a whole one, as when a run has ended."""
+    """Restore a cut module from the values of the whole module, as at the end of a run."""
     for key, slots in cut.find_gaps().items():
         for slot in slots:
             give_values(slot.tensor, state[key].clone(), slot.table[slot.name])
@@ -45,7 +46,7 @@ def restore(cut: CutModule, state: dict[str, torch.Tensor]) -> None:
 
 
 class MeanOfAll(torchmetrics.Metric):
-    """A mean in double precision: from a sum, and checked against all values, which are kept in a growing list."""
+    """A metric in double precision that adds a mean from a running sum and a mean over a growing list of all values."""
 
     full_state_update = False
 
@@ -64,7 +65,7 @@ class MeanOfAll(torchmetrics.Metric):
 
 
 class Lit(pl.LightningModule):
-    """An ordinary module: it knows nothing of pipelines."""
+    """An ordinary LightningModule without any code for pipelines."""
 
     def __init__(self, layers: int = 9, dropout: float = 0.0, optimizer: str = "adamw") -> None:
         super().__init__()
@@ -81,6 +82,7 @@ class Lit(pl.LightningModule):
         return self.model(x)
 
     def loss(self, batch: Any) -> torch.Tensor:
+        """Return the cross-entropy loss of a batch."""
         x, y = batch
         return F.cross_entropy(self(x), y)
 
@@ -135,7 +137,8 @@ class Lit(pl.LightningModule):
 
 
 class LitOutside(Lit):
-    """Parameters before and after the pipelined module, one that nothing uses, and a skip around all layers."""
+    """A module with parameters before and after the pipelined layers, an unused parameter, and a skip around all
+    layers."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -149,7 +152,7 @@ class LitOutside(Lit):
 
 
 class LitHooked(Lit):
-    """Hooks that must see the whole state, run everywhere, or run where the steps ran."""
+    """A module whose hooks need the whole state, run on every rank, or run on the rank that ran the step."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["norms"] = {k: float(v.norm()) for k, v in checkpoint["state_dict"].items()}
@@ -168,7 +171,7 @@ class LitHooked(Lit):
 
 
 class Head(nn.Module):
-    """Logits over tokens from the mean over positions, by the embedding's own weights."""
+    """A layer that averages over positions and computes logits over tokens with the weights of the embedding."""
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()
@@ -179,7 +182,7 @@ class Head(nn.Module):
 
 
 class LitTied(Lit):
-    """The first and the last layer share their weights."""
+    """A module whose first and last layers share their weights."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -192,7 +195,7 @@ class LitTied(Lit):
 
 @dataclass(frozen=True)
 class Case:
-    """One Trainer run."""
+    """The arguments of one Trainer run."""
 
     module: type[Lit] = Lit
     settings: dict[str, Any] = field(default_factory=dict)
@@ -203,11 +206,12 @@ class Case:
     save: str | None = None
 
     def plain(self) -> Case:
+        """Return the same case without a pipeline."""
         return replace(self, strategy=None)
 
 
 class Keeper(Callback):
-    """Gradients of local parameters, losses and learning rates of every step."""
+    """A callback that records the local gradients, the outputs and the learning rate of every step."""
 
     def __init__(self) -> None:
         self.gradients: list[dict[str, np.ndarray]] = []
@@ -225,7 +229,7 @@ class Keeper(Callback):
 
 
 def plain_values(tree: Any) -> Any:
-    """Copies in NumPy, which outlive the process."""
+    """Return a copy of a tree with NumPy arrays instead of tensors, so that it outlives the process."""
     return pytree.tree_map(lambda t: _copied(t) if isinstance(t, torch.Tensor) else t, tree)
 
 
@@ -235,6 +239,7 @@ def _copied(tensor: torch.Tensor) -> np.ndarray:
 
 
 def quiet() -> None:
+    """Ignore warnings and hide the messages of Lightning below errors."""
     warnings.simplefilter("ignore")
     logging.getLogger("lightning").setLevel(logging.ERROR)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -242,6 +247,7 @@ def quiet() -> None:
 
 
 def loaders(case: Case) -> dict[str, DataLoader[Any]]:
+    """Return the training and validation loaders of a case."""
     tokens = getattr(case.module, "tokens", False)
     return {
         "train_dataloaders": DataLoader(data(tokens=tokens), batch_size=8),
@@ -250,12 +256,12 @@ def loaders(case: Case) -> dict[str, DataLoader[Any]]:
 
 
 def train(case: Case, ranks: int, folder: Path | str) -> dict[str, Any]:
-    """Everything that a run leaves behind on this rank."""
+    """Run a case and return its outputs, gradients, weights, metrics and logged rows on this rank."""
     quiet()
     pl.seed_everything(3, verbose=False)
     module = case.module(**case.settings)
     if case.trainer.get("precision", "64-true") == "64-true":
-        module.double()  # Lightning restores weights before its plugin makes them double
+        module.double()  # Lightning restores weights before its precision plugin converts them to double
     keeper = Keeper()
     options = {"max_epochs": 1, "num_sanity_val_steps": 1, "precision": "64-true", **case.trainer}
     trainer = make_trainer(
@@ -292,12 +298,12 @@ def train(case: Case, ranks: int, folder: Path | str) -> dict[str, Any]:
 
 
 def train_cases(rank: int, cases: list[Case], ranks: int, folder: str) -> list[dict[str, Any]]:
-    """Several runs in the same processes."""
+    """Run several cases in the same processes and return their results."""
     return [train(case, ranks, Path(folder) / f"{n}") for n, case in enumerate(cases)]
 
 
 def differences(a: Any, b: Any, tolerance: float = 1e-10, at: str = "") -> list[str]:
-    """Where two trees differ: in their keys, shapes, or numbers by more than `tolerance`."""
+    """Return descriptions of the places where two trees differ in keys, shapes, or numbers by more than `tolerance`."""
     if isinstance(a, dict) and isinstance(b, dict):
         missing = [f"{at}: {key!r} is in one only" for key in sorted(a.keys() ^ b.keys(), key=str)]
         return missing + [d for k in a if k in b for d in differences(a[k], b[k], tolerance, f"{at}/{k}")]

@@ -1,4 +1,4 @@
-"""Modules whose step can't have its layers in a pipeline."""
+"""Modules whose layers cannot run in a pipeline."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from tests.trainer.lit import Lit
 
 
 class Twice(Lit):
+    """A module that calls its layers twice."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.model(x) + self.model(-x)
 
 
 class BareExcept(Lit):
+    """A module that calls its layers within a bare `except:`."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         try:
             return self.model(x)
@@ -24,11 +28,15 @@ class BareExcept(Lit):
 
 
 class Penalty(Lit):
+    """A module whose loss contains the weights of all layers."""
+
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return self.loss(batch) + sum(p.square().sum() for p in self.parameters())
 
 
 class OwnForward(Lit):
+    """A module whose `nn.Sequential` has its own `forward`."""
+
     def __init__(self) -> None:
         super().__init__()
 

@@ -1,4 +1,4 @@
-"""The batches of replicas, dealt from those of one process."""
+"""A sampler that gives one process the batches of all replicas together."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from torch.utils.data import DistributedSampler, Sampler
 
 REPLICAS = 2
 SEED = 3
-ROWS = 4  # samples of one replica's batch
+ROWS = 4  # samples in a batch of one replica
 
 
 class Dealt(Sampler[int]):
-    """For one process: what Lightning's DistributedSampler deals out to the replicas, batch by batch."""
+    """A sampler for one process that yields the samples of all replicas, batch by batch.
+
+    Each replica has the samples that Lightning's DistributedSampler would give it.
+    """
 
     def __init__(self, rows: int, shuffle: bool) -> None:
         self.samplers = [DistributedSampler(range(rows), REPLICAS, r, shuffle, SEED) for r in range(REPLICAS)]

@@ -1,4 +1,4 @@
-"""Trainings whose weight versions take turns on a device, and those whose versions stay."""
+"""Training runs whose weight versions are swapped in and out of a device, and the same runs without swapping."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tests.trainer.one_gpu import SHARED, on_one_gpu
 from tests.trainers import make_trainer
 
 BATCHES = 9
-"""An epoch; the last one has 2 samples of 4."""
+"""Batches of an epoch. Each has 4 samples, except the last one, which has 2."""
 LINEAR = 1024
-"""Bytes of a layer's weights on the device; each of its two tensors begins where an allocator would have it."""
+"""Bytes that the weights of one layer occupy on the device, where an allocator aligns both tensors."""
 CUTS = {2: [4], 3: [5, 7]}
 
 
 @dataclass(frozen=True)
 class Stashing:
-    """A run; its first stage has two or three layers with weights."""
+    """The arguments of one run. Two or three layers of the first stage have weights."""
 
     ranks: int
     schedule: str
@@ -38,7 +38,12 @@ class Stashing:
 
 
 class Counts(Callback):
-    """The most versions of the first stage, with the live one, between two batches; and all cuts there were."""
+    """A callback that counts the weight versions of the first stage between batches and records all cuts.
+
+    Attributes:
+        most: the largest number of versions, including the current weights.
+        layers: every assignment of layers to stages that was in use.
+    """
 
     def __init__(self) -> None:
         self.most = 0
@@ -54,6 +59,7 @@ class Counts(Callback):
 
 
 def fit(case: Stashing, folder: str, memory: MemorySwap | None, resume: str | None = None) -> dict[str, Any]:
+    """Run a case, with swapping if `memory` is given, and return its weights, metrics and counts."""
     quiet()
     pl.seed_everything(3, verbose=False)
     torch.set_num_threads(1)
@@ -97,7 +103,10 @@ def fit(case: Stashing, folder: str, memory: MemorySwap | None, resume: str | No
 
 
 def turning(versions: int, bandwidth: float | None = None, peer: int | None = None) -> MemorySwap:
-    """Room for so many versions of two layers, and on a peer that is nearer for one of so many bytes."""
+    """Return a MemorySwap with device memory for `versions` versions of three layers.
+
+    If `peer` is given, it is the number of bytes that states may occupy on a peer.
+    """
     near = None if peer is None else "cpu"
     memory = MemorySwap(versions * 3 * LINEAR, bandwidth=bandwidth, peer=near, peer_bytes=peer)
     memory._poison = True

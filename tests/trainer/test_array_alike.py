@@ -1,4 +1,4 @@
-"""What ranks of an array do not do alike ends with a sentence, and nobody waits for ever."""
+"""Tests of job arrays whose ranks act differently: the array ends with a clear message, and no rank waits forever."""
 
 from __future__ import annotations
 
@@ -23,16 +23,19 @@ from tests.trainer.lit import quiet
 
 
 def fails_before_fit(rank: int, victim: int, job: Job) -> Any:
+    """Raise an error on rank `victim`, and run the job on the other rank."""
     if rank == victim:
         raise FileNotFoundError("no such file")
     return job()
 
 
 def returns_before_fit(rank: int, job: Job) -> Any:
+    """Run the job on rank 0, and return at once on the other rank."""
     return job() if rank == 0 else None
 
 
 def fits_again(rank: int, job: Job) -> Any:
+    """Run the job on both ranks, and a second time on rank 0 only."""
     job()
     return job() if rank == 0 else None
 
@@ -50,7 +53,7 @@ CASES: dict[str, Callable[[int], list[Callable[[], Any]]]] = {
 
 
 def told(rank: int, case: str) -> tuple[list[tuple[int, str]], str]:
-    """How siblings ended, and the array."""
+    """Return the indices and error messages of the siblings, and the error message of the array."""
     quiet()
     found: list[tuple[int, str]] = []
     try:
@@ -63,6 +66,8 @@ def told(rank: int, case: str) -> tuple[list[tuple[int, str]], str]:
 
 @pytest.mark.parametrize(("case", "victim"), [("fails first", 1), ("all fail", 0)])
 def test_one_that_fails_on_a_rank_before_any_rank_trains_ends_alone(case: str, victim: int) -> None:
+    """A sibling that fails on one rank before training ends with this error on both ranks, and the last sibling
+    completes."""
     for rank, (siblings, error) in enumerate(run_ranks(told, 2, case, timeout=60)):
         assert not error
         *failed, last = [text for _, text in sorted(siblings)]
@@ -81,12 +86,14 @@ def test_one_that_fails_on_a_rank_before_any_rank_trains_ends_alone(case: str, v
     ],
 )
 def test_ranks_that_go_apart_end_the_array(case: str, says: str) -> None:
+    """The array ends with an error on both ranks if one rank returns from a job early or has fewer jobs."""
     (_, zero), (_, one) = run_ranks(told, 2, case, timeout=60)
     assert says in zero
     assert says in one
 
 
 def test_sizes_and_orders_that_differ_fail_every_sibling() -> None:
+    """Every sibling fails if the ranks have different array sizes, or their jobs in different orders."""
     for siblings, error in run_ranks(told, 2, "other size", timeout=60):
         assert "the array has size 2 on rank 0, 3 on rank 1" in error
         assert len(siblings) == 2
@@ -103,6 +110,7 @@ def test_a_job_that_is_no_function() -> None:
 
 
 def other_cuts(rank: int) -> list[str]:
+    """Run three siblings, the second of them with another cut, and return their error messages."""
     quiet()
 
     return [
@@ -120,13 +128,16 @@ def test_siblings_share_one_cut() -> None:
 
 @dataclass(frozen=True)
 class Connections:
-    """Stands for a control."""
+    """A stand-in for a control."""
 
     name: str
 
 
 def test_connections_that_were_left_on_some_ranks_only_are_given_up() -> None:
-    """A sibling that fails on one rank at its very end has given back its connections there, and elsewhere not."""
+    """Connections that only one rank has returned are not used again.
+
+    A sibling that fails on one rank at its very end has returned its connections on this rank only.
+    """
     made: list[str] = []
 
     def make(name: str) -> Callable[[], Any]:
@@ -143,14 +154,14 @@ def test_connections_that_were_left_on_some_ranks_only_are_given_up() -> None:
     ranks = SharedConnections(), SharedConnections()
     first, second = meet(), meet()
     assert [c.name for c in (*first, *second)] == ["a1", "b1", "a2", "b2"]
-    ranks[0].return_control(first[0])  # and not on the other rank
+    ranks[0].return_control(first[0])  # the other rank does not return its control
     for shared, control in zip(ranks, second, strict=True):
         shared.return_control(control)
     assert [c.name for c in (*meet(), *meet())] == ["a2", "b2", "a3", "b3"]
 
 
 class Store(dict[str, bytes]):
-    """As much of a c10d store as a board needs."""
+    """The methods of a c10d store that a board uses, on a dict."""
 
     def set(self, key: str, value: Any) -> None:
         self[key] = value if isinstance(value, bytes) else str(value).encode()
@@ -168,6 +179,7 @@ class Store(dict[str, bytes]):
 
 
 def boards() -> tuple[PeerStore, PeerStore]:
+    """Return the boards of two ranks, one of which had posted a value and news before it was opened."""
     store, one, two = Store(), PeerStore(), PeerStore()
     one.post_value("early", "word")
     one.post_news(Failure(3, 1, "ValueError: x"))
@@ -178,6 +190,7 @@ def boards() -> tuple[PeerStore, PeerStore]:
 
 
 def test_what_was_told_before_there_is_a_board_is_told_then() -> None:
+    """Values and news that were posted before a board is opened reach the other rank when it is opened."""
     one, two = boards()
     assert two.has_posted("early", 0)
     two.post_value("early", "too")
@@ -193,7 +206,8 @@ def test_what_was_told_before_there_is_a_board_is_told_then() -> None:
 
 
 def test_news_of_a_sibling_that_begins_later_is_kept() -> None:
-    """A rank that is ahead may fail in a sibling that this rank has not begun."""
+    """News of a failed sibling takes effect when this rank starts the sibling; a rank that is ahead may send it
+    earlier."""
     array = JobArray[Any](2)
     *_, array.shared.board = boards()
     array._handle_news(0.0)
@@ -205,7 +219,10 @@ def test_news_of_a_sibling_that_begins_later_is_kept() -> None:
 
 
 def test_going_on_after_a_return_elsewhere() -> None:
-    """In the same turn it may lag, but not for ever; in a later one, or at another meeting, it can't."""
+    """A sibling that has returned on rank 1 may continue here until `RETURN_SECONDS` have passed.
+
+    It raises an error after this time, in a later turn, or at a later meeting.
+    """
     sibling = Sibling[Any](0, lambda: None, JobArray[Any](2), {})
     sibling.begin_turn()
     sibling.handle_news(1, Return(0, 1, 0), 0.0)
@@ -217,6 +234,8 @@ def test_going_on_after_a_return_elsewhere() -> None:
 
 
 def test_settings_of_optimizers() -> None:
+    """Settings of optimizers that differ between ranks are reported with both values."""
+
     def made(lr: float, **more: Any) -> dict[str, str]:
         weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
         groups: list[dict[str, Any]] = [{"params": weights[:1]}, {"params": weights[1:], "lr": 0.5}]

@@ -1,4 +1,4 @@
-"""What Lightning's own tests ask of a strategy: copies of a Trainer, checkpoint plugins, steps without layers."""
+"""Tests of requirements of Lightning's own tests: copies of a Trainer, checkpoint plugins, and steps without layers."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tests.trainers import make_trainer
 
 
 def make_two_steps_trainer(devices: int, strategy: Any = None, **more: Any) -> pl.Trainer:
+    """Return a Trainer that trains for two steps, with a pipeline by default."""
     return make_trainer(
         devices=devices,
         strategy=strategy or PipelineStrategy(microbatches=2, partition="parameters"),
@@ -35,6 +36,7 @@ def loader() -> DataLoader[Any]:
 
 
 def trained(trainer: pl.Trainer) -> list[torch.Tensor]:
+    """Train a new module and return its weights."""
     torch.manual_seed(0)
     module = Lit()
     trainer.fit(module, loader())
@@ -42,7 +44,7 @@ def trained(trainer: pl.Trainer) -> list[torch.Tensor]:
 
 
 def copied(trainer: pl.Trainer) -> list[torch.Tensor]:
-    """The weights after two steps of a copy of a Trainer that has made two."""
+    """Return the weights after training with a copy of a Trainer that has already trained for two steps."""
     trained(trainer)
     other = copy.deepcopy(trainer)
     other.fit_loop.epoch_loop.max_steps = 4
@@ -50,7 +52,7 @@ def copied(trainer: pl.Trainer) -> list[torch.Tensor]:
 
 
 class Storage(TorchCheckpointIO):
-    """Keeps what it is told."""
+    """A checkpoint plugin that records its storage options instead of saving."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -60,7 +62,8 @@ class Storage(TorchCheckpointIO):
 
 
 class SometimesLayers(Lit):
-    """Its evaluation steps call the layers for the first loader only, or never."""
+    """A module whose validation step calls the layers for the first loader only, and whose test step never calls
+    them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,6 +82,8 @@ class SometimesLayers(Lit):
 
 
 def evaluated(devices: int, strategy: Any = None) -> tuple[list[Any], list[int]]:
+    """Return the results of validation and testing, and the batches of the second loader that this process
+    validated."""
     torch.manual_seed(0)
     module = SometimesLayers()
     found: list[Any] = make_two_steps_trainer(devices, strategy).validate(module, [loader(), loader()], verbose=False)
@@ -87,7 +92,7 @@ def evaluated(devices: int, strategy: Any = None) -> tuple[list[Any], list[int]]
 
 
 def ranks_do(rank: int, folder: str) -> dict[str, Any]:
-    """All of it on two ranks."""
+    """Return everything that the test compares, from one of two ranks."""
     quiet()
     found: dict[str, Any] = {"evaluated": evaluated(2), "copied": copied(make_two_steps_trainer(2))}
     storage = Storage()
@@ -105,6 +110,7 @@ def ranks_do(rank: int, folder: str) -> dict[str, Any]:
 
 
 def test_two_ranks_do_what_one_process_does(tmp_path: Path) -> None:
+    """Two ranks evaluate, copy the Trainer and pass on storage options as one process does."""
     quiet()
     wanted, seen = evaluated(1, "auto")
     weights = copied(make_two_steps_trainer(1, "auto"))
@@ -113,7 +119,7 @@ def test_two_ranks_do_what_one_process_does(tmp_path: Path) -> None:
         assert [set(each) for each in logged] == [set(each) for each in wanted]
         for ours, theirs in zip(logged, wanted, strict=True):
             assert ours == pytest.approx(theirs)
-        if rank == 0:  # the last stage, which runs whole steps
+        if rank == 0:  # the rank of the last stage, which runs whole steps
             assert on_rank == seen
         torch.testing.assert_close(found["copied"], weights)
         assert found["told"] == ([{"a": 1}] if rank == 0 else [])
@@ -121,11 +127,13 @@ def test_two_ranks_do_what_one_process_does(tmp_path: Path) -> None:
 
 
 def test_one_device_runs_each_step_once() -> None:
+    """A pipeline on one device calls each evaluation step as often as Lightning without a pipeline does."""
     quiet()
     assert evaluated(1)[1] == evaluated(1, "auto")[1]
 
 
 def test_a_patched_save_is_the_one_that_writes(tmp_path: Path) -> None:
+    """A checkpoint is written by `torch.save` even if a test has patched this function."""
     quiet()
     trainer = make_two_steps_trainer(1)
     trained(trainer)

@@ -1,5 +1,7 @@
-"""partition='auto', schedule='auto' and strategy.adopt: what is decided, that all take the same decision, and that
-nobody notices the measuring."""
+"""Tests of partition='auto', schedule='auto' and `strategy.adopt`.
+
+They check the decisions, that all ranks make the same decision, and that the measurements do not affect the training.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +41,11 @@ from tests.trainers import make_trainer
 
 LAYERS = 9
 EVEN_CUT = 4
-"""Where the second of two stages of Lit begins by parameters."""
+"""The first layer of the second of two stages of Lit if it is partitioned by parameters."""
 
 
 class Decided(Callback):
-    """What the strategy has decided."""
+    """A callback that records the decision of the strategy."""
 
     found: Any = None
 
@@ -53,7 +55,7 @@ class Decided(Callback):
 
 
 class LitNormed(LitOutside):
-    """Can't be run on one sample."""
+    """A module that cannot run on a single sample."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if len(x) == 1:
@@ -62,7 +64,11 @@ class LitNormed(LitOutside):
 
 
 class LitBefore(Lit):
-    """Everything that a measurement could leave a trace in, and hooks that count themselves."""
+    """A module in which a measurement could leave traces.
+
+    It has dropout, running averages, a metric, counters, and random numbers from three generators, and it records calls
+    of its hooks.
+    """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(dropout=0.3, **kwargs)
@@ -96,8 +102,11 @@ class LitBefore(Lit):
 
 
 def faked(seconds: list[float], rank: int) -> Any:
-    """In place of a measurement: forwards of so many seconds, backwards of twice that, whatever the rows; rank 1 is
-    three times as fast where devices are not equal by name."""
+    """Return a replacement for a measurement of the layers.
+
+    Forwards take the given seconds and backwards twice as long, for any number of samples. Rank 1 is three times as
+    fast if the devices have different names.
+    """
     factor = 1 / 3 if rank == 1 and decider._name_device(torch.device("cpu")) == "another" else 1.0
     seconds = [factor * s for s in seconds]
 
@@ -121,20 +130,26 @@ def faked(seconds: list[float], rank: int) -> Any:
 
 
 def constant(value: Any, *_: Any) -> Any:
+    """Return `value` for any further arguments."""
     return value
 
 
 def as_predicted(self: Any, made: Any, *_: Any) -> Trial:
-    """In place of a trial of a faked profile."""
+    """Return a trial that agrees with the prediction, in place of a trial with a faked profile."""
     return Trial(1.0, 1.0, (1.0,) * len(made.layers))
 
 
 def one_slow(at: int, factor: float = 10.0) -> list[float]:
+    """Return the seconds of all layers. Layer `at` takes `factor` times as long as the others."""
     return [0.1 * (factor if n == at else 1.0) for n in range(LAYERS)]
 
 
 def trained(rank: int, cases: dict[str, tuple[Case, dict[str, Any]]], folder: str) -> dict[str, Any]:
-    """Runs of `cases`, each with what functions of `deciding` return instead, on all ranks or on each."""
+    """Train all cases and return their results.
+
+    A case contains a run and the values that functions of `decider` and `profile_planner` return instead of their own.
+    A tuple has one value for each rank.
+    """
     results = {}
     for name, (case, replaced) in cases.items():
         with pytest.MonkeyPatch.context() as patch:
@@ -143,7 +158,9 @@ def trained(rank: int, cases: dict[str, tuple[Case, dict[str, Any]]], folder: st
                 owner = decider if hasattr(decider, where) else profile_planner
                 patch.setattr(owner, where, partial(constant, value[rank] if isinstance(value, tuple) else value))
             if name == "tiny":
-                patch.setattr(layer_profiler, "WORTH_MEASURING", 600.0)  # on a slow machine they take long, too
+                patch.setattr(
+                    layer_profiler, "WORTH_MEASURING", 600.0
+                )  # on a slow machine, the layers of this case also take long
             if case.trainer.get("seconds"):
                 patch.setattr(layer_profiler.LayerProfiler, "profile", faked(case.trainer.pop("seconds"), rank))
                 patch.setattr(Trials, "run", as_predicted)
@@ -157,7 +174,7 @@ def trained(rank: int, cases: dict[str, tuple[Case, dict[str, Any]]], folder: st
 
 
 MOVED = {"strategy": {"microbatches": 4}}
-SLOW_RANK = {"_name_device": ("one", "another")}  # by global rank
+SLOW_RANK = {"_name_device": ("one", "another")}  # one name per global rank
 CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "slow first": (Case(LitOutside, **MOVED, trainer={"seconds": one_slow(0)}), {}),
     "slow last": (Case(Lit, **MOVED, trainer={"seconds": one_slow(8)}), {}),
@@ -189,12 +206,13 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
 
 @cache
 def runs() -> list[dict[str, Any]]:
+    """Return the results of all cases on both ranks."""
     return run_ranks(trained, 2, CASES, mkdtemp(), timeout=240)
 
 
 @cache
 def decided(name: str) -> Any:
-    """The same on both ranks."""
+    """Return the decision of a case, after checking that it is the same on both ranks."""
     first, second = (found[name]["decision"] for found in runs())
     assert (first.layers, first.schedule, first.microbatches, first.why) == (
         second.layers,
@@ -206,6 +224,7 @@ def decided(name: str) -> Any:
 
 
 def cuts(name: str) -> list[int]:
+    """Return the first layer of each stage, without the first stage."""
     return [span.start for span in decided(name).layers[1:]]
 
 
@@ -217,17 +236,21 @@ def test_the_cut_moves_to_the_slow_layer() -> None:
 
 
 def test_a_slower_device_gets_fewer_layers() -> None:
-    """Global rank 0 has the last stage; it took three seconds for what took rank 1 one."""
+    """The last stage, on global rank 0, gets at most three layers because rank 1 is three times as fast."""
     (cut,) = cuts("slow rank")
     assert 6 <= cut <= 8
 
 
 def test_the_cut_keeps_within_memory() -> None:
-    """Two micro-batches of two rows are held on the first stage: 4 MiB a layer, and there are 25."""
+    """The first stage gets six layers because it has memory for no more.
+
+    A layer keeps 4 MiB for two micro-batches of two samples, and 25 MiB are available.
+    """
     assert cuts("memory") == [6]
 
 
 def test_where_little_is_gained_nothing_is_said_to_be_won() -> None:
+    """If a measured cut gains little, or layers are not measured, the decision names the reason."""
     assert "evenly by parameters" in decided("little to gain").why
     assert "too little to balance" in decided("tiny").why
     assert decided("parameters").why == ""
@@ -235,6 +258,7 @@ def test_where_little_is_gained_nothing_is_said_to_be_won() -> None:
 
 
 def test_auto_takes_what_the_planner_takes() -> None:
+    """'auto' selects a schedule that flushes, with a finite predicted time, and describes its choice."""
     made = decided("auto")
     assert made.schedule.name not in ("pipedream", "pipedream_2bw")
     assert made.seconds < math.inf
@@ -243,7 +267,7 @@ def test_auto_takes_what_the_planner_takes() -> None:
 
 
 def test_auto_takes_stale_gradients_where_they_are_allowed() -> None:
-    """It trains as the schedule that it takes does by its name, to the bit."""
+    """With `stale_gradients=True`, 'auto' selects 'pipedream' and trains bitwise like 'pipedream' selected by name."""
     made = decided("stale")
     assert (made.schedule.name, cuts("stale")) == ("pipedream", [1])
     assert "stale gradients (x 1 batches)" in made.why
@@ -269,24 +293,28 @@ def test_an_error_of_a_chosen_schedule_says_why_it_could_be_chosen() -> None:
 
 
 def test_auto_tries_numbers_of_microbatches_whose_size_can_be_run() -> None:
-    """Times go with rows, so that as many micro-batches as may be are best."""
+    """'auto' selects as many micro-batches as their smallest size allows.
+
+    The times of the layers are proportional to the number of samples, so more micro-batches are always faster.
+    """
     request = RunRequest(make_schedule("1f1b"), None, False, "auto", chooses=True)
     layers = tuple(LayerProfile(str(n), ((0, 0.0), (1, 1.0)), ((0, 0.0), (1, 2.0))) for n in range(4))
     place = Deployment(Cluster((Device(), Device())))
     plain = request.unmeasured([1] * 4, 2)
     assert request.measured(plain, ModelProfile(layers), 16, place).microbatches == 16
     assert request.measured(plain, ModelProfile(layers, notes={LEAST_ROWS: 3}), 16, place).microbatches == 4
-    normalised = request.unmeasured([1] * 4, 2, least=2)  # statistics of one sample say nothing
+    normalised = request.unmeasured([1] * 4, 2, least=2)  # normalization needs the statistics of two samples
     assert request.measured(normalised, ModelProfile(layers), 16, place).microbatches == 8
     assert request.measured(normalised, ModelProfile(layers), 16, place).problem().least == 2
 
 
 def test_auto_keeps_to_sizes_that_can_be_run() -> None:
     assert decided("not one row").profile is not None
-    assert decided("not one row").microbatches <= 4  # of batches of 8 rows
+    assert decided("not one row").microbatches <= 4  # batches have 8 samples
 
 
 def test_a_short_batch_keeps_to_sizes_that_can_be_run() -> None:
+    """A batch of six samples is divided into micro-batches with at least the smallest size that the layers can run."""
     layers = tuple(LayerProfile(str(n), ((0, 0.0), (1, 1.0)), ((0, 0.0), (1, 2.0))) for n in range(4))
     wanted = RunRequest(make_schedule("1f1b"), 4, False, "auto")
     plain = wanted.unmeasured([1] * 4, 2)
@@ -317,6 +345,7 @@ def test_auto_recomputes_where_memory_is_short() -> None:
 
 @pytest.mark.parametrize("name", sorted(set(CASES) - {"endless", "stale", "stale by name"}))
 def test_parity_with_one_process(name: str) -> None:
+    """Each automatically planned run has the outputs, metrics and weights of one process."""
     case, _ = CASES[name]
     trainer = {key: value for key, value in case.trainer.items() if key not in ("callbacks", "seconds")}
     alone = train(Case(case.module, case.settings, None, trainer), 1, Path(mkdtemp()))
@@ -325,11 +354,14 @@ def test_parity_with_one_process(name: str) -> None:
         assert differences({k: found[name][k] for k in same}, {k: alone[k] for k in same}) == []
 
 
-# ---- nobody notices
+# ---- measurements without side effects
 
 
 def watched(rank: int, strategies: list[dict[str, Any]], folder: str) -> list[Any]:
-    """Runs of LitBefore that are measured however short they are."""
+    """Train LitBefore with each set of arguments and return its state, metrics, counters and next random numbers.
+
+    Layers are measured even though the runs are short.
+    """
     quiet()
     found = []
     same: list[bool] = []
@@ -365,7 +397,7 @@ def watched(rank: int, strategies: list[dict[str, Any]], folder: str) -> list[An
 
 
 def test_measuring_leaves_no_trace() -> None:
-    """Weights, running averages, metrics, counters, random numbers and calls of hooks, on every rank."""
+    """A measurement changes no weights, running averages, metrics, counters, random numbers, or calls of hooks."""
     settings: list[dict[str, Any]] = [{"partition": "parameters"}, {}]
     for plain, measured in run_ranks(watched, 2, settings, mkdtemp(), timeout=60):
         assert not plain[-1]
@@ -375,7 +407,7 @@ def test_measuring_leaves_no_trace() -> None:
 
 
 class Messy(nn.Module):
-    """Whatever a forward may change."""
+    """A module whose forward changes parameters, buffers and attributes of many kinds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -400,6 +432,7 @@ class Messy(nn.Module):
 
 
 def test_unchanged() -> None:
+    """`keep_unchanged` restores the tensors, gradients and attributes that a forward and a backward have changed."""
     messy = Messy()
     messy.norm.weight.grad = torch.full((3,), 7.0)
     before = {name: t.clone() for name, t in (*messy.named_parameters(), *messy.named_buffers())}
@@ -424,7 +457,7 @@ def test_unchanged() -> None:
 
 
 class Drawn(Dataset[torch.Tensor]):
-    """Samples with random numbers of generators that the dataset has."""
+    """A dataset that adds random numbers from its own generators to its samples."""
 
     def __init__(self) -> None:
         self.ours = {"torch": torch.Generator().manual_seed(1), "numpy": np.random.default_rng(1)}
@@ -439,18 +472,23 @@ class Drawn(Dataset[torch.Tensor]):
 
 
 class Endless(IterableDataset[torch.Tensor]):
+    """A dataset that never ends."""
+
     def __iter__(self) -> Any:
         while True:
             yield torch.zeros(2)
 
 
 class Never(torch.utils.data.Sampler[int]):
+    """A sampler that raises an error when it is used."""
+
     def __iter__(self) -> Any:
         raise AssertionError("the sampler was asked")
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_sample_is_taken_unnoticed(workers: int) -> None:
+    """Reading an example batch neither uses the sampler nor advances the dataset's own generators."""
     loader = DataLoader(Drawn(), batch_size=4, sampler=Never(), num_workers=workers)
     assert batch_rows(loader) == 4
     first, again = example_batch(loader, 3), example_batch(loader, 3)
@@ -460,7 +498,11 @@ def test_a_sample_is_taken_unnoticed(workers: int) -> None:
 
 
 def test_sample_of_several_loaders():
-    """As a batch is cut: by the samples of the first loader, and of those with as many."""
+    """The example batch of several loaders has the given number of samples from each loader with the batch size of the
+    first.
+
+    All other loaders contribute their whole batch.
+    """
     few, many = TensorDataset(torch.arange(9.0)), TensorDataset(torch.arange(50.0))
     loaders = {"a": DataLoader(few, batch_size=4), "b": [DataLoader(many, batch_size=4), DataLoader(many, 24)]}
     for each in (loaders, CombinedLoader(loaders, "max_size_cycle")):
@@ -468,7 +510,7 @@ def test_sample_of_several_loaders():
         first = example_batch(each, 2)
         assert [len(first["a"][0]), len(first["b"][0][0]), len(first["b"][1][0])] == [2, 2, 24]
     trainer = make_trainer(max_epochs=2)
-    assert expected_batches(trainer, loaders) == 2 * 13  # of 9, 50 and 50 samples, the shorter ones again and again
+    assert expected_batches(trainer, loaders) == 2 * 13  # 9, 50 and 50 samples; shorter loaders are repeated
 
 
 @pytest.mark.parametrize(
@@ -481,12 +523,13 @@ def test_sample_of_several_loaders():
     ],
 )
 def test_no_sample(loader: Any, reason: str) -> None:
+    """Loaders without a sample that can be read in advance raise an error with the reason."""
     with pytest.raises(NoSampleError, match=reason):
         batch_rows(loader)
 
 
 class LitFails(LitOutside):
-    """A step that can't be run before training starts."""
+    """A module whose step fails before training starts."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if not self.trainer.fit_loop.epoch_loop.global_step and self.trainer.fit_loop.epoch_loop.batch_idx < 0:
@@ -495,7 +538,7 @@ class LitFails(LitOutside):
 
 
 class LitMeta(pl.LightningModule):
-    """Made without weights."""
+    """A module whose layers are created on `meta`."""
 
     def configure_model(self) -> None:
         if not hasattr(self, "model"):
@@ -510,8 +553,9 @@ class LitMeta(pl.LightningModule):
 
 
 def skipped(rank: int, folder: str) -> dict[str, str]:
+    """Return, by case, the reason why the layers were not measured."""
     quiet()
-    layer_profiler.WORTH_MEASURING = 600.0  # on a slow machine a step of small layers takes long, too
+    layer_profiler.WORTH_MEASURING = 600.0  # on a slow machine, a step of small layers also takes long
 
     def why(module: Any, loader: Any, **settings: Any) -> str:
         options = {"limit_train_batches": 2, "max_epochs": 1, **settings}
@@ -550,7 +594,7 @@ def test_why_nothing_was_measured() -> None:
     assert "resumed run" in first["resumed"]
 
 
-# ---- what is asked for
+# ---- arguments
 
 
 @pytest.mark.parametrize(
@@ -568,15 +612,16 @@ def test_bad_settings(settings: dict[str, Any], message: str) -> None:
 
 
 def test_names() -> None:
+    """The strategy and the registered name 'pipeline_auto' both select automatic planning."""
     assert PipelineStrategy()._request.partition == "auto"
     assert pl.Trainer(strategy="pipeline_auto", accelerator="cpu").strategy._request.chooses
 
 
-# ---- adopting
+# ---- adopting schedules
 
 
 class Adopts(Callback):
-    """Another order after the first batch and after the second; then what can't be adopted."""
+    """A callback that adopts other schedules after the first three batches, and then schedules that are refused."""
 
     def __init__(self) -> None:
         self.errors: list[str] = []
@@ -602,11 +647,14 @@ class Adopts(Callback):
 
 
 class Disagrees(Callback):
+    """A callback that adopts a different number of micro-batches on each rank."""
+
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         trainer.strategy.adopt("1f1b", 1 + trainer.global_rank)
 
 
 def adopting(rank: int, folder: str) -> tuple[Any, Any, str]:
+    """Train with Adopts, then with Disagrees, and return the results and error messages."""
     adopts = Adopts()
     settings = {"partition": "parameters", "microbatches": 8}
     case = Case(LitOutside, strategy=settings, trainer={"max_epochs": 2, "callbacks": [adopts]})
@@ -619,11 +667,12 @@ def adopting(rank: int, folder: str) -> tuple[Any, Any, str]:
 
 
 def test_another_schedule_from_the_next_batch_on() -> None:
+    """Adopted schedules take effect with the next batch, and the results still equal the results of one process."""
     alone = train(Case(LitOutside, trainer={"max_epochs": 2}), 1, Path(mkdtemp()))
     for found, (counts, errors), disagreed in run_ranks(adopting, 2, mkdtemp(), timeout=60):
         for key in ("outputs", "metrics", "weights", "rates", "steps"):
             assert differences(found[key], alone[key]) == []
-        assert [n for n in counts if n > 0] == [8, 2, 3, 4, 4, 4]  # batches of 8, 8 and 6 rows
+        assert [n for n in counts if n > 0] == [8, 2, 3, 4, 4, 4]  # batches of 8, 8 and 6 samples
         assert "stages stay where they are" in errors[0]
         assert "does not flush" in errors[1]
         assert "when training starts" in errors[2]

@@ -1,4 +1,4 @@
-"""LightningCLI: the strategy chosen on the command line and in files, by name and by class."""
+"""Tests of LightningCLI with the strategy given on the command line or in files, by name or by class."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ trainer:
         class_path: lightning_pipes.strategies.kfkb.KFKB
         init_args: {k: 2}
 """
-# What is given beside COMMON: the schedule and the number of micro-batches that the strategy gets from it.
+# Arguments in addition to COMMON, and the schedule and number of micro-batches that the strategy should get from them.
 GIVEN: dict[str, tuple[list[str], tuple[str, int | None]]] = {
     "name": (["--trainer.strategy=pipeline_gpipe"], ("GPipe()", None)),
     "class with arguments": (
@@ -70,7 +70,8 @@ GIVEN: dict[str, tuple[list[str], tuple[str, int | None]]] = {
 
 
 def on_a_rank(rank: int, folder: str) -> dict[str, Any]:
-    """What every way to give the strategy makes of it, and the weights after training with it."""
+    """Return, for each way to give the strategy, the resulting schedule and micro-batches, and the weights after
+    training."""
     from tests.trainer.cli_app import main
 
     quiet()
@@ -86,6 +87,7 @@ def on_a_rank(rank: int, folder: str) -> dict[str, Any]:
 
 
 def plain_weights(folder: Path) -> Any:
+    """Return the weights after training on one device without a pipeline."""
     from tests.trainer.cli_app import main
 
     quiet()
@@ -95,11 +97,13 @@ def plain_weights(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return the weights of one process, without affecting the random numbers of this process."""
     with torch.random.fork_rng():
         return plain_weights(tmp_path_factory.mktemp("plain"))
 
 
 def test_every_way_to_name_the_strategy(tmp_path: Path, expected: Any) -> None:
+    """Each way to give the strategy has the expected settings and trains the weights of one process."""
     (tmp_path / "file.yaml").write_text(FILE)
     (tmp_path / "object.yaml").write_text(OBJECT)
     ranks = run_ranks(on_a_rank, 2, str(tmp_path))
@@ -111,7 +115,10 @@ def test_every_way_to_name_the_strategy(tmp_path: Path, expected: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:LightningCLI's args parameter")
 def test_a_script_with_lightnings_launcher(tmp_path: Path, expected: Any) -> None:
-    """The file that a run leaves behind starts it again; here it is started by Lightning, with processes of its own."""
+    """A script that Lightning launches with a printed configuration file trains the weights of one process.
+
+    It also writes the configuration to its folder.
+    """
     from tests.trainer.cli_app import main
 
     config = io.StringIO()
@@ -119,7 +126,7 @@ def test_a_script_with_lightnings_launcher(tmp_path: Path, expected: Any) -> Non
     with redirect_stdout(config), pytest.raises(SystemExit):
         main([*COMMON, *given, "--trainer.devices=2", "--print_config"])
     (tmp_path / "printed.yaml").write_text(config.getvalue())
-    left = ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # by trainings in this process
+    left = ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # set by trainings in this process
     env = {k: v for k, v in os.environ.items() if k not in left}
     command = [sys.executable, str(APP), "fit", "--config=printed.yaml"]
     ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)

@@ -1,4 +1,5 @@
-"""Collective calls of the user's code: over the replicas of a stage, while each stage runs a part of a step."""
+"""Tests of collectives in the user's code, which run over the replicas of a stage while each stage runs a part of a
+step."""
 
 from __future__ import annotations
 
@@ -27,11 +28,12 @@ WIDTH = 6
 
 
 def count_ranks() -> int:
+    """Return the world size, or 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def reduced(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum over all ranks, as modules do that run with and without DDP."""
+    """Return the sum over all ranks, as in modules that run with and without DDP."""
     tensor = tensor.clone()
     if dist.is_initialized():
         dist.all_reduce(tensor)
@@ -39,7 +41,7 @@ def reduced(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ReducingLayer(nn.Linear):
-    """Takes the mean of all samples off, and gathers."""
+    """A layer that subtracts the mean of all samples, and gathers this mean from all ranks."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = super().forward(x)
@@ -52,7 +54,8 @@ class ReducingLayer(nn.Linear):
 
 
 class Reducing(pl.LightningModule):
-    """Divides its loss by the boxes of all ranks, as DETR does, and gathers in hooks and in evaluation."""
+    """A module that divides its loss by the boxes of all ranks, as DETR does, and gathers in hooks and in
+    evaluation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,18 +123,19 @@ class Reducing(pl.LightningModule):
 
 
 def samples(rows: int) -> TensorDataset:
+    """Return samples with small integers as targets."""
     g = torch.Generator().manual_seed(1)
     return TensorDataset(torch.randn(rows, WIDTH, generator=g).double(), torch.randint(1, 5, (rows,), generator=g))
 
 
 def make_loader(rows: int, deals: bool, shuffle: bool) -> DataLoader[Any]:
-    """Return a loader; one that `deals` has the samples of both replicas in each batch."""
+    """Return a loader, whose batches contain the samples of both replicas if `deals` is set."""
     sampler = Dealt(rows, shuffle) if deals else None
     return DataLoader(samples(rows), batch_size=2 * ROWS if deals else ROWS, sampler=sampler)
 
 
 def make_groups(ranks: int, replicas: int) -> tuple[Any, Any]:
-    """Return process groups that exist before the run: of the replicas of this rank's stage, and of all ranks."""
+    """Return two process groups made before the run: the replicas of this rank's stage, and all ranks."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     stages = ranks // replicas
@@ -140,6 +144,7 @@ def make_groups(ranks: int, replicas: int) -> tuple[Any, Any]:
 
 
 def fit(ranks: int, deals: bool = False, **strategy: Any) -> dict[str, Any]:
+    """Train Reducing and return its weights, results and warnings."""
     quiet()
     warnings.simplefilter("always")
     pl.seed_everything(SEED, verbose=False)
@@ -169,11 +174,13 @@ REPLICAS = ({"microbatches": 1, "data_parallel": 2}, {"microbatches": 2, "data_p
 
 
 def fit_all(rank: int, ranks: int, strategies: tuple[dict[str, Any], ...]) -> list[dict[str, Any]]:
+    """Train with each of the strategies in the same processes."""
     return [fit(ranks, **strategy) for strategy in strategies]
 
 
 @cache
 def fit_plain(deals: bool) -> dict[str, Any]:
+    """Train on one process."""
     return fit(1, deals)
 
 
@@ -183,6 +190,8 @@ def fit_plain(deals: bool) -> dict[str, Any]:
     ids=["one pipeline", "replicas"],
 )
 def test_collectives_of_steps_layers_and_hooks_are_over_replicas(ranks, strategies):
+    """Weights and gathered values equal the results of one process, and several micro-batches with replicas cause a
+    warning."""
     results = run_ranks(fit_all, ranks, ranks, strategies, timeout=40)
     plain = fit_plain(deals=ranks > 2)
     for rank, found in enumerate(results):
@@ -200,7 +209,7 @@ def test_collectives_of_steps_layers_and_hooks_are_over_replicas(ranks, strategi
 
 
 class Asking(Reducing):
-    """Reads numbers of processes, and calls the strategy in steps and on one rank."""
+    """A module that reads the number of processes, and calls the strategy in steps and on one rank."""
 
     def setup(self, stage: str) -> None:
         self.share = 8 // self.trainer.world_size
@@ -232,7 +241,7 @@ class Asking(Reducing):
 
 
 class Writer(BasePredictionWriter):
-    """Keeps what it would write, and meets other writers first."""
+    """A prediction writer that synchronizes with other writers and records the sizes instead of writing."""
 
     def __init__(self) -> None:
         super().__init__("batch_and_epoch")
@@ -247,6 +256,7 @@ class Writer(BasePredictionWriter):
 
 
 def ask(rank: int, folder: str) -> dict[str, Any]:
+    """Train and predict with Asking and return its values, folders, sizes and warnings."""
     quiet()
     module, writer = Asking().double(), Writer()
     trainer = make_trainer(
@@ -273,8 +283,11 @@ def ask(rank: int, folder: str) -> dict[str, Any]:
 
 
 def test_numbers_of_processes_are_warned_of_and_calls_of_one_stage_end(tmp_path):
+    """Reading the number of processes causes one warning per expression, and calls of the strategy on one stage
+    return."""
     ranks = run_ranks(ask, 2, str(tmp_path), timeout=40)
-    (share, rate), (asked,) = ranks[0]["counts"], ranks[0]["ranks"]  # no more for comparisons, texts and Lightning
+    # Comparisons, texts and Lightning's own code do not cause further warnings.
+    (share, rate), (asked,) = ranks[0]["counts"], ranks[0]["ranks"]
     assert "test_collectives.py" in share
     assert "reads trainer.world_size, which is 2" in share
     assert "trainer.num_devices, which is 2" in rate
@@ -291,6 +304,8 @@ def test_numbers_of_processes_are_warned_of_and_calls_of_one_stage_end(tmp_path)
 
 
 class OnOneRank(Reducing):
+    """A module whose hook calls a collective on global rank 0 only."""
+
     call = "barrier"
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -304,6 +319,7 @@ class OnOneRank(Reducing):
 
 
 def call_on_one_rank(rank: int, call: str) -> None:
+    """Train OnOneRank with the given kind of collective."""
     quiet()
     module = OnOneRank().double()
     module.call = call
@@ -313,6 +329,8 @@ def call_on_one_rank(rank: int, call: str) -> None:
 
 @pytest.mark.parametrize("call", ["barrier", "broadcast", pytest.param("of torch", marks=pytest.mark.slow)])
 def test_a_call_on_one_rank_names_both_ends(call):
+    """A collective that only rank 0 calls ends with an error that names the call and the call for which rank 1
+    waits."""
     first, other = watch_ranks(call_on_one_rank, 2, call, timeout=40)
     name = "torch.distributed.barrier" if call == "of torch" else f"trainer.strategy.{call}"
     assert f"rank 0 calls {name} at {__file__}:" in first.error
@@ -321,12 +339,15 @@ def test_a_call_on_one_rank_names_both_ends(call):
 
 
 class OverStages(Reducing):
+    """A module whose step reduces over a group of all ranks."""
+
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         dist.all_reduce(batch[1].sum(), group=self.everyone)
         return super().training_step(batch, batch_idx)
 
 
 def reduce_over_stages(rank: int) -> None:
+    """Train OverStages."""
     quiet()
     module = OverStages().double()
     module.earlier_group, module.everyone = make_groups(2, 1)
@@ -335,6 +356,7 @@ def reduce_over_stages(rank: int) -> None:
 
 
 def test_a_group_over_several_stages_is_refused_in_a_step():
+    """The error names the call in the step and the ranks of its process group."""
     ends = watch_ranks(reduce_over_stages, 2, timeout=40)
     for end in ends:
         assert f"torch.distributed.allreduce at {__file__}:" in end.error

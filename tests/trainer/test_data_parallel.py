@@ -1,4 +1,5 @@
-"""Replicas of a pipeline: gradients averaged, data sharded, logs reduced; together they do what one process does."""
+"""Tests of pipeline replicas, which average gradients, shard data and reduce logs: together they train as one
+process."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from tests.trainers import make_trainer
 
 
 class LitSynced(LitOutside):
-    """Logs what DDP would need to be told to reduce; the outside parameters and one layer are tied."""
+    """A module that logs with `sync_dist` and with a metric, as DDP needs it."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -50,7 +51,7 @@ class LitSynced(LitOutside):
 
 
 class LitSometimes(LitSynced):
-    """A layer that only some samples reach, so that a replica may have no gradient for it."""
+    """A module with a layer that only some samples reach, so a replica may have no gradient for it."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -63,7 +64,7 @@ class LitSometimes(LitSynced):
 
 
 class LitUnfrozen(LitSynced):
-    """One layer and what is around them train from the third step on."""
+    """A module in which one layer and the layers around the pipeline are frozen until the third step."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -93,7 +94,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def train(rank: int, case: dict[str, Any], folder: str, pipeline: bool) -> dict[str, Any]:
-    """Everything that a run leaves on one rank."""
+    """Train a case on one rank and return its gradients, weights, metrics and counts."""
     quiet()
     pl.seed_everything(SEED, verbose=False)
     module = case.get("module", LitSynced)().double()
@@ -127,11 +128,13 @@ def train(rank: int, case: dict[str, Any], folder: str, pipeline: bool) -> dict[
 
 
 def train_all(rank: int, names: list[str], folder: str) -> list[dict[str, Any]]:
+    """Train the named cases in the same processes."""
     return [train(rank, CASES[name], folder, True) for name in names]
 
 
 @cache
 def in_replicas() -> dict[str, list[dict[str, Any]]]:
+    """Return the results of all ranks for each selected case."""
     names = selected_values(test_two_pipelines_of_two_stages_are_one_process_with_twice_the_batch, "name")
     by_rank = run_ranks(train_all, 4, names, mkdtemp(), timeout=60)
     return {name: [found[n] for found in by_rank] for n, name in enumerate(names)}
@@ -139,6 +142,7 @@ def in_replicas() -> dict[str, list[dict[str, Any]]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_pipelines_of_two_stages_are_one_process_with_twice_the_batch(name):
+    """Two pipelines of two stages have the gradients, weights and metrics of one process with twice the batch size."""
     ranks, plain = in_replicas()[name], train(0, CASES[name], mkdtemp(), False)
     for found in ranks:
         assert found["sampler"] == "DistributedSampler"
@@ -152,6 +156,8 @@ def test_two_pipelines_of_two_stages_are_one_process_with_twice_the_batch(name):
 
 
 class LitNormed(Lit):
+    """A module with batch normalization, dropout and a constant buffer."""
+
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.model = nn.Sequential(
@@ -161,6 +167,7 @@ class LitNormed(Lit):
 
 
 def normed(rank: int) -> dict[str, Any]:
+    """Train LitNormed and return its batches, buffers, weights, mesh and predictions on this rank."""
     quiet()
     pl.seed_everything(3, verbose=False)
     module = LitNormed().double()
@@ -191,8 +198,13 @@ def normed(rank: int) -> dict[str, Any]:
 
 
 def test_shards_buffers_and_mesh():
+    """Checks the batches, buffers, weights and device meshes of two pipelines of two stages.
+
+    The stages of one pipeline see the same batches, the two pipelines see all samples once, and buffers and weights are
+    equal on all ranks.
+    """
     ranks = run_ranks(normed, 4, timeout=60)
-    assert differences(ranks[0]["seen"], ranks[1]["seen"]) == []  # stages of one pipeline
+    assert differences(ranks[0]["seen"], ranks[1]["seen"]) == []  # the stages of one pipeline
     assert differences(ranks[2]["seen"], ranks[3]["seen"]) == []
     first, second = ranks[0]["seen"][:3], ranks[2]["seen"][:3]
     together = sorted(tuple(row) for batch in (*first, *second) for row in batch)
@@ -207,6 +219,7 @@ def test_shards_buffers_and_mesh():
 
 
 def wrong_number(rank: int) -> str:
+    """Return the error message of a run whose number of processes is not a multiple of `data_parallel`."""
     quiet()
     trainer = make_trainer(devices=3, strategy=PipelineStrategy(data_parallel=2))
     with pytest.raises(PlanError) as error:
@@ -224,6 +237,7 @@ def test_processes_that_cannot_be_shared_out():
 
 
 def test_grid():
+    """Checks the positions of ranks in a grid of replicas, stages and shards against values worked out by hand."""
     grid = Grid(replicas=3, size=6, rank=3)
     assert (grid.length, grid.replica, grid.position, grid.pipeline) == (2, 1, 1, (2, 3))
     assert grid.on_all_replicas((0,)) == (0, 2, 4)

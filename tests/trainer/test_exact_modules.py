@@ -1,4 +1,4 @@
-"""Modules as in public code train as in one process, and no warning says that they do not."""
+"""Checks that modules similar to public code train as in one process, without warnings about differences."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from tests.compat.runs import Found, Row, compare, on_one_process, pipeline, tra
 from tests.trainer.exact_modules import MODULES, Exact
 
 DIFFERENCES = ("differ", "no mean", "several samples")
-"""Words of warnings that training is not that of one process."""
+"""Phrases in warnings that the training differs from the training of one process."""
 
 
 def row_of(kind: type[Exact]) -> Row:
+    """Return the description of a run with a module."""
     return Row(
         "",
         kind.__name__,
@@ -32,16 +33,18 @@ def row_of(kind: type[Exact]) -> Row:
 
 
 def is_cut_by_units(strategy: Any) -> bool:
+    """Return whether the strategy has cut the module by units."""
     return isinstance(strategy, PipelineStrategy) and bool(strategy.decision.pieces)
 
 
 def train_all(rank: int, kinds: list[type[Exact]], folder: str) -> list[Found]:
+    """Train all modules in the same processes."""
     return [train(row := row_of(kind), partial(pipeline, row, {}, 2), 2, Path(folder) / row.name) for kind in kinds]
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[type[Exact], list[Found]]:
-    """What two ranks found of each module, in the same two processes."""
+    """Return the results of both ranks for each selected module."""
     kinds = selected_values(test_training_is_that_of_one_process, "kind")
     found = run_ranks(train_all, 2, kinds, str(tmp_path_factory.mktemp("exact")), timeout=30 + 3 * len(kinds))
     return {kind: list(of_ranks) for kind, *of_ranks in zip(kinds, *found, strict=True)}
@@ -49,6 +52,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[type[Exact], list[Fo
 
 @pytest.mark.parametrize("kind", MODULES, ids=lambda kind: kind.__name__)
 def test_training_is_that_of_one_process(kind: type[Exact], ranks: dict[type[Exact], list[Found]]) -> None:
+    """A module trains as in one process, without warnings about differences, and is cut by units only if expected."""
     found = ranks[kind]
     assert [each.get("error") for each in found] == [None, None]
     if not kind.is_random:

@@ -1,4 +1,4 @@
-"""Bad input and failures: every rank ends soon, and says what is wrong."""
+"""Tests of bad input and of failures: every rank ends soon with a message that names the problem."""
 
 from __future__ import annotations
 
@@ -41,10 +41,11 @@ from tests.trainer.refused import BareExcept, OwnForward, Penalty, Twice
 from tests.trainers import make_trainer
 
 SOON = 12.0
-"""Seconds from the start of the processes, of which starting takes one or two."""
+"""Seconds after which all processes must have ended. Starting them takes one or two seconds of this time."""
 
 
 def fit(rank: int, module: type[Lit], ranks: int, strategy: dict[str, Any], more: dict[str, Any]) -> None:
+    """Train a module with the given arguments on this rank."""
     quiet()
     pl.seed_everything(3, verbose=False)
     lit = module().double()
@@ -59,7 +60,7 @@ def fit(rank: int, module: type[Lit], ranks: int, strategy: dict[str, Any], more
 
 
 def bad_inputs(rank: int, cases: list[tuple[type[Lit], dict[str, Any]]], ranks: int) -> list[str]:
-    """The message that each case ends with on this rank."""
+    """Return the error message of each case on this rank."""
     messages = []
     for module, strategy in cases:
         try:
@@ -75,41 +76,57 @@ def bad_inputs(rank: int, cases: list[tuple[type[Lit], dict[str, Any]]], ranks: 
 
 
 class Checkpointed(Lit):
+    """A module that calls its layers within `torch.utils.checkpoint`."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return checkpoint(self.model, x, use_reentrant=False)
 
 
 class Never(Lit):
+    """A module whose training step does not call its layers."""
+
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return next(self.parameters()).sum()
 
 
 class NoLoss(Lit):
+    """A module whose training step returns None."""
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         super().training_step(batch, batch_idx)
 
 
 class VectorLoss(Lit):
+    """A module whose loss has one value per sample."""
+
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return F.cross_entropy(self(batch[0]), batch[1], reduction="none")
 
 
 class Detached(Lit):
+    """A module whose loss has no graph."""
+
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return self.loss(batch).detach()
 
 
 class Pooled(Lit):
+    """A module whose layers get a mean over samples."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.model((x.mean(0, keepdim=True), None))
 
 
 class Searching(Lit):
+    """A module with an optimizer that runs the training step several times."""
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.LBFGS(self.parameters())
 
 
 class NoSequential(Lit):
+    """A module without an `nn.Sequential` or a call of its layers."""
+
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.ModuleDict({"encoder": self.model, "decoder": copy.deepcopy(self.model)})
@@ -117,7 +134,7 @@ class NoSequential(Lit):
 
 
 class MaskedByLayers(Lit):
-    """Makes a mask of flex attention by what layers have made."""
+    """A module that makes a mask of flex attention from the outputs of its layers."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.model(x)
@@ -127,28 +144,36 @@ class MaskedByLayers(Lit):
 
 
 class TwoArguments(Lit):
+    """A module that calls its layers with two arguments."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.model(x, x)
 
 
 class ForeignWeights(Lit):
+    """A module whose loss contains the weights of one layer."""
+
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return self.loss(batch) + self.model[0][0].weight.norm()
 
 
 class OtherModule(Lit):
+    """A module with a different number of layers on each rank."""
+
     def __init__(self) -> None:
         super().__init__(layers=9 if os.environ["RANK"] == "0" else 11)
 
 
 class OtherBatches(Lit):
+    """A module that changes its batches on rank 1."""
+
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         x, y = batch
         return x + int(os.environ["RANK"]), y
 
 
 class OtherBatchesLater(Lit):
-    """The last batch of the first epoch is another one on every rank."""
+    """A module that changes the last batch of each epoch on rank 1."""
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         x, y = batch
@@ -156,36 +181,42 @@ class OtherBatchesLater(Lit):
 
 
 class OtherSubnets(Lit):
-    """Each rank has other layers in mind for the same batches."""
+    """A module that selects different layers for the same batch on each rank."""
 
     def layers_of_batch(self, batch: Any) -> list[str]:
         return ["0", "1", "8" if os.environ["RANK"] == "0" else "6"]
 
 
 class FewerBatches(Lit):
+    """A module that has fewer batches on rank 1."""
+
     def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(Subset(data(24), range(24 - 8 * int(os.environ["RANK"]))), batch_size=8)
 
 
 class Sharded(Lit):
+    """A module that shards a layer with `fully_shard`."""
+
     def configure_model(self) -> None:
         fully_shard(self.model[0])
 
 
 class CalledInHook(Lit):
+    """A module that calls its layers in a hook."""
+
     def on_train_batch_end(self, *args: Any) -> None:
         self.model(torch.zeros(1))
 
 
 @dataclass(frozen=True)
 class EachRank:
-    """An argument that is not the same on all ranks."""
+    """An argument with a different value on each rank."""
 
     values: tuple[Any, ...]
 
 
 LAYERS = {"module": "model"}
-"""Without it such modules are cut by units."""
+"""Selects the layers by name; otherwise, such modules are cut by units."""
 BAD: list[tuple[type[Lit], dict[str, Any], str]] = [
     (Lit, {"schedule": "interleaved", "schedule_args": {"stages_per_rank": 5}}, "9 layers can't fill 10 stages"),
     (Sharded, {}, "model.0.0.weight is sharded over"),
@@ -236,7 +267,11 @@ BAD: list[tuple[type[Lit], dict[str, Any], str]] = [
 
 @pytest.fixture(scope="module")
 def messages() -> list[tuple[str, ...]]:
-    """By case, what every rank says; each case in the processes that have just survived the one before."""
+    """Return the error messages of all ranks for each case.
+
+    All cases run one after another in the same processes, so every case also checks that the processes survived the
+    cases before it.
+    """
     cases = [(module, strategy) for module, strategy, _ in BAD]
     outcomes = watch_ranks(bad_inputs, 2, cases, 2, timeout=100)
     assert [o.error for o in outcomes] == ["", ""]
@@ -273,7 +308,7 @@ def test_settings_are_checked_at_once():
 
 
 class Failing(Callback):
-    """Fails on one rank: in the callback itself, or by Ctrl-C to its process."""
+    """A callback that fails on one rank: by an exception, by Ctrl-C, or by killing the process."""
 
     def __init__(self, rank: int, how: str) -> None:
         self.rank, self.how = rank, how
@@ -290,7 +325,7 @@ class Failing(Callback):
 
 
 class FailingLayer(Lit):
-    """Fails in a layer that lives on the middle rank of three."""
+    """A module with a layer that fails on the middle rank of three."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -318,6 +353,7 @@ class FailingLayer(Lit):
     ],
 )
 def test_everybody_ends_when_one_fails(module, rank, how, said):
+    """If one rank fails, all ranks end soon, and the error messages of the other ranks name this failure."""
     more = {"callbacks": [Failing(rank, how)]}
     outcomes = watch_ranks(fit, 3, module, 3, {}, more, timeout=30)
     for outcome in outcomes:
@@ -330,7 +366,7 @@ def test_everybody_ends_when_one_fails(module, rank, how, said):
 
 
 class FailingInAStep(LitOutside):
-    """Raises on one rank when it has stepped, and the other has or has not."""
+    """A module that fails on rank 1 after its optimizer step, while the other rank may still be in its own step."""
 
     def configure_optimizers(self) -> Any:
         made = super().configure_optimizers()
@@ -344,10 +380,13 @@ class FailingInAStep(LitOutside):
 
 
 def test_ranks_within_a_step_save_their_parts():
-    """Weights before and after a step don't belong together."""
+    """After a failure within an optimizer step, each rank saves its own weights to a file of its own.
+
+    No whole checkpoint is written because weights before and after a step don't belong together.
+    """
     folder = mkdtemp()
     saver = ModelCheckpoint(folder, filename="last", save_on_exception=True)
-    saver._last_global_step_saved = -1  # none, while Lightning thinks that it has saved the weights before all steps
+    saver._last_global_step_saved = -1  # Lightning would otherwise assume that the initial weights are saved
     more = {"callbacks": [saver], "enable_checkpointing": True}
     outcomes = watch_ranks(fit, 2, FailingInAStep, 2, {}, more, timeout=30)
     assert all(o.error and o.seconds < scale_timeout(SOON) for o in outcomes)
@@ -360,6 +399,8 @@ def test_ranks_within_a_step_save_their_parts():
 
 
 class FailingSearch(Lit):
+    """A module that fails in the third batch, during a search for the learning rate."""
+
     def __init__(self) -> None:
         super().__init__()
         self.learning_rate = 0.1
@@ -371,6 +412,7 @@ class FailingSearch(Lit):
 
 
 def test_a_search_that_fails_leaves_no_file_and_raises_its_error(tmp_path):
+    """A failing learning rate search raises the original error on all ranks and leaves no temporary file."""
     more = {"callbacks": [LearningRateFinder(num_training_steps=5)], "default_root_dir": str(tmp_path)}
     outcomes = watch_ranks(fit, 2, FailingSearch, 2, {}, more, timeout=30)
     assert all("ValueError: a bad day" in o.error and "can't continue together" not in o.error for o in outcomes)
@@ -378,6 +420,8 @@ def test_a_search_that_fails_leaves_no_file_and_raises_its_error(tmp_path):
 
 
 class Normal(Lit):
+    """A module with batch normalization."""
+
     def __init__(self) -> None:
         super().__init__()
         self.model.insert(2, nn.BatchNorm1d(6))
@@ -392,20 +436,27 @@ def test_batch_normalisation_warns_once():
 
 
 def test_a_short_last_batch_is_normalised():
-    """Six samples in four micro-batches would be two, two, one and one, and one sample has no variance."""
+    """Batch normalization trains even if a short batch has fewer than two samples per micro-batch.
+
+    Six samples in four micro-batches would be two, two, one and one, and a single sample has no variance.
+    """
     run_ranks(fit, 2, Normal, 2, {"microbatches": 4}, {"max_epochs": 1})
 
 
 class Cut(Callback):
-    """Cuts the batches after the first."""
+    """A callback that cuts all batches after the first into two micro-batches."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         trainer.strategy.adopt(trainer.strategy.schedule, 2)  # type: ignore[attr-defined]
 
 
 def warned(rank: int, ways: list[tuple[int, int | None, bool]]) -> list[bool]:
-    """Whether training in each way (siblings at a time, micro-batches, whether more are adopted) warns of batch
-    normalisation."""
+    """Return, for each way to train, whether it warns about batch normalization.
+
+    Args:
+        rank: this rank.
+        ways: siblings that run at a time (0 without an array), number of micro-batches, and whether Cut is used.
+    """
     found = []
     for size, microbatches, adopts in ways:
         options = {"max_epochs": 1, "limit_train_batches": 2, "callbacks": [Cut()] if adopts else []}
@@ -421,7 +472,10 @@ def warned(rank: int, ways: list[tuple[int, int | None, bool]]) -> list[bool]:
 
 
 def test_batch_normalisation_warns_where_batches_are_cut():
-    """Siblings of an array cut them where there are fewer of them than twice the stages."""
+    """Training warns about batch normalization exactly if batches are cut into micro-batches.
+
+    By default, the siblings of an array cut batches if fewer siblings run at a time than twice the number of stages.
+    """
     ways = [(0, 1, False), (0, None, False), (0, 1, True), (1, None, False), (4, None, False), (4, 2, False)]
     assert run_ranks(warned, 2, ways, timeout=60) == [[False, True, True, True, False, True]] * 2
 
@@ -438,7 +492,7 @@ def test_a_copy_of_the_layers_warns():
 
 def test_a_weight_that_trains_below_an_adapter_warns():
     module = LitOutside()
-    layer = nn.Module()  # as peft's layers are
+    layer = nn.Module()  # with the attributes of a layer of peft
     layer.base_layer, layer.lora_A, layer.adapter_layer_names = nn.Linear(6, 6), nn.Linear(6, 2), ("lora_A",)
     module.model[1] = layer
     with pytest.warns(UserWarning, match=r"^model\.1\.base_layer\.weight: trains although it has an adapter of peft"):
@@ -450,20 +504,21 @@ def test_a_weight_that_trains_below_an_adapter_warns():
 
 
 class Adapting(Lit):
-    """Puts an adapter around a part of a layer when each rank has the layers of its stage only."""
+    """A module that wraps a part of a layer in an adapter after the layers have been distributed to the ranks."""
 
     def on_train_start(self) -> None:
         self.model[0][0] = nn.Sequential(self.model[0][0])
 
 
 class Growing(Lit):
-    """Gives a layer one more weight, as peft does that loads a second adapter."""
+    """A module that adds a weight to a layer during training, as peft does when it loads a second adapter."""
 
     def on_train_start(self) -> None:
         self.model[0][0].register_parameter("scale", nn.Parameter(torch.ones(1)))
 
 
 def adapt(rank: int) -> list[str]:
+    """Return the error messages of training Adapting and Growing."""
     found = []
     for module in (Adapting, Growing):
         with pytest.raises((PipelineError, PeerFailure)) as error:
@@ -473,12 +528,13 @@ def adapt(rank: int) -> list[str]:
 
 
 def test_an_adapter_for_layers_elsewhere_is_named():
+    """Weights that a hook replaces or adds after the layers have been distributed are named in the error message."""
     for replaced, added in run_ranks(adapt, 2, timeout=60):
         names = (
             "a hook has replaced self.model.0.0.weight of a layer on another rank",
             "self.model.0.0.0.weight has come",
         )
-        assert any(name in replaced for name in names)  # of the rank without the layer, and of the one that has it
+        assert any(name in replaced for name in names)  # messages of the rank without and the rank with the layer
         assert "self.model.0.0.scale has come into a layer while the run went on" in added
 
 
@@ -493,7 +549,7 @@ def test_batches_too_small_for_the_stages_warn(recwarn, monkeypatch):
     notes: list[str] = []
     monkeypatch.setattr("lightning_pipes.trainer.module.checks.rank_zero_info", notes.append)
     warn_about_small_batch(4, stages=4, pieces=4, asked=4)
-    warn_about_small_batch(1, stages=4, pieces=1, asked=1)  # a graph batch, whose samples are not counted
+    warn_about_small_batch(1, stages=4, pieces=1, asked=1)  # a batch of graphs, whose samples are not counted
     assert not recwarn
     with pytest.warns(UserWarning, match="a batch of 3 samples can't keep 4 stages busy"):
         warn_about_small_batch(3, stages=4, pieces=3, asked=3)
@@ -504,7 +560,7 @@ def test_batches_too_small_for_the_stages_warn(recwarn, monkeypatch):
 
 
 class Pair(torch.Tensor):
-    """As of a quantised weight, which has values and scales."""
+    """A tensor with two inner tensors, like a quantized weight with values and scales."""
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["values", "scales"], None

@@ -1,4 +1,4 @@
-"""Families of Hugging Face models train with the library's defaults what one process trains, padded labels too."""
+"""Checks that families of Hugging Face models train as in one process, with default settings and with padded labels."""
 
 from __future__ import annotations
 
@@ -14,17 +14,21 @@ from lightning_pipes.testing.ranks import run_ranks
 
 FAMILIES = {
     "llama": "net.model.layers",
-    "gemma3n": "net.model.layers",  # keys and values that layers share
-    "t5gemma": "net.model.decoder.layers",  # two lists of layers, of which pp_plan names both
-    "ultrabert": "net.model.layers",  # no shift by one
+    "gemma3n": "net.model.layers",  # layers share keys and values
+    "t5gemma": "net.model.decoder.layers",  # pp_plan names two lists of layers
+    "ultrabert": "net.model.layers",  # labels are not shifted by one
 }
 
 
 BY_UNITS = {"hrm_text": "equal", "diffusion_gemma": "equal", "segformer": "differs"}
-"""Families that are cut by units only, and how they end: segformer, whose hooks collect outputs, normalises batches."""
+"""Families that are only cut by units, with the expected outcome.
+
+The outcome of segformer differs because it uses batch normalization. Its hooks collect outputs.
+"""
 
 
 def trained(rank: int, folder: str) -> None:
+    """Compare all families on this rank and write the results to `folder`."""
     from benchmarks.hf_families import compare
 
     compare(rank, [*FAMILIES], f"{folder}/layers")
@@ -33,13 +37,14 @@ def trained(rank: int, folder: str) -> None:
 
 @cache
 def results() -> dict[str, list[dict[str, Any]]]:
-    """What is found of each model, by how it is cut."""
+    """Return the results of all models, by the way in which they are cut."""
     with TemporaryDirectory() as folder:
         run_ranks(trained, 2, folder, timeout=480)
         return {path.name: [*map(json.loads, path.read_text().splitlines())] for path in Path(folder).iterdir()}
 
 
 def test_families_by_units() -> None:
+    """Families that are cut by units have the expected outcomes, and padded labels are weighted correctly."""
     found = results()["units"]
     assert {(each["family"], each["outcome"]) for each in found} == {*BY_UNITS.items()}
     padded = [each["weighed"] for each in found if each["variant"] == "padded" and each["outcome"] == "equal"]
@@ -49,6 +54,8 @@ def test_families_by_units() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family(family: str) -> None:
+    """A family trains as one process with default and padded labels, is cut at the expected layers, and weights its
+    labels."""
     found = {each["variant"]: each for each in results()["layers"] if each["family"] == family}
     assert [(each["outcome"], each["said"]) for each in found.values()] == [("equal", "")] * 2
     assert found["default"]["cut"] == FAMILIES[family]

@@ -1,4 +1,4 @@
-"""Hooks and steps are called in the order and with the arguments that one process calls them with."""
+"""Checks that hooks and steps are called in the same order and with the same arguments as in one process."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ OF_CALLBACK = {name for name in vars(Callback) if name.startswith("on_") or name
 
 
 def shown(value: Any) -> Any:
-    """An argument, so that it can be compared with that of another process."""
-    if isinstance(value, torch.Tensor):  # a loss has no graph in a pipeline: its gradients are made
+    """Return a description of an argument that can be compared with an argument in another process."""
+    if isinstance(value, torch.Tensor):  # requires_grad is left out: in a pipeline, the loss has no graph
         return type(value).__name__, str(value.dtype), tuple(value.shape), value.ndim == 0 and round(float(value), 8)
     if isinstance(value, (list, tuple)):
         return [type(value).__name__, *map(shown, value)]
@@ -46,7 +46,7 @@ def shown(value: Any) -> Any:
 
 
 class Recorder(Callback):
-    """A callback that keeps its calls."""
+    """A callback that records its calls."""
 
     def __init__(self, calls: list[Any]) -> None:
         self.calls = calls
@@ -60,7 +60,7 @@ class Recorder(Callback):
 
 
 class Recording(Lit):
-    """A module that keeps its calls."""
+    """A module that records its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,6 +68,8 @@ class Recording(Lit):
 
 
 def keep(owner: type, name: str, prefix: str) -> None:
+    """Replace a method of a class by one that records its calls."""
+
     @functools.wraps(getattr(owner, name))
     def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
         checkpoint = name in ("on_save_checkpoint", "on_load_checkpoint")
@@ -85,7 +87,7 @@ for _name in OF_CALLBACK:
 
 
 def calls(devices: int, strategy: Any, folder: str, more: dict[str, Any]) -> list[Any]:
-    """Fits, validates, tests, predicts, and resumes."""
+    """Fit, validate, test, predict and resume, and return the recorded calls."""
     quiet()
     pl.seed_everything(3, verbose=False)
     module = Recording().double()
@@ -120,15 +122,21 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def pipeline() -> PipelineStrategy:
+    """Return a strategy with one micro-batch and an even cut by parameters."""
     return PipelineStrategy(microbatches=1, partition="parameters", check_loss=False)
 
 
 def on_a_rank(rank: int, folder: str, case: str) -> list[Any]:
+    """Return the calls of a case on one of two ranks."""
     return calls(2, pipeline, folder, CASES[case])
 
 
 def differing(found: list[Any], wanted: list[Any]) -> list[str]:
-    """The first calls that differ; a rank that is first and last runs the code before the layers of a batch twice."""
+    """Return descriptions of the first calls that differ.
+
+    A repeated evaluation step counts once because a rank with both the first and the last stage runs the code before
+    the layers twice.
+    """
     steps = ("validation_step", "test_step", "predict_step")
     found = [call for n, call in enumerate(found) if call[0] not in steps or call != found[n - 1]]
     wrong = [f"{n}: {a} instead of {b}" for n, (a, b) in enumerate(zip_longest(found, wanted)) if a != b]
@@ -137,6 +145,7 @@ def differing(found: list[Any], wanted: list[Any]) -> list[str]:
 
 @pytest.mark.parametrize("case", [pytest.param("plain", marks=pytest.mark.slow), "clipped, accumulated"])
 def test_calls_are_those_of_one_process(case: str, tmp_path: Path) -> None:
+    """A pipeline on one device, and the rank of the last stage of two, make the same calls as one process."""
     wanted = calls(1, lambda: "auto", str(tmp_path), CASES[case])
     assert differing(calls(1, pipeline, str(tmp_path), CASES[case]), wanted) == []
     last, _ = run_ranks(on_a_rank, 2, str(tmp_path), case, timeout=120)

@@ -1,4 +1,4 @@
-"""Modules that are written in less usual ways train, log and save as on one process."""
+"""Checks that modules written in unusual ways train, log and save as on one process."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from tests.trainers import make_trainer
 
 
 class LitNoOptimizer(Lit):
-    """Is run without being trained, as to collect statistics."""
+    """A module that runs without an optimizer, for example to collect statistics."""
 
     def configure_optimizers(self) -> None:
         return None
 
 
 class LitPartial(Lit):
-    """Its steps are attributes, not methods."""
+    """A module whose evaluation steps are attributes instead of methods."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -45,7 +45,7 @@ class LitPartial(Lit):
 
 
 class LitLogsAtOnce(Lit):
-    """Looks for what its hooks log, and logs what it finds."""
+    """A module whose hooks read values that they have just logged, and log values computed from them."""
 
     def on_validation_epoch_end(self) -> None:
         self.log("val_norm", torch.cat(self.seen).norm())
@@ -58,7 +58,7 @@ class LitLogsAtOnce(Lit):
 
 
 class Dense(nn.ModuleDict):
-    """A block as torchvision's DenseNet has it: a dict of layers with a forward of its own."""
+    """A dict of layers with its own `forward`, as in the DenseNet of torchvision."""
 
     def __init__(self) -> None:
         super().__init__({name: nn.Linear(WIDTH, WIDTH) for name in ("a", "b")})
@@ -70,6 +70,8 @@ class Dense(nn.ModuleDict):
 
 
 class LitDense(Lit):
+    """A module with two such blocks among its layers."""
+
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.model.insert(0, Dense())
@@ -77,7 +79,7 @@ class LitDense(Lit):
 
 
 class Peak(nn.Module):
-    """Divides by the largest that it was trained with, which no checkpoint has."""
+    """A layer that divides by the largest value seen in training, which is kept in a buffer that checkpoints omit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +93,7 @@ class Peak(nn.Module):
 
 
 class LitUnsaved(Lit):
-    """Validates with what training has left in buffers that are not saved, of the first layer and of the last."""
+    """A module whose first and last layers need buffers that are not saved to validate after training."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -100,6 +102,7 @@ class LitUnsaved(Lit):
 
 @pytest.mark.parametrize("module", [LitPartial, LitLogsAtOnce, LitDense, LitUnsaved])
 def test_as_on_one_process(module, tmp_path):
+    """Results, weights and metrics equal the results of one process."""
     plain = train(Case(module, evaluate=True), 1, tmp_path / "plain")
     strategy = {"microbatches": 3, "module": "model"}
     cases = [Case(module, strategy=strategy, evaluate=True)]
@@ -109,7 +112,7 @@ def test_as_on_one_process(module, tmp_path):
 
 
 def collected(rank: int, path: str, strategy: dict[str, Any] | None, resume: str | None = None) -> Any:
-    """What a run without an optimizer logs, and the checkpoint that it writes in the middle of the epoch."""
+    """Return the metrics and weights of a run without an optimizer, and save a checkpoint."""
     quiet()
     pl.seed_everything(3, verbose=False)
     trainer = make_trainer(
@@ -125,6 +128,7 @@ def collected(rank: int, path: str, strategy: dict[str, Any] | None, resume: str
 
 
 def test_without_an_optimizer(tmp_path):
+    """A run without an optimizer logs, saves and resumes as on one process, with whole and sharded checkpoints."""
     plain, paths = collected(0, str(tmp_path / "plain"), None), [str(tmp_path / name) for name in ("full", "sharded")]
     for path, form in zip(paths, ("full", "sharded"), strict=True):
         for found in run_ranks(collected, 2, path, {"checkpoint": form}, timeout=120):
@@ -138,7 +142,7 @@ def test_without_an_optimizer(tmp_path):
 
 
 class Copying(Callback):
-    """Copies the module while its layers are spread."""
+    """A callback that copies the module while its layers are distributed over ranks."""
 
     def __init__(self) -> None:
         self.found: list[Any] = []
@@ -160,6 +164,7 @@ class Copying(Callback):
 
 
 def copying(rank: int) -> list[Any]:
+    """Return the parameter names of the copy, and of the parameters on this rank, for each batch."""
     found = Copying()
     with TemporaryDirectory() as folder:
         train(Case(strategy={}, trainer={"callbacks": [found]}), 2, folder)
@@ -167,6 +172,7 @@ def copying(rank: int) -> list[Any]:
 
 
 def test_copies_of_a_spread_module_hold_the_layers_of_their_rank_and_say_so():
+    """A copy of a distributed module has the layers of its rank only, and raises an error if it is called."""
     whole = [name for name, _ in Lit().named_parameters()]
     found = run_ranks(copying, 2, timeout=120)
     assert all(names == whole for of_rank in found for names, _ in of_rank)

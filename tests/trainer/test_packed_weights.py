@@ -1,4 +1,4 @@
-"""Frozen layers whose weights are packed, as bitsandbytes has them: adapters on them train as in one process."""
+"""Checks that adapters on frozen layers with packed weights, like those of bitsandbytes, train as in one process."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ WIDTH = 6
 
 
 class PackedWeight(nn.Parameter):
-    """Two weights of four bits in each byte; the scales are an attribute."""
+    """A parameter with two weights of four bits in each byte, and with the scales in an attribute."""
 
     scale: torch.Tensor | None
 
 
 class PackedLinear(nn.Module):
-    """Takes the scales from the weight when it runs first, as Linear8bitLt does."""
+    """A layer that moves the scales from the weight to its own state in its first forward, as Linear8bitLt does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,6 +52,8 @@ class PackedLinear(nn.Module):
 
 
 class LitPacked(pl.LightningModule):
+    """A module of packed layers with trained adapters."""
+
     def __init__(self) -> None:
         super().__init__()
         self.model = nn.Sequential(*(PackedLinear() for _ in range(4)))
@@ -68,6 +70,7 @@ class LitPacked(pl.LightningModule):
 
 
 def train(rank: int, path: Path, strategy: dict[str, Any] | None, resume: Path | None = None, seed: int = 3) -> Any:
+    """Train for one epoch, or for one more from a checkpoint, save, and return losses and weights."""
     quiet()
     pl.seed_everything(seed, verbose=False)
     lit, batches = LitPacked(), torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(1)).double()
@@ -83,6 +86,8 @@ def train(rank: int, path: Path, strategy: dict[str, Any] | None, resume: Path |
 
 
 def train_stages(rank: int, folder: Path) -> list[Any]:
+    """Train and resume with whole and sharded checkpoints, and check that different packed weights on the ranks are
+    refused."""
     found = []
     for form in ("full", "sharded"):
         settings = {"microbatches": 2, "checkpoint": form}
@@ -94,6 +99,7 @@ def train_stages(rank: int, folder: Path) -> list[Any]:
 
 
 def test_adapters_on_packed_weights_train_and_resume_as_in_one_process(tmp_path):
+    """Losses, weights and checkpoints equal the results of one process, with whole and sharded checkpoints."""
     plain = [train(0, tmp_path / "plain", None), train(0, tmp_path / "on", None, tmp_path / "plain")]
     for found in run_ranks(train_stages, 2, tmp_path, timeout=90):
         assert differences(found, [*plain, *plain], tolerance=1e-10) == []
@@ -105,10 +111,11 @@ def test_adapters_on_packed_weights_train_and_resume_as_in_one_process(tmp_path)
 
 
 class MarkedWeight(nn.Parameter):
-    """A weight with values alone, of a class that says how it decays."""
+    """A parameter without data other than its values, of a class that selects its weight decay."""
 
 
 def test_a_class_of_parameters_is_no_sign_of_more_than_values():
+    """A parameter is packed only if it has integer values or tensor attributes; its class alone does not matter."""
     values = torch.ones(2, 2)
     packed = PackedWeight(values.to(torch.uint8), requires_grad=False)
     scaled = PackedWeight(values)

@@ -1,4 +1,4 @@
-"""Training in a pipeline leaves what one plain process leaves: gradients, weights, logs, results."""
+"""Checks that training in a pipeline has the gradients, weights, logs and results of one process without a pipeline."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "hanayo": {"schedule": "hanayo"},
     "ready": {"schedule": "ready"},
 }
-TIED = {"model.4.weight": "model.0.weight"}  # what a rank with the last layer only calls the shared weights
+TIED = {"model.4.weight": "model.0.weight"}  # name of the shared weights on a rank that only has the last layer
 CLIPPED = {"gradient_clip_val": 0.05}
 
 
 @dataclass(frozen=True)
 class BackwardFirst(Policy):
-    """A policy instead of a program: backwards as soon as they are ready, at most three micro-batches in flight."""
+    """A policy that runs backwards as soon as they are ready, with at most three micro-batches in flight."""
 
     name: ClassVar[str] = "backward first"
 
@@ -42,6 +42,7 @@ class BackwardFirst(Policy):
 
 
 def pipeline(schedule: str, **settings: Any) -> dict[str, Any]:
+    """Return the arguments of the strategy for a schedule, with four micro-batches."""
     return {**SCHEDULES[schedule], "microbatches": 4, **settings}
 
 
@@ -75,16 +76,18 @@ CASES["two stages on one rank", 1] = Case(LitTied, strategy=pipeline("interleave
 
 
 QUICK = {"1f1b", "interleaved", "zero_bubble", "tied", "empty stages"}
-"""Cases of four ranks for everybody; all others are like those of two."""
+"""Cases on four ranks that always run. The other cases on four ranks resemble cases on two ranks and are slow tests."""
 
 
 def is_slow(key: tuple[str, int]) -> bool:
+    """Return whether only slow test runs contain a case."""
     return key[1] == 4 and key[0] not in QUICK
 
 
 @cache
 def in_a_pipeline(ranks: int) -> dict[tuple[str, int], list[dict[str, Any]]]:
-    """What each rank found, by case; cases of a number of ranks run in the same processes."""
+    """Return the results of all ranks for each selected case; cases with equal numbers of ranks share their
+    processes."""
     selected = {*selected_values(test_parity, "key"), ("1f1b", 4)}
     keys = [key for key in CASES if key[1] == ranks and key in selected]
     found = run_ranks(train_cases, ranks, [CASES[k] for k in keys], ranks, mkdtemp(), timeout=180)
@@ -93,6 +96,7 @@ def in_a_pipeline(ranks: int) -> dict[tuple[str, int], list[dict[str, Any]]]:
 
 @cache
 def on_one_process(key: tuple[str, int]) -> dict[str, Any]:
+    """Return the results of a case on one process without a pipeline."""
     return train(CASES[key].plain(), 1, Path(mkdtemp()))
 
 
@@ -101,6 +105,7 @@ def on_one_process(key: tuple[str, int]) -> dict[str, Any]:
     [pytest.param(key, id=f"{key[0]} on {key[1]}", marks=[pytest.mark.slow] if is_slow(key) else []) for key in CASES],
 )
 def test_parity(key):
+    """All ranks report the results of one process, and together they hold its gradients."""
     ranks, plain = in_a_pipeline(key[1])[key], on_one_process(key)
     rows = ranks[0].pop("rows", plain["rows"])
     assert differences(rows, plain["rows"]) == []
@@ -114,6 +119,7 @@ def test_parity(key):
 
 
 def test_every_rank_holds_its_layers_only():
+    """No parameter has gradients on two ranks."""
     ranks = in_a_pipeline(4)["1f1b", 4]
     held = [set(found["gradients"][0]) for found in ranks]
     assert all(held)
