@@ -380,9 +380,9 @@ class FailingInAStep(LitOutside):
 
 
 def test_ranks_within_a_step_save_their_parts():
-    """After a failure within an optimizer step, each rank saves its own weights to a file of its own.
+    """After a failure within an optimizer step, a rank saves its own weights instead of a whole checkpoint.
 
-    No whole checkpoint is written because weights before and after a step don't belong together.
+    Weights before and after a step don't belong together.
     """
     folder = mkdtemp()
     saver = ModelCheckpoint(folder, filename="last", save_on_exception=True)

@@ -54,8 +54,7 @@ def test_families_by_units() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family(family: str) -> None:
-    """A family trains as one process with default and padded labels, is cut at the expected layers, and weights its
-    labels."""
+    """A family is cut at the expected layers, and trains as in one process with default and with padded labels."""
     found = {each["variant"]: each for each in results()["layers"] if each["family"] == family}
     assert [(each["outcome"], each["said"]) for each in found.values()] == [("equal", "")] * 2
     assert found["default"]["cut"] == FAMILIES[family]

@@ -86,8 +86,7 @@ def train(rank: int, path: Path, strategy: dict[str, Any] | None, resume: Path |
 
 
 def train_stages(rank: int, folder: Path) -> list[Any]:
-    """Train and resume with whole and sharded checkpoints, and check that different packed weights on the ranks are
-    refused."""
+    """Train and resume with whole and sharded checkpoints, and check that packed weights must be equal on all ranks."""
     found = []
     for form in ("full", "sharded"):
         settings = {"microbatches": 2, "checkpoint": form}
@@ -115,7 +114,7 @@ class MarkedWeight(nn.Parameter):
 
 
 def test_a_class_of_parameters_is_no_sign_of_more_than_values():
-    """A parameter is packed only if it has integer values or tensor attributes; its class alone does not matter."""
+    """A subclass of Parameter is not packed by itself; integer values or a tensor attribute make it packed."""
     values = torch.ones(2, 2)
     packed = PackedWeight(values.to(torch.uint8), requires_grad=False)
     scaled = PackedWeight(values)

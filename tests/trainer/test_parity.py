@@ -86,8 +86,7 @@ def is_slow(key: tuple[str, int]) -> bool:
 
 @cache
 def in_a_pipeline(ranks: int) -> dict[tuple[str, int], list[dict[str, Any]]]:
-    """Return the results of all ranks for each selected case; cases with equal numbers of ranks share their
-    processes."""
+    """Return the results of all ranks for each selected case. Cases with this number of ranks share processes."""
     selected = {*selected_values(test_parity, "key"), ("1f1b", 4)}
     keys = [key for key in CASES if key[1] == ranks and key in selected]
     found = run_ranks(train_cases, ranks, [CASES[k] for k in keys], ranks, mkdtemp(), timeout=180)

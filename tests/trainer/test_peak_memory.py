@@ -1,4 +1,4 @@
-"""The most bytes of tensors that live at once in each phase of a run, in units of a layer's weights."""
+"""Tests of the peak memory of tensors in each phase of a run, in units of the weights or the output of one layer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HALF = LAYERS // 2
 
 
 class LitWide(pl.LightningModule):
-    """Equal layers."""
+    """A module of equal linear layers."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -39,11 +39,14 @@ class LitWide(pl.LightningModule):
 
 
 def phases(rank: int, width: int, rows: int, unit: int) -> dict[str, tuple[float, float]]:
-    """Return by phase the most bytes that lived at once, and those that were left at its end, in so many bytes.
+    """Return, by phase, the peak number of live bytes and the number that are left at its end, in units of `unit`
+    bytes.
 
     Args:
-        width: of each layer.
-        rows: samples of a batch.
+        rank: this rank.
+        width: width of each layer.
+        rows: samples in a batch.
+        unit: bytes of one unit.
     """
     quiet()
     found: dict[str, tuple[float, float]] = {}
@@ -55,7 +58,7 @@ def phases(rank: int, width: int, rows: int, unit: int) -> dict[str, tuple[float
             count.reset_peak()
 
         def watch(owner: Any, name: str, phase: str) -> None:
-            """Let a phase end when the function `name` of `owner` has returned."""
+            """Make a phase end each time the method `name` of `owner` returns."""
             plain: Callable[..., Any] = getattr(owner, name)
 
             def watched(*args: Any, **kwargs: Any) -> Any:
@@ -75,43 +78,47 @@ def phases(rank: int, width: int, rows: int, unit: int) -> dict[str, tuple[float
         patch.setattr(layer_profiler, "WORTH_MEASURING", 0.0)
         patch.setattr(layer_profiler, "SECONDS", 0.1)
         patch.setattr(decider, "MEASURING_SECONDS", 0.3)
-        patch.setattr("lightning_pipes.planning.balance.WORTH_IT", 1.0)  # the cut is the even one, however busy it is
+        patch.setattr("lightning_pipes.planning.balance.WORTH_IT", 1.0)  # the cut stays even on a busy machine
         trainer = make_trainer(strategy=PipelineStrategy("1f1b", microbatches=2, gather="all"), max_epochs=1)
         trainer.fit(LitWide(width), DataLoader(torch.randn(3 * rows, width), batch_size=rows))
     return found
 
 
 WHOLE = LAYERS + 0.75
-"""All weights, and the numbers by which their checksums are made."""
+"""All weights, and the values from which their checksums are computed."""
 TRAINED = 4 * HALF + 0.75
-"""Half of the layers with gradients and AdamW's two numbers for each weight, the same numbers, and activations."""
+"""Half of the layers with gradients and the two AdamW states of each weight, the values for checksums, and
+activations."""
 MOST: dict[str, tuple[float, float]] = {
     "setup": (WHOLE + 0.5, WHOLE),
-    "measuring": (WHOLE + 8, WHOLE),  # a layer: copies of weights, gradients, and what a copied optimizer keeps
-    "trial": (WHOLE + HALF + 1, WHOLE),  # gradients of a stage
+    "measuring": (WHOLE + 8, WHOLE),  # of one layer: copied weights, gradients, and optimizer states
+    "trial": (WHOLE + HALF + 1, WHOLE),  # the gradients of a stage
     "cut": (WHOLE, HALF + 0.75),
-    "batch": (TRAINED + 1.25, TRAINED),  # a layer is copied while the whole batch is compared with its parts
-    "step": (TRAINED + 2.25, TRAINED),  # AdamW computes on copies, a layer at a time
-    "end": (TRAINED + HALF + 0.25, TRAINED + HALF),  # the layers of the other rank return
+    "batch": (TRAINED + 1.25, TRAINED),  # a copied layer, while the whole batch is compared with its parts
+    "step": (TRAINED + 2.25, TRAINED),  # AdamW computes on copies of one layer at a time
+    "end": (TRAINED + HALF + 0.25, TRAINED + HALF),  # the layers of the other rank are received again
 }
-"""The most layers that a phase may hold at once, and leave behind."""
+"""The largest number of layers that a phase may hold at its peak and at its end."""
 
 
 SAMPLES, NARROW = 8192, 64
 ACTIVATION = 4 * SAMPLES * NARROW
-"""Bytes of what a layer gives for a batch."""
+"""Bytes of a layer's output for a batch."""
 DATA = 3.5
-"""Three batches of data, the numbers of the checksums, and all weights."""
+"""Three batches of data, the values for checksums, and all weights."""
 MOST_ACTIVATIONS: dict[str, tuple[float, float]] = {
     "setup": (DATA + 0.25, DATA),
-    "measuring": (DATA + 5.5, DATA),  # a micro-batch at most, and what a layer computes from it
+    "measuring": (DATA + 5.5, DATA),  # at most one micro-batch, and the values computed from it in a layer
     "trial": (DATA + 5.75, DATA),
     "cut": (DATA, DATA),
-    "batch": (DATA + 11, DATA + 1),  # the batch stays with Lightning; what each layer gets waits for its check
+    "batch": (
+        DATA + 11,
+        DATA + 1,
+    ),  # Lightning holds the batch, and the inputs of all layers are kept until they are checked
     "step": (DATA + 1, DATA + 1),
     "end": (DATA + 1, DATA),
 }
-"""The most activations that a phase may hold at once, and leave behind."""
+"""The largest number of activations that a phase may hold at its peak and at its end."""
 
 
 @pytest.mark.parametrize(
@@ -122,6 +129,10 @@ MOST_ACTIVATIONS: dict[str, tuple[float, float]] = {
 def test_no_phase_holds_more_than_it_needs(
     width: int, rows: int, unit: int, most: dict[str, tuple[float, float]]
 ) -> None:
+    """The peak memory of each phase, and the memory at its end, stay below their limits.
+
+    One case has large weights, and one has large activations.
+    """
     for found in run_ranks(phases, 2, width, rows, unit, timeout=120):
         assert found.keys() == most.keys()
         for phase, numbers in found.items():

@@ -1,4 +1,4 @@
-"""Mixed precision: every stage uses the plugin, and all of them skip a step together."""
+"""Tests of mixed precision: all stages use the precision plugin and skip the same steps."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from tests.trainer.lit import Case, Lit, differences, train, train_cases
 
 
 class LitFloat(Lit):
+    """A module with single-precision inputs."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.model(x.float())
 
@@ -38,7 +40,7 @@ class Burst(nn.Module):
 
 
 class LitBurst(LitFloat):
-    """Overflows on the first stage only."""
+    """A module whose gradients overflow on the first stage only."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -46,7 +48,7 @@ class LitBurst(LitFloat):
 
 
 class Scales(Callback):
-    """The gradient scaler's scale after every batch, kept in what is logged."""
+    """A callback that logs the scale of the gradient scaler after every batch."""
 
     def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
         scale = trainer.precision_plugin.scaler.get_scale()
@@ -54,6 +56,7 @@ class Scales(Callback):
 
 
 def half(initial: float, clip: float | None, strategy: dict[str, Any] | None, module: type[Lit] = LitFloat) -> Case:
+    """Return a run in half precision with the given initial scale and gradient clipping."""
     scaler = torch.amp.GradScaler("cpu", init_scale=initial, growth_interval=2)
     options = {
         "precision": None,
@@ -66,12 +69,13 @@ def half(initial: float, clip: float | None, strategy: dict[str, Any] | None, mo
 
 
 def bfloat(strategy: dict[str, Any] | None) -> Case:
+    """Return a run with bfloat16."""
     return Case(LitFloat, {"optimizer": "sgd"}, strategy, {"precision": "bf16-mixed"})
 
 
 ONE = {"schedule": "1f1b", "microbatches": 1}
 FOUR = {"schedule": "1f1b", "microbatches": 4}
-# One micro-batch does what one process does; several round other sums.
+# With one micro-batch, rounding equals the rounding of one process. Several micro-batches round different sums.
 SETTINGS = [
     ("half", (2.0**10, 0.05), ONE, 1e-6),
     ("half with overflow", (2.0**40, None), ONE, 1e-6),
@@ -83,6 +87,7 @@ SETTINGS = [
 
 
 def case(arguments: Any, strategy: dict[str, Any] | None) -> Case:
+    """Return the run of a setting."""
     if arguments is None:
         return bfloat(strategy)
     initial, clip, *module = arguments
@@ -91,6 +96,7 @@ def case(arguments: Any, strategy: dict[str, Any] | None) -> Case:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> dict[int, Any]:
+    """Return the results of three ranks for each selected setting."""
     numbers = selected_values(test_precision, "number")
     cases = [case(arguments, strategy) for _, arguments, strategy, _ in (SETTINGS[number] for number in numbers)]
     folder = str(tmp_path_factory.mktemp("precision"))
@@ -100,6 +106,7 @@ def ranks(tmp_path_factory) -> dict[int, Any]:
 
 @pytest.mark.parametrize("number", range(len(SETTINGS)), ids=[name for name, *_ in SETTINGS])
 def test_precision(number, ranks, tmp_path):
+    """Weights and scales equal the results of one process, and an overflow lowers the scale on all stages."""
     name, arguments, _, tolerance = SETTINGS[number]
     plain = train(case(arguments, None), 1, tmp_path)
     for found in ranks[number]:

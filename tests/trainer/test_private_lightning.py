@@ -1,4 +1,4 @@
-"""One test for every private name of Lightning and its friends that the trainer layer touches."""
+"""Tests of every private name of Lightning and related packages that the trainer layer uses, one test per name."""
 
 from __future__ import annotations
 
@@ -32,20 +32,23 @@ from lightning_pipes.trainer import private_lightning as private
 
 
 def trainer() -> pl.Trainer:
+    """Return a Trainer on the CPU without output."""
     return pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
 
 
 def arguments(function: Any) -> list[str]:
+    """Return the names of a function's arguments."""
     return list(inspect.signature(function).parameters)
 
 
 def test_sigterm_notifier_fn():
-    """Registered from the instance, so a replacement there is what runs."""
+    """Lightning reads this handler from the instance, so a replacement there takes effect."""
     assert "self._sigterm_notifier_fn" in inspect.getsource(_SignalConnector.register_signal_handlers)
     assert "dist.broadcast" in inspect.getsource(_SignalConnector._sigterm_notifier_fn)
 
 
 def test_slurm_sigusr_handler_fn():
+    """Lightning reads this handler from the instance, and the handler saves a checkpoint."""
     assert "self._slurm_sigusr_handler_fn" in inspect.getsource(_SignalConnector.register_signal_handlers)
     assert "save_checkpoint" in inspect.getsource(_SignalConnector._slurm_sigusr_handler_fn)
 
@@ -72,7 +75,7 @@ def test_received_sigterm():
 
 
 def test_broadcast_sigterm_tensor():
-    """Called on the instance before every batch."""
+    """Lightning calls this method on the instance before every batch."""
     assert "self._broadcast_sigterm_tensor()" in inspect.getsource(_TrainingEpochLoop.advance)
     t = trainer()
     private.silence_sigterm_broadcast(t)
@@ -82,7 +85,7 @@ def test_broadcast_sigterm_tensor():
 
 
 class _WithData(pl.LightningModule):
-    """Counts the calls of its hook."""
+    """A module that counts the calls of its data hook."""
 
     calls = 0
 
@@ -105,6 +108,11 @@ class _WithData(pl.LightningModule):
 
 @pytest.mark.parametrize("drawn", [0, 1])
 def test_random_numbers_of_a_hook_that_is_asked_ahead_are_drawn_when_lightning_asks(drawn):
+    """Calling the data hook early does not change random numbers.
+
+    The hook and Lightning draw the same numbers as without the early call, unless other numbers are drawn in between.
+    """
+
     class Drawing(_WithData):
         def train_dataloader(self) -> Any:
             return DataLoader(torch.rand(8), batch_size=2)
@@ -127,7 +135,10 @@ def test_random_numbers_of_a_hook_that_is_asked_ahead_are_drawn_when_lightning_a
 
 
 def test_data_source_and_request_dataloader():
-    """Asked for ahead, the hook is called once; Lightning gets the same loader, with what its arguments were."""
+    """If the data hook was called early, Lightning gets the same loader without calling the hook again.
+
+    Later requests call the hook, and `forget_run_data` restores the original data sources.
+    """
     t, module = trainer(), _WithData()
     t.strategy.connect(module)
     module.trainer = t
@@ -157,6 +168,7 @@ def test_data_source_and_request_dataloader():
 
 
 def test_batch_transfer_hooks():
+    """Both transfer hooks of the module run when a batch is moved to the device."""
     t, module = trainer(), _WithData()
     t.strategy.connect(module)
     module.trainer = t
@@ -181,6 +193,7 @@ def test_lightning_optimizers():
 
 
 def test_training_step_and_call_strategy_hook():
+    """`_training_step` calls the strategy through `_call_strategy_hook`, and a step that returns None is skipped."""
     run = trainer()
     loop = run.fit_loop.epoch_loop.automatic_optimization
     assert arguments(loop._training_step) == ["kwargs"]
@@ -216,13 +229,14 @@ def test_subprocess_script_launcher():
 
 
 def test_call_children_scripts():
-    """`_call_children_scripts` fills `procs`, and gives the children this process's environment."""
+    """`_call_children_scripts` fills `procs`, and passes the environment of this process to the children."""
     source = inspect.getsource(private.SubprocessLauncher._call_children_scripts)
     assert "self.procs.append(new_process)" in source
     assert "env_copy = os.environ.copy()" in source
 
 
 def test_set_num_threads_if_needed(monkeypatch):
+    """The number of threads stays unchanged if `OMP_NUM_THREADS` is set."""
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     before = torch.get_num_threads()
     private.set_num_threads_if_needed(num_processes=1)
@@ -230,7 +244,8 @@ def test_set_num_threads_if_needed(monkeypatch):
 
 
 def test_process_groups():
-    started = not dist.is_initialized()  # a Trainer of another test may have made the default one
+    """`process_groups` lists a new group until the group is destroyed."""
+    started = not dist.is_initialized()  # the Trainer of another test may have created the default group
     if started:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -246,7 +261,7 @@ def test_process_groups():
 
 
 def test_default_group():
-    """Functions of torch use what stands for the default group, until it is hidden."""
+    """Functions of torch use the replacement of the default group until it is hidden."""
     started = not dist.is_initialized()
     if started:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -272,7 +287,7 @@ def test_default_group():
 
 
 def test_resolve_group():
-    """Functional collectives take the group that it returns."""
+    """Functional collectives use the group returned by the redirection, until it is removed."""
     started = not dist.is_initialized()
     if started:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -290,6 +305,8 @@ def test_resolve_group():
 
 
 def test_caller_of_property():
+    """The frame that reads a property of the Trainer is found through the frames of Lightning; other properties return
+    None."""
     frames = []
 
     class Strategy:
@@ -306,7 +323,7 @@ def test_caller_of_property():
 
 
 def test_original_signal_handlers():
-    """`_original_handlers` has what was there before Lightning's own."""
+    """`_original_handlers` contains the handlers that were installed before those of Lightning."""
     trainer = pl.Trainer(accelerator="cpu", logger=False)
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -323,7 +340,8 @@ def test_original_signal_handlers():
 
 
 def test_metric_counts():
-    """`_update_count`, `_forward_cache` and `_computed` of torchmetrics."""
+    """`metric_counts` and `set_metric_counts` read and write `_update_count`, `_forward_cache` and `_computed` of
+    torchmetrics."""
     metric, other = torchmetrics.SumMetric(), torchmetrics.SumMetric()
     metric(torch.tensor(2.0))
     metric(torch.tensor(3.0))
@@ -336,7 +354,7 @@ def test_metric_counts():
 
 
 def test_metric_to_sync():
-    """`_to_sync` is read by the wrapped compute, and only `forward` would bring it up to date."""
+    """The wrapped `compute` reads `_to_sync`, which only `forward` would update."""
     metric = torchmetrics.SumMetric()
     private.set_metric_sync(metric, False)
     assert "should_sync=self._to_sync" in inspect.getsource(torchmetrics.Metric._wrap_compute)
@@ -344,7 +362,7 @@ def test_metric_to_sync():
 
 
 def test_auto_add_worker_init_fn(monkeypatch):
-    """Lightning seeds workers by rank only where the loader has no function of its own."""
+    """Lightning seeds workers by rank only if the loader has no `worker_init_fn`."""
     monkeypatch.setitem(os.environ, "PL_SEED_WORKERS", "1")
     loader = DataLoader([1, 2], num_workers=1)
     assert private.seeded_workers(loader)
@@ -354,7 +372,7 @@ def test_auto_add_worker_init_fn(monkeypatch):
 
 
 class Halves(private.LoaderOfSamples):
-    """Every second entry of the sampler."""
+    """A loader that uses every second entry of its sampler."""
 
     def wrap_sampler(self, sampler: Any) -> Any:
         return list(sampler)[::2]
@@ -362,7 +380,7 @@ class Halves(private.LoaderOfSamples):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_index_sampler(workers):
-    """Where torch's iterators take indices from, and what the length of a loader is counted by."""
+    """Torch's iterators and the length of a loader both use the wrapped sampler."""
     loader = Halves(torch.arange(8), 2, num_workers=workers, multiprocessing_context="fork" if workers else None)
     assert [batch.tolist() for batch in loader] == [[0, 1], [4, 5]]
     assert len(loader) == 2
@@ -370,6 +388,7 @@ def test_index_sampler(workers):
 
 
 def test_iterator_of_lasting_workers():
+    """`has_workers` is true once the loader has started persistent workers."""
     loader = Halves(torch.arange(8), 2, num_workers=1, multiprocessing_context="fork", persistent_workers=True)
     assert not loader.has_workers
     next(iter(loader))
@@ -377,7 +396,7 @@ def test_iterator_of_lasting_workers():
 
 
 class Looks(pl.Callback):
-    """What is to be known of the loops, in the hooks of a run."""
+    """A callback that records the state of the loops in the hooks of a run."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -399,7 +418,7 @@ class Looks(pl.Callback):
 
 
 def test_where_a_run_is():
-    """`_combined_loader`, `_iterator`, `_data_fetcher` and the counters of the loops."""
+    """`_combined_loader`, `_iterator`, `_data_fetcher` and the counters of the loops show the position of a run."""
     from tests.trainer.lit import Lit, data
 
     looks = Looks()
@@ -425,7 +444,10 @@ def test_where_a_run_is():
 
 
 def test_restart_stages():
-    """What the loops decide by, and when; checkpoint/test_resumable.py shows that it has the wanted effect."""
+    """The loops have the attributes that decide how a restart continues, and read them in the expected order.
+
+    `checkpoint/test_resumable.py` tests their effect.
+    """
     assert training_epoch_loop.RestartStage.RESTARTED_ON_LAST == "restarted_on_last"
     assert evaluation_loop.RestartStage.RESTARTED_MID_EVALUATION == "restarted_mid_evaluation"
     fit, epoch = trainer().fit_loop, trainer().fit_loop.epoch_loop
@@ -440,7 +462,7 @@ def test_restart_stages():
 
 
 def test_wrapping_checkpoint_io():
-    """It takes what it is given only if it has nothing to wrap."""
+    """A wrapping plugin keeps the first plugin that it wraps, and ignores a second one."""
     inner, other = TorchCheckpointIO(), TorchCheckpointIO()
     assert issubclass(AsyncCheckpointIO, private.WrappingCheckpointIO)
     for wrapping in (AsyncCheckpointIO(inner), AsyncCheckpointIO()):
@@ -450,20 +472,22 @@ def test_wrapping_checkpoint_io():
 
 
 def test_unscale_grads():
+    """A replaced `_unscale_grads_` decides whether the scaler skips a step, and removing it restores the original
+    method."""
     scaler = torch.amp.GradScaler("cpu")
     p = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([p], lr=1.0)
     scaler.scale(p.sum()).backward()
     private.replace_unscale_gradients(scaler, lambda *_: {torch.device("cpu"): torch.ones(1)})
     scaler.step(optimizer)
-    assert p.item() == 1.0  # skipped, as our method found an overflow
+    assert p.item() == 1.0  # the step is skipped because the replaced method reports an overflow
     private.replace_unscale_gradients(scaler, None)
     assert "_unscale_grads_" not in vars(scaler)
     assert private.unscale_gradients(scaler).__name__ == "_unscale_grads_"
 
 
 def test_trainer_of_a_module():
-    """`_trainer` is None on a module that no Trainer knows; the property would raise."""
+    """`_trainer` is None on a module without a Trainer, although the property would raise an error."""
     assert pl.LightningModule()._trainer is None
 
 
@@ -475,7 +499,8 @@ def test_spectral_norm():
 
 
 def test_collector_of_hidden_states():
-    """`_active_collector` of transformers holds, while a model runs, what its hooks collect."""
+    """While a model of transformers runs, `_active_collector` contains the names of the outputs that its hooks
+    collect."""
     config = transformers.GPT2Config(vocab_size=5, n_positions=4, n_embd=4, n_layer=1, n_head=1)
     model = transformers.GPT2Model(config)
     seen = []
@@ -487,7 +512,7 @@ def test_collector_of_hidden_states():
 
 
 def test_compiled_in_place():
-    """`_compiled_call_impl` is what `nn.Module.compile` sets."""
+    """`nn.Module.compile` sets `_compiled_call_impl`."""
     layer = torch.nn.Linear(1, 1)
     assert not private.is_compiled(layer)
     assert private.is_compiled(torch.compile(layer, backend="eager"))
@@ -496,8 +521,11 @@ def test_compiled_in_place():
 
 
 def test_pauses_after_this_batch(tmp_path):
-    """Before the last batch of an epoch, of training, and before validation, a monitoring scheduler and a checkpoint; a
-    stop asked for does not count."""
+    """`pauses_after_this_batch` is true before Lightning does something other than train the next batch.
+
+    This includes the end of an epoch or of training, validation, a scheduler that monitors a value, and a checkpoint. A
+    requested stop does not count.
+    """
     seen: dict[str, list[bool]] = {
         name: [] for name in ("epoch", "steps", "validation", "stop", "plateau", "checkpoint", "accumulated")
     }
@@ -554,7 +582,7 @@ def test_pauses_after_this_batch(tmp_path):
 
 
 def test_as_in_training_step():
-    """Logs made later keep their name: Lightning files them under the hook that runs."""
+    """A value logged in a later hook is stored under the name of the training step within the context."""
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
@@ -585,6 +613,7 @@ def test_before_step():
 
 
 def test_expect_late_steps(recwarn):
+    """A scheduler steps without a warning although its optimizer has not made a step."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     private.expect_late_steps(optimizer)
@@ -601,12 +630,13 @@ def test_reset_optimizers_and_schedulers():
 
 
 def test_storage_info():
-    """What the index of torch.distributed.checkpoint says of where a tensor is."""
+    """`storage_info` returns an entry in the index of torch.distributed.checkpoint, with the place of a tensor."""
     info = private.storage_info("a", 1, 2)
     assert (info.relative_path, info.offset, info.length, info.transform_descriptors) == ("a", 1, 2, None)
 
 
 def test_process_groups_are_forgotten(monkeypatch):
+    """`forget_process_groups` resets the default process group."""
     told = []
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist.distributed_c10d, "_update_default_pg", told.append)
@@ -623,6 +653,8 @@ def test_strategy_is_replaced(tmp_path):
 
 
 class Logs(pl.LightningModule):
+    """A module that logs a number and a metric, and records the values that Lightning has accumulated."""
+
     def __init__(self):
         super().__init__()
         self.layer = torch.nn.Linear(1, 1)
@@ -643,6 +675,7 @@ class Logs(pl.LightningModule):
 
 
 def test_logged_values():
+    """`logged_values` returns the sums, sample counts and last values of Lightning's results."""
     module = Logs()
     t = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, max_epochs=1)
     t.fit(module, DataLoader(torch.ones(2, 1), batch_size=1))
@@ -655,6 +688,7 @@ def test_logged_values():
 
 
 def test_what_is_shown_once_is_not_shown_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ignoring warnings repeatedly does not make Python show other warnings again, and leaves the filters unchanged."""
     shown: list[str] = []
     with warnings.catch_warnings():
         warnings.simplefilter("default")
@@ -671,6 +705,7 @@ def test_what_is_shown_once_is_not_shown_again(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_average_model_and_init_n_averaged():
+    """The averaged model of both callbacks is found, counted and dropped."""
     for callback in (WeightAveraging(), StochasticWeightAveraging(0.1)):
         assert private.find_average(callback) is None
         callback.setup(trainer(), pl.LightningModule(), "fit")

@@ -1,4 +1,4 @@
-"""Pins what is used of transformers beyond its documented interface: a version without it is noticed by name."""
+"""Tests of the private interfaces of transformers that the package uses, which name what a new version lacks."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 
 def make() -> nn.Module:
+    """Return a small Llama model."""
     sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
     return transformers.LlamaModel(transformers.LlamaConfig(**sizes, num_hidden_layers=1))
 
@@ -54,6 +55,7 @@ def test_names_of_the_library():
 
 
 def test_modules_of_others_keep_their_names():
+    """Modules that are not from transformers keep the names of their weights."""
     layer = nn.Linear(1, 1)
     assert not private.is_pretrained_model(layer)
     assert private.rename_keys(layer, ["weight"]) == {"weight": ("weight", False)}

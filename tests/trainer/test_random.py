@@ -1,4 +1,4 @@
-"""Dropout and random user code in a pipeline, against one process that follows the rule for random streams."""
+"""Tests of random numbers in a pipeline against one process with the same rules for random streams."""
 
 from __future__ import annotations
 
@@ -24,13 +24,17 @@ MICROBATCHES = 3
 
 
 class LitRandom(Lit):
-    """Noise on the input, dropout in the layers, dropout on the output, and mixed targets; from three generators."""
+    """A module with random numbers from three generators.
+
+    It has noise on its input, dropout in and after the layers, and randomly mixed targets.
+    """
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return random_loss(self.model, *batch)
 
 
 def random_loss(layers: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return the loss of LitRandom for a batch."""
     share = random.random()
     order = np.random.permutation(len(x))
     x = share * x + (1 - share) * x[order] + 0.1 * torch.randn_like(x)
@@ -40,6 +44,7 @@ def random_loss(layers: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def seed_stream(layer: int, number: int, start: int, stop: int, everything: bool = False) -> None:
+    """Seed torch, and Python and NumPy if `everything` is set, for a layer and the samples of a micro-batch."""
     text = f"{SEED}/0/{layer}/{number}/{start}:{stop}".encode()
     seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
     torch.manual_seed(seed)
@@ -49,8 +54,11 @@ def seed_stream(layer: int, number: int, start: int, stop: int, everything: bool
 
 
 def follow_the_rule(dropout: float) -> tuple[list[float], dict[str, np.ndarray]]:
-    """Losses and weights after two epochs: before the layers stream -1, each layer its own, after them stream -2, of
-    torch alone: Python's and NumPy's go on."""
+    """Return the losses and weights of two epochs on one process with explicitly seeded random streams.
+
+    Code before the layers uses stream -1, each layer uses a stream of its own, and code after the layers uses stream
+    -2. Only stream -1 also seeds Python and NumPy, whose generators are not seeded again within the micro-batch.
+    """
     pl.seed_everything(3, verbose=False)
     module = LitRandom(dropout=dropout).double()
     optimizer = module.configure_optimizers()["optimizer"]
@@ -89,6 +97,7 @@ CASES = [
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_random_numbers_do_not_depend_on_the_stages(ranks):
+    """Losses and weights on one, two and four ranks equal the run with explicitly seeded streams."""
     losses, weights = follow_the_rule(0.4)
     for of_rank in run_ranks(train_cases, ranks, CASES, ranks, mkdtemp(), timeout=60):
         for found in of_rank:
@@ -97,7 +106,10 @@ def test_random_numbers_do_not_depend_on_the_stages(ranks):
 
 
 def test_random_numbers_after_a_resume(tmp_path):
-    """One epoch on 4 ranks and one more on 2 are two epochs on 2; a global generator would go on elsewhere."""
+    """One epoch on four ranks followed by one on two ranks equals two epochs on two ranks.
+
+    This would fail if random numbers came from global generators, whose states would differ after the resume.
+    """
     strategy = {"microbatches": MICROBATCHES, "seed": SEED}
     path = str(tmp_path / "half.ckpt")
     whole = Case(LitRandom, {"dropout": 0.4}, strategy, {"max_epochs": 2})
@@ -110,14 +122,14 @@ def test_random_numbers_after_a_resume(tmp_path):
 
 
 class LitStirring(Lit):
-    """A hook that draws random numbers where the last stage only runs it."""
+    """A module with a hook that draws random numbers."""
 
     def on_train_epoch_end(self) -> None:
         torch.rand(3)
 
 
 def shuffled(rank: int, ranks: int) -> list[list[float]]:
-    """The first entries of the batches that this rank sees in three epochs, shuffled without a generator."""
+    """Return the first feature of each sample in the batches of three epochs, as this rank sees them."""
     from lightning.pytorch.callbacks import Callback
     from torch.utils.data import DataLoader
 
@@ -145,15 +157,16 @@ def shuffled(rank: int, ranks: int) -> list[list[float]]:
 
 
 def test_ranks_shuffle_alike_and_as_one_process():
+    """Both ranks get the same batches. The first epoch equals one process, and each later epoch has a new order."""
     plain = run_ranks(shuffled, 1, 1)[0]
     first, second = run_ranks(shuffled, 2, 2)
     assert first == second
-    assert first[:3] == plain[:3]  # until the hook drew numbers that the plain run did not draw
+    assert first[:3] == plain[:3]  # later epochs differ because of the numbers that the hook draws
     assert first[3:6] != first[:3]
 
 
 class Own:
-    """A generator of each kind."""
+    """One generator of each of four kinds."""
 
     def __init__(self) -> None:
         self.generators = (
@@ -164,6 +177,7 @@ class Own:
         )
 
     def draw(self) -> tuple[float, ...]:
+        """Return one number of each generator."""
         numpy, old, python, of_torch = self.generators
         return (
             numpy.random(),
@@ -174,7 +188,10 @@ class Own:
 
 
 class LitOwn(Lit):
-    """Draws from generators of its own around the layers; the numbers are kept where no pipeline looks."""
+    """A module with generators of its own.
+
+    It draws numbers before and after the layers, and records them in a class attribute, which the pipeline ignores.
+    """
 
     drawn: ClassVar[list[tuple[float, ...]]] = []
 
@@ -193,6 +210,7 @@ class LitOwn(Lit):
 
 
 def draw_own(rank: int, schedules: tuple[str, ...]) -> list[tuple[set[tuple[float, ...]], tuple[float, ...]]]:
+    """Return the numbers that a training with each schedule has drawn, and the next number of each generator."""
     found = []
     for schedule in schedules:
         module = LitOwn().double()
@@ -208,7 +226,10 @@ def draw_own(rank: int, schedules: tuple[str, ...]) -> list[tuple[set[tuple[floa
 
 
 def test_generators_of_the_module_give_all_stages_the_same_numbers():
-    """Each micro-batch has numbers of its own, and the first one of a batch those of one process."""
+    """All stages draw the same numbers from generators of the module.
+
+    Each micro-batch draws different numbers, and the first micro-batch of a batch draws the numbers of one process.
+    """
     schedules = "1f1b", "pipedream"
     batches = len(data()) // 8
     plain = Own()

@@ -1,4 +1,4 @@
-"""Names of strategies, with Trainer and with Fabric."""
+"""Tests of the registered names of the strategies, with Trainer and with Fabric."""
 
 from __future__ import annotations
 

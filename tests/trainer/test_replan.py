@@ -1,4 +1,4 @@
-"""Layers leave a rank that something slows down, or that has too many by what steps show, while training goes on."""
+"""Tests of replanning: layers move to other ranks during training if a rank slows down or a profile turns out wrong."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _time = VirtualClock()
 
 
 class Pause(torch.autograd.Function):
-    """Takes as long as a layer of a large model would, three times as long where something slows the rank down."""
+    """A function that takes the time of a large layer on the virtual clock, and three times as long on a slow rank."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -46,11 +46,14 @@ class Pause(torch.autograd.Function):
 
 
 def pause(seconds: float) -> None:
+    """Advance the virtual clock, three times as far on the slow rank."""
     rank = process_rank() if dist.is_initialized() else 0
     _time.sleep(seconds * (3 if rank == _slow["rank"] else 1))
 
 
 class Paced(nn.Module):
+    """A layer that also takes the time of a large layer."""
+
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
@@ -60,6 +63,8 @@ class Paced(nn.Module):
 
 
 class LitPaced(Lit):
+    """A module of layers that take the time of large layers."""
+
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         layers = [Paced(nn.Linear(WIDTH, WIDTH)) for _ in range(LAYERS - 1)]
@@ -67,7 +72,10 @@ class LitPaced(Lit):
 
 
 class Sees(Callback):
-    """Slows the process of stage 1 down after some batches, and keeps who has how many layers."""
+    """A callback that slows down the process of the last stage after some batches.
+
+    It also records the number of layers of each stage.
+    """
 
     def __init__(self) -> None:
         self.sizes: list[list[int]] = []
@@ -81,19 +89,27 @@ class Sees(Callback):
 
 
 def faked(self: Any, pieces: int | None, split: bool) -> ModelProfile:
-    """In place of a measurement: the first two layers take twice as long as they do, the others half as long."""
+    """Return a wrong profile in place of a measurement.
+
+    The first two layers take twice their real time, and all others half of it.
+    """
     seconds = [0.002] * 2 + [0.0005] * (LAYERS - 2)
     layers = (LayerProfile(str(n), ((1, s),), ((1, 2 * s),), output=((1, 64.0),)) for n, s in enumerate(seconds))
     return ModelProfile(tuple(layers))
 
 
 def as_predicted(self: Any, made: Any, *_: Any) -> Trial:
-    """In place of a trial of a faked profile."""
+    """Return a trial that agrees with the prediction, in place of a trial with a faked profile."""
     return Trial(1.0, 1.0, (1.0,) * len(made.layers))
 
 
 def corrected(rank: int, folder: str) -> tuple[dict[str, Any], list[list[int]], str, float | None]:
-    """A run by a profile that is wrong: what it leaves, who had how many layers, and what its report says."""
+    """Train with a wrong profile.
+
+    Returns:
+        The results of the run, the number of layers of each stage after each batch, the reason of the choice in the
+        report, and the predicted seconds.
+    """
     with pytest.MonkeyPatch.context() as patch:
         _time.patch(patch)
         patch.setattr(LayerProfiler, "profile", faked)
@@ -101,7 +117,7 @@ def corrected(rank: int, folder: str) -> tuple[dict[str, Any], list[list[int]], 
         patch.setattr(prediction, "FEWEST", 4)
         patch.setattr(prediction, "MOST", 4)
         _slow["rank"], sees = -1, Sees()
-        sees.on_train_batch_start = lambda *_: None  # type: ignore[method-assign]  # nobody slows anything down
+        sees.on_train_batch_start = lambda *_: None  # type: ignore[method-assign]  # no rank is slowed down
         options = {"max_steps": BATCHES, "max_epochs": -1, "limit_val_batches": 0, "callbacks": [sees]}
         case = Case(LitPaced, {}, {"schedule": "1f1b", "microbatches": 4}, options)
         kept: list[Any] = []
@@ -113,7 +129,7 @@ def corrected(rank: int, folder: str) -> tuple[dict[str, Any], list[list[int]], 
 
 
 class Kept(Callback):
-    """The strategy of a run."""
+    """A callback that records the strategy of a run."""
 
     def __init__(self, kept: list[Any]) -> None:
         self.kept = kept
@@ -123,6 +139,7 @@ class Kept(Callback):
 
 
 def runs(rank: int, names: tuple[str, ...], folder: str) -> list[tuple[Any, ...]]:
+    """Train with each of the named schedules, and return the results and the number of layers of each stage."""
     found = []
     for n, name in enumerate(names):
         schedule, _, replan = name.partition(" ")
@@ -143,10 +160,12 @@ def runs(rank: int, names: tuple[str, ...], folder: str) -> list[tuple[Any, ...]
 
 @cache
 def results() -> list[list[tuple[Any, ...]]]:
+    """Return the results of both ranks for 1F1B with and without replanning, and for dynpipe."""
     return run_ranks(runs, 2, ("1f1b replan", "1f1b", "dynpipe"), mkdtemp(), timeout=200)
 
 
 def test_layers_of_a_schedule_that_flushes_move_and_weights_are_the_same() -> None:
+    """With replanning, layers leave the slow rank, and all results stay bitwise equal to a run without replanning."""
     for (moved, sizes), (stayed, same), _ in results():
         assert {tuple(each) for each in same} == {(4, 4)}
         assert sizes[: SLOW_FROM + 1] == [[4, 4]] * (SLOW_FROM + 1)
@@ -156,6 +175,7 @@ def test_layers_of_a_schedule_that_flushes_move_and_weights_are_the_same() -> No
 
 
 def test_a_profile_that_steps_contradict_is_corrected_and_the_cut_made_anew() -> None:
+    """A run that starts with a wrong profile returns to the even cut, and its results stay bitwise equal."""
     for (moved, sizes, choice, seconds), (_, (stayed, _), _) in zip(
         run_ranks(corrected, 2, mkdtemp(), timeout=200), results(), strict=True
     ):
@@ -163,12 +183,13 @@ def test_a_profile_that_steps_contradict_is_corrected_and_the_cut_made_anew() ->
         assert sizes[-1] == [4, 4]
         assert "stages begin at layers [4] from now on instead of [2]" in choice
         assert seconds is not None
-        assert seconds > 0.05  # 12 ms a micro-batch on each stage, and one more to fill and to drain
+        assert seconds > 0.05  # 12 ms per micro-batch and stage, and 12 ms to fill and drain the pipeline
         for key in ("outputs", "metrics", "weights", "rates", "steps"):
             assert differences(moved[key], stayed[key], tolerance=0) == []
 
 
 def test_layers_of_dynpipe_move() -> None:
+    """With dynpipe, layers leave the slow rank without the argument `replan`."""
     for _, _, (out, sizes) in results():
         assert sizes[: SLOW_FROM + 1] == [[4, 4]] * (SLOW_FROM + 1)
         assert sizes[-1][0] > 4
@@ -176,6 +197,8 @@ def test_layers_of_dynpipe_move() -> None:
 
 
 def test_who_can_replan() -> None:
+    """`replan` is refused for schedules that replan by default, for schedules without a fixed order, and with unknown
+    settings."""
     assert PipelineStrategy("kfkb", replan={"every": 7})._request.replanner.every == 7  # type: ignore[union-attr]
     assert PipelineStrategy("kfkb")._request.replanner is None
     with pytest.raises(InputError, match="goes on planning by itself"):

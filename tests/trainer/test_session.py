@@ -1,4 +1,4 @@
-"""The port of a run that Lightning's launcher starts, and the versions that its user is told of."""
+"""Tests of the port of a run that Lightning launches, and of the message about untested versions."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_the_port_is_held_where_nobody_else_is_to_reach_it(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher holds its port open for a run on one node, and leaves it free for a run on several nodes."""
     for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", session.LAUNCHER):
-        monkeypatch.setenv(name, "")  # put back in the end
+        monkeypatch.setenv(name, "")  # makes monkeypatch restore the variable at the end
         monkeypatch.delenv(name)
     monkeypatch.setattr("lightning_pipes.engine.watch.shared_store._held", None)
     monkeypatch.setattr(session.private, "call_children_scripts", lambda *_: None)
@@ -43,6 +44,8 @@ def test_the_port_is_held_where_nobody_else_is_to_reach_it(nodes: int, monkeypat
 
 
 def test_pages_name_the_versions_that_tests_run_on():
+    """The table of versions lists the pinned versions, the README lists the same versions, and `TESTED` is the newest
+    torch."""
     pins = dict(re.findall(r"^([a-z-]+)==([0-9.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     rows = re.findall(r"^\| (\S+) \| ([0-9.]+) \| ([0-9.]+) \|", (ROOT / "docs/versions.md").read_text(), re.MULTILINE)
     table = {name: (pinned, newest) for name, pinned, newest in rows}
@@ -54,6 +57,7 @@ def test_pages_name_the_versions_that_tests_run_on():
 
 
 def test_newer_ones_are_told_once(caplog):
+    """Only versions newer than the tested ones cause a message, once per version."""
     with caplog.at_level(logging.INFO, "lightning.pytorch"):
         for version in ("2.14.0+cpu", "2.12.1", "2.15.0a0", "2.15.0a0", "3.0.0"):
             warn_if_untested(version)

@@ -1,4 +1,7 @@
-"""Optimizer states sharded over the replicas of a stage: training, checkpoints and resumed runs as on one process."""
+"""Tests of optimizer states sharded over the replicas of a stage.
+
+Training, checkpoints and resumed runs are compared with one process.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,14 @@ from tests.trainer.lit import Lit, LitOutside, data, differences, plain_values, 
 from tests.trainer.replicas import REPLICAS, ROWS, Dealt
 from tests.trainers import make_trainer
 
-SAMPLES = 22  # the last batch of an epoch has 3 a replica, the others 4
-EPOCHS = 10  # of two optimizer steps
+SAMPLES = 22  # the last batch of an epoch has 3 samples per replica, the others have 4
+EPOCHS = 10  # two optimizer steps each
 CASES = {"full": ("adamw", "full"), "parts": ("adamw", "sharded"), "moved": ("sgd", "full"), "sum": ("adagrad", "full")}
-"""The optimizer and the form of the checkpoint, by the checkpoint's name."""
+"""The optimizer and the form of the checkpoint, by the name of the checkpoint."""
 
 
 class LitUneven(LitOutside):
-    """A parameter of one element, one without an axis, a tied one, and a frozen one."""
+    """A module with a parameter of one element, a parameter without axes, a tied parameter and frozen parameters."""
 
     def __init__(self, optimizer: str) -> None:
         super().__init__(optimizer=optimizer)
@@ -39,13 +42,13 @@ class LitUneven(LitOutside):
         return super().forward(x) * (self.scale + self.shift)
 
     def configure_optimizers(self) -> Any:
-        if self.hparams.optimizer == "adagrad":  # which makes its states before the first step
+        if self.hparams.optimizer == "adagrad":  # Adagrad creates its states before the first step
             return torch.optim.Adagrad(self.parameters(), lr=0.05)
         return super().configure_optimizers()
 
 
 class MoveLayer(pl.Callback):
-    """Has the first layer of the last stage move to the first stage once, with its states."""
+    """A callback that moves the first layer of the last stage, with its optimizer states, to the first stage once."""
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         plan, _ = trainer.strategy.current_run.plans.for_rows(ROWS)
@@ -54,7 +57,7 @@ class MoveLayer(pl.Callback):
 
 
 class CountStates(pl.Callback):
-    """Counts the elements that optimizers keep on this rank at the end of training."""
+    """A callback that counts the elements of the optimizer states on this rank at the end of training."""
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         kept = [t for state in trainer.optimizers[0].state.values() for t in state.values()]
@@ -64,7 +67,7 @@ class CountStates(pl.Callback):
 def train(
     path: Path, optimizer: str = "adamw", strategy: Any = "auto", devices: int = 1, resume: Path | None = None
 ) -> dict[str, Any]:
-    """Train with clipping and accumulation, all epochs or one more, and save."""
+    """Train with gradient clipping and accumulation, and save a checkpoint. A resumed run trains for one more epoch."""
     quiet()
     pl.seed_everything(3, verbose=False)
     module, count, dataset = LitUneven(optimizer).double(), CountStates(), data(SAMPLES)
@@ -85,6 +88,7 @@ def train(
 
 
 def train_sharded(rank: int, folder: str) -> dict[str, Any]:
+    """Train all cases with sharded states on four ranks, and resume from a sharded and from a plain checkpoint."""
     found = {}
     for name, (optimizer, form) in CASES.items():
         settings: dict[str, Any] = {"partition": [4], "checkpoint": form}
@@ -97,15 +101,17 @@ def train_sharded(rank: int, folder: str) -> dict[str, Any]:
 
 
 def resume_whole(rank: int, folder: str) -> dict[str, Any]:
+    """Resume on two ranks, without replicas, from a checkpoint of sharded states."""
     return train(Path(folder, "on"), "adamw", PipelineStrategy(microbatches=2), 2, Path(folder, "full"))
 
 
 def states_of(path: Path) -> Any:
-    """The optimizer states in a checkpoint, which have to be those of whole parameters."""
+    """Return the optimizer states in a checkpoint, which contain whole parameters."""
     return plain_values(torch.load(path, weights_only=False)["optimizer_states"][0]["state"])
 
 
 def test_two_stages_of_two_sharded_replicas_are_one_process(tmp_path):
+    """Weights, saved states and resumed runs equal one process, and each replica keeps about half of the states."""
     whole = {name: train(tmp_path / f"plain {name}", name) for name in ("adamw", "sgd", "adagrad")}
     ranks = run_ranks(train_sharded, 4, str(tmp_path), timeout=120)
     consolidate(tmp_path / "parts", tmp_path / "one file", weights_only=False)
@@ -117,7 +123,7 @@ def test_two_stages_of_two_sharded_replicas_are_one_process(tmp_path):
         stages = [ranks[position][name]["states"] + ranks[position + 2][name]["states"] for position in (0, 1)]
         for found, of_stage in zip(ranks, stages * 2, strict=True):
             assert 0.45 < found[name]["states"] / of_stage < 0.55
-        assert sum(stages) >= whole[optimizer]["states"]  # what is tied or outside has states on both stages
+        assert sum(stages) >= whole[optimizer]["states"]  # tied and outside parameters have states on both stages
     further = train(tmp_path / "on", "adamw", resume=tmp_path / "plain adamw")["weights"]
     assert differences(further, whole["adamw"]["weights"], tolerance=1e-6) != []
     resumed = [found[f"{name}, resumed"] for name in ("parts", "plain adamw") for found in ranks]
@@ -128,7 +134,7 @@ def test_two_stages_of_two_sharded_replicas_are_one_process(tmp_path):
 
 
 class Layerwise(torch.optim.SGD):
-    """Steps by the norm of a whole gradient, as LARS and LAMB do."""
+    """An optimizer whose step depends on the norm of a whole gradient, like LARS and LAMB."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -137,6 +143,8 @@ class Layerwise(torch.optim.SGD):
 
 
 def test_optimizers_are_told_apart_by_what_they_do():
+    """Optimizers that step each element independently are accepted, and optimizers that need whole parameters are
+    not."""
     weights = [nn.Parameter(torch.randn(3, 5)), nn.Parameter(torch.randn(7)), nn.Parameter(torch.zeros(()))]
     device = torch.device("cpu")
     for kind in (torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.NAdam, torch.optim.Adadelta):
@@ -157,6 +165,7 @@ def test_bad_input():
 
 
 def refusals(rank: int) -> str:
+    """Return the error message of sharding optimizer states with a schedule that steps stages separately."""
     quiet()
     strategy = PipelineStrategy("pipedream", data_parallel=2, shard_optimizer=True)
     with pytest.raises(PlanError) as error:

@@ -1,6 +1,6 @@
-"""Stages whose layers are sharded by `fully_shard` and `parallelize_module`: they train as one process does.
+"""Tests of stages whose layers are sharded by `fully_shard` and `parallelize_module`, compared with one process.
 
-`configure_model` is the one of Lightning's example for ModelParallelStrategy.
+`configure_model` follows Lightning's example for ModelParallelStrategy.
 """
 
 from __future__ import annotations
@@ -40,13 +40,15 @@ from tests.trainer.lit import differences, plain_values, quiet
 from tests.trainer.replicas import REPLICAS, ROWS, Dealt
 from tests.trainers import make_trainer
 
-SAMPLES = 22  # the last batch of an epoch has 3 a replica, the others 4
-EPOCHS = 2  # of two optimizer steps
+SAMPLES = 22  # the last batch of an epoch has 3 samples per replica, the others have 4
+EPOCHS = 2  # two optimizer steps each
 TOKENS, WIDTH, HEADS = 11, 16, 4
 LAYERS = 4
 
 
 class Attention(nn.Module):
+    """Causal attention with a given number of heads."""
+
     def __init__(self, heads: int) -> None:
         super().__init__()
         self.head_dim = WIDTH // HEADS
@@ -59,6 +61,8 @@ class Attention(nn.Module):
 
 
 class Shift(nn.Module):
+    """A layer that adds a single parameter."""
+
     def __init__(self) -> None:
         super().__init__()
         self.value = nn.Parameter(torch.empty(1))  # the second of two shards is empty
@@ -72,6 +76,8 @@ class Shift(nn.Module):
 
 
 class Block(nn.Module):
+    """A transformer layer."""
+
     def __init__(self, heads: int, hidden: int) -> None:
         super().__init__()
         self.norm, self.attention = nn.LayerNorm(WIDTH), Attention(heads)
@@ -84,6 +90,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
+    """A small GPT with tied embeddings, whose layers may get shards of the sequence."""
+
     def __init__(self, heads: int, hidden: int) -> None:
         super().__init__()
         self.sequence: DeviceMesh | None = None
@@ -94,7 +102,7 @@ class GPT(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.embedding(x)
-        if self.sequence is not None:  # each shard gets its part of the sequence
+        if self.sequence is not None:  # each tensor-parallel rank gets its shard of the sequence
             x = DTensor.from_local(x, self.sequence, [Replicate()]).redistribute(placements=[Shard(1)]).to_local()
         for layer in self.layers:
             x = layer(x)
@@ -125,10 +133,23 @@ SEQUENCE_PLAN: dict[str, ParallelStyle] = {
     "up": ColwiseParallel(input_layouts=Shard(1)),
     "down": RowwiseParallel(output_layouts=Shard(1)),
 }
-"""Layers get and return their part of the sequence: a message between stages is a share of the whole."""
+"""A plan for sequence parallelism.
+
+Layers get and return their shard of the sequence, so messages between stages contain shards as well.
+"""
 
 
 class LitGPT(pl.LightningModule):
+    """A module with a GPT that `configure_model` shards over its device mesh.
+
+    Args:
+        heads: number of attention heads.
+        hidden: hidden size of each layer.
+        meta: whether to create the weights on `meta`.
+        how: a variant of sharding, sharing or hooks.
+        file: a file with initial weights.
+    """
+
     def __init__(
         self, heads: int = HEADS, hidden: int = 2 * WIDTH, meta: bool = False, how: str = "", file: Path | None = None
     ) -> None:
@@ -146,11 +167,12 @@ class LitGPT(pl.LightningModule):
             self.model.layers[3].shift = self.model.layers[0].shift
         if self.device_mesh is not None:
             self.shard(self.model)
-        self.model.layers[1].requires_grad_(False)  # SequenceParallel makes new parameters
+        self.model.layers[1].requires_grad_(False)  # after `shard`, because SequenceParallel creates new parameters
         if self.file is not None:
             load_pretrained(self.model, self.file)
 
     def shard(self, model: GPT) -> None:
+        """Shard the model over replicas and tensor-parallel ranks."""
         replicas, shards = self.device_mesh["data_parallel"], self.device_mesh["tensor_parallel"]
         if self.how == "swapped":
             replicas, shards = shards, replicas
@@ -194,7 +216,8 @@ class LitGPT(pl.LightningModule):
 
 
 class Seen(pl.Callback):
-    """Keeps what is logged, and the norm of gradients before they are clipped."""
+    """A callback that records logged values, including the norm of gradients, and the bytes of weights and
+    gradients."""
 
     def __init__(self) -> None:
         self.logged: list[float] = []
@@ -212,8 +235,8 @@ class Seen(pl.Callback):
 
 
 def count_bytes(layers: nn.Module) -> dict[str, int]:
-    """Count the bytes of a process for weights and gradients of its layers, beside those of whole weights."""
-    own = [weight for weight in layers.parameters() if not weight.is_meta]  # others are of another stage
+    """Return the bytes of local and of whole weights and gradients on this rank."""
+    own = [weight for weight in layers.parameters() if not weight.is_meta]  # weights on meta belong to another stage
     trained = [weight for weight in own if weight.grad is not None]
     return {
         "whole": sum(weight.nbytes for weight in own),
@@ -224,13 +247,14 @@ def count_bytes(layers: nn.Module) -> dict[str, int]:
 
 
 def count_allocated(tensors: Sequence[torch.Tensor]) -> int:
-    """Count the bytes that a process has allocated for tensors, some of which share memory."""
+    """Return the allocated bytes of tensors that may share memory."""
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     memory = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in local}
     return sum(memory.values())
 
 
 def data(rows: int = SAMPLES) -> TensorDataset:
+    """Return random token sequences."""
     return TensorDataset(torch.randint(TOKENS, (rows, 7), generator=torch.Generator().manual_seed(1)))
 
 
@@ -243,7 +267,7 @@ def train(
     epochs: int = EPOCHS,
     **module: Any,
 ) -> dict[str, Any]:
-    """Train with clipping and accumulation, all epochs or one more, and save."""
+    """Train with gradient clipping and accumulation, and save a checkpoint. A resumed run trains for one more epoch."""
     quiet()
     pl.seed_everything(3, verbose=False)
     lit, seen = LitGPT(**module), Seen()
@@ -264,7 +288,7 @@ def train(
 
 
 def saved_in(path: Path) -> Any:
-    """The weights and the optimizer states in a checkpoint, which have to be whole."""
+    """Return the weights and optimizer states in a checkpoint, which contain whole parameters."""
     saved = torch.load(path, weights_only=False)
     return plain_values([saved["state_dict"], saved["optimizer_states"][0]["state"]])
 
@@ -285,16 +309,18 @@ CUBES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "cube on meta": (REPLICAS, {"tensor_parallel": 2}, {"meta": True}),
     "cube parts": (REPLICAS, {"tensor_parallel": 2, "checkpoint": "sharded", "async_checkpoint": False}, {}),
 }
-"""The data-parallel replicas, and the arguments of the strategy and of the module, by the checkpoint's name."""
+"""The number of replicas, and the arguments of the strategy and of the module, by the name of the checkpoint."""
 
 
 def in_folder(folder: str | Path, module: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a module, with the path of its file in `folder`."""
     return {name: Path(folder, value) if name == "file" else value for name, value in module.items()}
 
 
 def train_sharded(
     rank: int, folder: str, names: tuple[str, ...], processes: int, epochs: int = EPOCHS
 ) -> dict[str, Any]:
+    """Train the named cases in the same processes."""
     found = {}
     for name in names:
         replicas, settings, module = {**CASES, **CUBES}[name]
@@ -313,6 +339,7 @@ def resume(
     shards: int,
     epochs: int = EPOCHS,
 ) -> list[Any]:
+    """Resume from the named checkpoints with the given numbers of processes, replicas and tensor-parallel ranks."""
     found = []
     for name in names:
         strategy = PipelineStrategy(microbatches=2, data_parallel=replicas, tensor_parallel=shards)
@@ -322,12 +349,15 @@ def resume(
 
 
 def train_and_resume(rank: int, folder: str, parts: tuple[str, ...]) -> tuple[dict[str, Any], list[Any]]:
-    """In the same processes, which have learnt by then how to run operations of DTensors."""
+    """Train and resume in the same processes, whose caches for operations on DTensors are filled by then."""
     return train_sharded(rank, folder, tuple(CASES), 4), resume(rank, folder, ("tensors", *parts), 4, 2, 1)
 
 
 def compare(folder: Path, ranks: Sequence[dict[str, Any]], epochs: int = EPOCHS) -> None:
-    """Compare what was trained with one process, from weights that begin on the CPU, on `meta` or in a file."""
+    """Compare logs and checkpoints with one process.
+
+    The weights of a case are created on the CPU, on `meta`, or loaded from a file, and the process starts the same way.
+    """
     whole = {}
     for name in ranks[0]:
         module = {**CASES, **CUBES}[name][2]
@@ -349,7 +379,8 @@ def compare(folder: Path, ranks: Sequence[dict[str, Any]], epochs: int = EPOCHS)
 
 
 def check_parts(folder: Path, shards: int) -> None:
-    """Check that each rank has written its shards, of weights and of optimizer states, and what is not sharded once."""
+    """Check that each rank wrote its own shards of weights and optimizer states, and that other tensors are written
+    once."""
     places = Index.read(folder).places
     for entry in ("state_dict/model.layers.2.up.weight", "optimizer_states/0/model.layers.2.up.weight/exp_avg"):
         assert len({place.file for place in places[entry]}) == len(places[entry]) == shards, entry
@@ -357,20 +388,21 @@ def check_parts(folder: Path, shards: int) -> None:
 
 
 def check_bytes(ranks: Sequence[list[dict[str, int]]]) -> None:
-    """Check that two processes have halves of their stage's weights and gradients at each optimizer step."""
+    """Check that each of two processes holds half of its stage's weights and gradients at each optimizer step."""
     assert all(len(steps) == 2 * EPOCHS for steps in ranks)
     for steps in zip(*ranks, strict=True):
         for one, other in zip(steps[:2], steps[2:], strict=True):
             for part, whole in (("weights", "whole"), ("gradients", "trained")):
                 assert one[whole] == other[whole] > 0
-                assert 0 <= one[part] + other[part] - one[whole] <= 64  # shards are padded to one size
+                assert 0 <= one[part] + other[part] - one[whole] <= 64  # shards are padded to equal sizes
                 assert abs(one[part] - other[part]) <= 64
         assert sum(step["trained"] for step in steps) < sum(step["whole"] for step in steps)  # a layer is frozen
 
 
 def test_two_stages_of_two_shards_are_one_process(tmp_path):
+    """Sharded stages train, save and resume as one process, and each rank holds and writes only its shards."""
     weights = GPT(HEADS, 2 * WIDTH).state_dict()
-    del weights["head.weight"]  # which is that of the embedding
+    del weights["head.weight"]  # tied to the weight of the embedding
     save_file(weights, tmp_path / FILE)
     parts = ("parts", "tensor parts")
     ranks, again = zip(*run_ranks(train_and_resume, 4, str(tmp_path), parts, timeout=300), strict=True)
@@ -389,6 +421,7 @@ def test_two_stages_of_two_shards_are_one_process(tmp_path):
 
 @pytest.mark.slow
 def test_twenty_steps_are_those_of_one_process(tmp_path):
+    """Twenty optimizer steps and a resumed run equal one process."""
     names, epochs = ("fsdp", "tensors"), 10
     compare(tmp_path, run_ranks(train_sharded, 4, str(tmp_path), names, 4, epochs, timeout=300), epochs)
     further = train(tmp_path / "plain on", resume=tmp_path / "plain", epochs=epochs)["logged"]
@@ -400,6 +433,7 @@ def test_twenty_steps_are_those_of_one_process(tmp_path):
 
 @pytest.mark.slow
 def test_two_stages_of_two_shards_of_two_tensor_parallel_ranks(tmp_path):
+    """Two stages with FSDP and tensor parallelism together train, save and resume as one process."""
     compare(tmp_path, run_ranks(train_sharded, 8, str(tmp_path), tuple(CUBES), 8, timeout=400))
     further = train(tmp_path / "plain on", resume=tmp_path / "plain")["logged"]
     resumed = [train(tmp_path / "on", resume=tmp_path / "cube")["logged"]]
@@ -441,6 +475,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 def refusals(rank: int) -> list[str]:
+    """Return the error messages of all refused cases."""
     quiet()
     found = []
     for settings, module, _ in REFUSED:
@@ -453,7 +488,7 @@ def refusals(rank: int) -> list[str]:
 
 
 class LitChain(pl.LightningModule):
-    """Has all its weights in the layers, as schedules of stale gradients need it."""
+    """A module with all its weights in the layers, as schedules with stale gradients need it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -478,6 +513,8 @@ class LitChain(pl.LightningModule):
 
 
 class Chained(nn.Module):
+    """A layer with a residual connection."""
+
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
@@ -493,7 +530,8 @@ STALE: dict[str, dict[str, Any]] = {
 
 
 def train_stale(rank: int, folder: str, processes: int, shards: int) -> list[str]:
-    """Train one epoch, with "dynpipe" a second one from the checkpoint; return refusals."""
+    """Train with each schedule and save; "dynpipe" also resumes for a second epoch. Return the errors of refused
+    runs."""
     quiet()
     random = torch.Generator().manual_seed(0)
     loader = DataLoader(TensorDataset(*torch.randn(2, 40, WIDTH, generator=random, dtype=torch.float64)), 8)
@@ -514,7 +552,8 @@ def train_stale(rank: int, folder: str, processes: int, shards: int) -> list[str
 
 
 def test_stages_of_two_shards_train_with_stale_gradients(tmp_path):
-    """As stages of one rank do by the same schedule: the same updates are missed."""
+    """Stages of two ranks have the checkpoints of stages of one rank with the same schedule and the same missed
+    updates."""
     ranks = run_ranks(train_stale, 4, str(tmp_path), 4, 2, timeout=120)
     run_ranks(train_stale, 2, str(tmp_path), 2, 1, timeout=90)
     for name in STALE:
@@ -524,6 +563,7 @@ def test_stages_of_two_shards_train_with_stale_gradients(tmp_path):
 
 
 def send_distributed(rank: int) -> str:
+    """Return the error message if the last layer of a stage returns a DTensor."""
     quiet()
     trainer = make_trainer(strategy=PipelineStrategy(partition=[1]), max_epochs=1, precision="64-true")
     with pytest.raises((PipelineError, PeerFailure)) as error:

@@ -1,4 +1,5 @@
-"""Stages with different numbers of ranks train what one process trains, with weights as old as without replicas."""
+"""Tests of stages with different numbers of ranks, which train as one process or, with stale gradients, as one
+pipeline."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ TOLERANCE = 1e-10
 
 
 class LitNumbers(Lit):
-    """Logs numbers alone, for a metric has the samples of one rank."""
+    """A module that logs numbers only, because a metric would have the samples of one rank."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -55,7 +56,7 @@ class LitNumbers(Lit):
 
 
 class LitKeeping(LitNumbers):
-    """Keeps what its steps have seen."""
+    """A module that keeps a value of its batch in an attribute."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.largest = batch[0].max()
@@ -66,7 +67,7 @@ TIME = VirtualClock()
 
 
 class Uneven(nn.Module):
-    """A layer that takes a millisecond for a sample, and twelve on the second rank of the first stage."""
+    """A layer that takes a millisecond per sample, and twelve on the second rank of the first stage."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -78,13 +79,15 @@ class Uneven(nn.Module):
 
 
 class LitUneven(LitNumbers):
+    """A module whose first layer takes longer on one rank of the first stage."""
+
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.model[0] = Uneven(self.model[0])
 
 
 class Shares(Callback):
-    """Keeps how many samples each rank of each stage has, batch by batch."""
+    """A callback that records the number of samples on each rank of each stage for every batch."""
 
     def __init__(self) -> None:
         self.seen: list[list[list[int]]] = []
@@ -97,6 +100,17 @@ class Shares(Callback):
 def fit(
     folder: str, schedule: str, degrees: Any, ranks: int, m: int = 2, resume: str | None = None, **more: Any
 ) -> dict[str, Any]:
+    """Train and return the weights, metrics, losses and shares of samples.
+
+    Args:
+        folder: the folder for checkpoints.
+        schedule: name of the schedule.
+        degrees: the `data_parallel` argument, or None to train without a pipeline.
+        ranks: number of processes.
+        m: number of micro-batches.
+        resume: path of a checkpoint to resume from.
+        **more: the module class, further arguments of the strategy, and arguments of the Trainer.
+    """
     quiet()
     pl.seed_everything(3, verbose=False)
     module, keeper, shares = more.pop("module", LitNumbers)().double(), Keeper(), Shares()
@@ -122,6 +136,7 @@ def fit(
 
 
 def train_all(rank: int, folder: str) -> dict[str, Any]:
+    """Train all cases and return their results, and the messages of refused cases."""
     found: dict[str, Any] = {}
     for degrees in DEGREES:
         for schedule, m in (("1f1b", 2), ("kfkb", 2), ("pipedream", 1), ("dynpipe", 2)):
@@ -149,7 +164,7 @@ def train_all(rank: int, folder: str) -> dict[str, Any]:
 
 
 def lopsided() -> ModelProfile:
-    """Nine layers; the first one takes long, and the gradients of the others take long to sum."""
+    """Return a profile of nine layers, with a slow first layer and large gradients in all others."""
     slow = LayerProfile(
         "slow", ((0, 0.0), (1, 4.0)), ((0, 0.0), (1, 8.0)), weight_bytes=8, gradient_bytes=8, output=((1, 8.0),)
     )
@@ -160,7 +175,7 @@ def lopsided() -> ModelProfile:
 
 
 def train_chosen(rank: int, folder: str) -> list[dict[str, Any]]:
-    """Fit with stages that are chosen, and with the same ones given."""
+    """Train with stages that the strategy chooses, and with the same stages given."""
     module = LitNumbers().double()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LIGHTNING_PIPES_PROFILES", folder)
@@ -180,7 +195,8 @@ def train_chosen(rank: int, folder: str) -> list[dict[str, Any]]:
 
 
 def test_stages_are_chosen_by_what_an_earlier_run_has_measured() -> None:
-    """Two ranks for the layer that takes long, one for those whose gradients do."""
+    """The strategy chooses two ranks for the slow layer and one for the layers with large gradients, from a kept
+    profile."""
     for chosen, by_batches, given, refused in run_ranks(train_chosen, 3, mkdtemp(), timeout=200):
         assert differences(chosen["weights"], given["weights"], tolerance=0) == []
         assert differences(by_batches["weights"], given["weights"], tolerance=0) == []
@@ -204,6 +220,7 @@ def test_stages_that_make_no_sense(settings: dict[str, Any], said: str) -> None:
 
 
 def test_a_run_keeps_what_it_has_measured_for_the_choice(tmp_path: Path) -> None:
+    """The measurements of a run are found again for an equal module, but not for a different one."""
     run = MeasuredRun(lopsided(), 32, Link(latency=1e-5))
     cache, module = ProfileCache(tmp_path / FOLDER), Lit()
     cache.keep_run(describe_module(module), run)
@@ -214,14 +231,20 @@ def test_a_run_keeps_what_it_has_measured_for_the_choice(tmp_path: Path) -> None
 
 
 def train_module(rank: int, kind: type[Lit], folder: str) -> None:
+    """Train a module with one rank in the first stage and two in the second."""
     fit(folder, "1f1b", [1, 2], 3, module=kind)
 
 
 def resume(rank: int, path: str, schedule: str, degrees: Any, ranks: int) -> dict[str, Any]:
+    """Train for one more epoch from a checkpoint."""
     return fit(mkdtemp(), schedule, degrees, ranks, resume=path, max_epochs=2)
 
 
 def test_weights_logs_and_checkpoints() -> None:
+    """Stages of one and two ranks have the results of one process.
+
+    With schedules that use stale gradients, the weights equal a reference with the same staleness.
+    """
     folder = mkdtemp()
     ranks = run_ranks(train_all, 3, folder, timeout=300)
     whole = fit(f"{folder}/whole", "1f1b", None, 1)
@@ -240,7 +263,7 @@ def test_weights_logs_and_checkpoints() -> None:
         wanted = stale(Streamed("pipedream", 2, 1), 18, {4, 8, 9, 12, 16, 18, *_changes(found["streamed"])})
         assert _largest(found["streamed"]["weights"], of_layers(wanted["weights"])) < TOLERANCE
         for what in ("balanced", "streamed"):
-            (fast, slow), _ = max(found[what]["shares"][-2:])  # the last batch of an epoch has two samples
+            (fast, slow), _ = max(found[what]["shares"][-2:])  # the last batch of an epoch has two samples only
             assert fast > slow
         assert "decides its order while it runs" in found["policy"]
         assert "chooses the number of stages" in found["auto"]
@@ -256,6 +279,7 @@ def test_weights_logs_and_checkpoints() -> None:
 
 @pytest.mark.parametrize(("kind", "text"), [(LitKeeping, "sets self.largest"), (Lit, "logs a metric")])
 def test_refuses_state_of_part_of_a_batch(kind: type[Lit], text: str) -> None:
+    """Modules that keep state of a batch are refused, because each rank has only a part of the batch."""
     with pytest.raises(RanksFailedError, match=text):
         run_ranks(train_module, 3, kind, mkdtemp(), timeout=60)
 
@@ -274,6 +298,7 @@ def test_settings() -> None:
 
 
 def test_layers_that_stay_are_warned_of() -> None:
+    """A warning is given for a schedule that moves layers, but not for one that keeps them."""
     sizes, warned = [4, 4, 4, 4], []
     for name in ("1f1b", "dynpipe"):
         request = RunRequest(make_schedule(name), 4, False, "auto")
@@ -286,13 +311,13 @@ def test_layers_that_stay_are_warned_of() -> None:
 
 
 def _changes(found: dict[str, Any]) -> set[int]:
-    """Return the batches before which samples of a batch of four were shared out otherwise than before."""
+    """Return the batches before which the division of a batch of four samples over ranks changed."""
     whole = [(n, each) for n, each in enumerate(found["shares"]) if sum(each[1]) == 4]
     return {n for (_, before), (n, now) in pairwise(whole) if before != now}
 
 
 def of_layers(weights: dict[str, Any]) -> dict[str, Any]:
-    """Return weights under their names in LitUneven."""
+    """Return weights under the names that they have in LitUneven."""
     return {name.replace("model.0.", "model.0.inner."): value for name, value in weights.items()}
 
 

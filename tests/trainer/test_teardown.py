@@ -1,4 +1,4 @@
-"""What a run leaves behind in its process: nothing that grows, and a module that says what is wrong with it."""
+"""Tests of the state after a run: nothing stays open in the process, and an incomplete module raises a clear error."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from tests.trainers import make_trainer
 
 
 def make_two_steps_trainer(**strategy: Any) -> pl.Trainer:
+    """Return a Trainer that trains for two steps in a pipeline."""
     return make_trainer(strategy=PipelineStrategy(**{"microbatches": 2, **strategy}), max_steps=2, precision="64-true")
 
 
@@ -34,7 +35,7 @@ def loader() -> DataLoader[Any]:
 
 
 def open_things(rank: int, folder: str) -> list[tuple[int, int]]:
-    """File descriptors and threads of this process after each of five runs."""
+    """Return the numbers of open file descriptors and threads of this process after each of five runs."""
     quiet()
     counts = []
     for n in range(5):
@@ -52,14 +53,15 @@ def open_things(rank: int, folder: str) -> list[tuple[int, int]]:
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts in /proc")
 def test_nothing_stays_open(tmp_path):
+    """The numbers of file descriptors and threads do not grow from the second to the fifth run."""
     for counts in run_ranks(open_things, 2, str(tmp_path), timeout=60):
-        first, *_, last = counts[1:]  # the first run starts what the process keeps
+        first, *_, last = counts[1:]  # the first run starts threads that the process keeps
         assert last[0] <= first[0], counts
         assert last[1] <= first[1], counts
 
 
 def list_new_threads(rank: int) -> list[str]:
-    """Names of the threads that a run leaves behind; the starter of test ranks has one of its own."""
+    """Return the names of the threads that a run leaves behind, apart from the thread of the launcher of test ranks."""
     quiet()
     before = {*threading.enumerate()}
     make_two_steps_trainer().fit(LitOutside(), loader())
@@ -70,13 +72,13 @@ def list_new_threads(rank: int) -> list[str]:
     ("ranks", "left"), [(1, []), pytest.param(2, ["lightning_pipes heart"], marks=pytest.mark.slow)]
 )
 def test_only_the_watch_of_other_ranks_goes_on_after_a_run(ranks, left):
-    """A rank that dies between two runs has to be noticed."""
+    """Only the heartbeat thread outlives a run with several ranks, to detect a rank that dies between two runs."""
     for found in run_ranks(list_new_threads, ranks, timeout=40):
         assert [name for name in found if name != "lightning_pipes launcher"] == left
 
 
 class SlowToLeave(Lit):
-    """Takes its time on rank 1 when all have said all; only then is it asked to go to the CPU for good."""
+    """A module that is slow to move to the CPU on rank 1, after all ranks have exchanged their last messages."""
 
     def cpu(self) -> SlowToLeave:
         if os.environ["RANK"] == "1":
@@ -85,6 +87,7 @@ class SlowToLeave(Lit):
 
 
 def leave(rank: int) -> str:
+    """Train SlowToLeave with a short grace period."""
     quiet()
     failure.GRACE_SECONDS = 0.3
     make_two_steps_trainer().fit(SlowToLeave(), loader())
@@ -92,7 +95,10 @@ def leave(rank: int) -> str:
 
 
 def test_a_slow_teardown_outlives_rank_0():
-    """Rank 0 hosts the store, as without torchrun; that it has gone looks like a failure to who still watches."""
+    """A rank that is still in its teardown does not report a failure when rank 0 ends.
+
+    Rank 0 hosts the store, as without torchrun, and its end would look like a failure to ranks that still monitor it.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -101,6 +107,7 @@ def test_a_slow_teardown_outlives_rank_0():
 
 
 def test_a_module_without_its_foreign_layers_says_so():
+    """A module whose layers were lost in a failed run is refused with a message that names the reason."""
     module = Lit()
     CutModule(module, "model", [2], Interceptor("self.model")).restore(ended=False)
     with pytest.raises(PipelineError, match=r"Lit.model.0.0.weight is gone: the last run .* failed, .*ckpt_path"):
@@ -108,6 +115,7 @@ def test_a_module_without_its_foreign_layers_says_so():
 
 
 def test_lazy_layers_are_still_told_from_it():
+    """A module with lazy layers gets its own error message."""
     module = Lit()
     module.model.append(nn.LazyLinear(3))
     with pytest.raises(PipelineError, match="initialise lazy layers"):
@@ -115,6 +123,7 @@ def test_lazy_layers_are_still_told_from_it():
 
 
 def fail_and_try_again(rank: int) -> list[str]:
+    """Fail before a run begins, try again with the same module, and return both messages."""
     quiet()
     module, said = Lit(), []
     for strategy in ({"transport": "nccl"}, {}):
@@ -126,7 +135,8 @@ def fail_and_try_again(rank: int) -> list[str]:
 
 
 def test_a_run_that_fails_before_it_begins():
+    """The layers are still an `nn.Sequential` after the failure, and the second run names the lost weights."""
     for first, second in run_ranks(fail_and_try_again, 2, timeout=30):
-        assert first.startswith("Sequential: ")  # no stand-in is left in the module
+        assert first.startswith("Sequential: ")  # the module does not contain a stand-in
         assert "transport 'nccl' needs tensors on a GPU" in first
         assert "is gone: the last run" in second

@@ -1,4 +1,4 @@
-"""A rank may run parts of the user's step several times on the same samples; nobody must notice."""
+"""Tests that a rank may run parts of a user's step several times on the same samples without changing the results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.trainer.lit import WIDTH, Case, Lit, differences, train, train_cases
 
 
 class LitInPlace(Lit):
-    """Prepares its batch in place."""
+    """A module that changes its batch in place."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x.sub_(0.5).mul_(3.0)
@@ -27,7 +27,7 @@ class LitInPlace(Lit):
 
 
 class LitEarlyLog(Lit):
-    """Logs before it calls the layers; a sum shows every call too many."""
+    """A module that logs before it calls its layers, so that a sum shows repeated calls."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self._log_rows("early", batch)
@@ -42,7 +42,7 @@ class LitEarlyLog(Lit):
 
 
 class Masked(nn.Module):
-    """The first features of each sample, mixed by a mask that belongs to no sample."""
+    """A layer that mixes the first features of each sample with a mask that has no axis of samples."""
 
     def forward(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         x, n = inputs["x"], len(inputs["mask"])
@@ -50,7 +50,7 @@ class Masked(nn.Module):
 
 
 class LitMask(Lit):
-    """Its mask has as many rows as the batches of evaluation have samples."""
+    """A module whose mask has as many rows as evaluation batches have samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,14 +62,14 @@ class LitMask(Lit):
 
 
 class Stacked(nn.Module):
-    """Copies of the samples on axis 0, each sample times a number of its own."""
+    """A layer that multiplies copies of the samples on axis 0 by one number per sample."""
 
     def forward(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         return inputs["copies"] * inputs["weights"]
 
 
 class LitStacked(Lit):
-    """Its layers get samples on axis 1, and as many copies on axis 0 as batches of evaluation have samples."""
+    """A module whose layers get samples on axis 1, and as many copies on axis 0 as evaluation batches have samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class LitStacked(Lit):
 
 
 class LitStackedAlone(LitStacked):
-    """Nothing that its layers get has samples on axis 0."""
+    """A module in which no input of the layers has samples on axis 0."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         copies = torch.stack([x + n for n in range(2)])
@@ -90,7 +90,7 @@ class LitStackedAlone(LitStacked):
 
 @dataclass(frozen=True)
 class Eager(Policy):
-    """A policy that waits for nothing; the first and the last of its stages share a rank."""
+    """A policy that runs instructions without waiting, and that places the first and the last stage on one rank."""
 
     name: ClassVar[str] = "eager"
 
@@ -102,6 +102,7 @@ class Eager(Policy):
 
 
 def pipeline(schedule: Any = "1f1b", **settings: Any) -> dict[str, Any]:
+    """Return the arguments of the strategy, with three micro-batches."""
     return {"schedule": schedule, "microbatches": 3, **settings}
 
 
@@ -124,11 +125,13 @@ CASES: dict[tuple[str, int], Case] = {
 
 @cache
 def on_one_process(module: type[Lit], evaluate: bool) -> dict[str, Any]:
+    """Return the results of a module on one process without a pipeline."""
     return train(Case(module, evaluate=evaluate), 1, Path(mkdtemp()))
 
 
 @pytest.mark.parametrize("key", CASES, ids=lambda key: f"{key[0]} on {key[1]}")
 def test_parity(key):
+    """Results, weights and metrics of each case equal the results of one process."""
     case, ranks = CASES[key], key[1]
     plain = on_one_process(case.module, case.evaluate)
     for (found,) in run_ranks(train_cases, ranks, [case], ranks, mkdtemp(), timeout=40):
