@@ -9,6 +9,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class MyModule(LightningModule):
+    """A small classifier whose layers run in a pipeline."""
+
     def __init__(self, width: int = 8, lr: float = 0.1) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -24,6 +26,8 @@ class MyModule(LightningModule):
 
 
 class MyData(LightningDataModule):
+    """Random samples in double precision."""
+
     def __init__(self, batch_size: int = 8) -> None:
         super().__init__()
         self.batch_size = batch_size
@@ -35,6 +39,7 @@ class MyData(LightningDataModule):
 
 
 def main(args: list[str] | None = None) -> LightningCLI:
+    """Run LightningCLI with `args`, or with the arguments of the command line."""
     return LightningCLI(MyModule, MyData, args=args, seed_everything_default=1)
 
 

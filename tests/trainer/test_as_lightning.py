@@ -127,13 +127,13 @@ def test_two_ranks_do_what_one_process_does(tmp_path: Path) -> None:
 
 
 def test_one_device_runs_each_step_once() -> None:
-    """A pipeline on one device calls each evaluation step as often as Lightning without a pipeline does."""
+    """A pipeline on one device runs each validation step exactly as often as Lightning without a pipeline."""
     quiet()
     assert evaluated(1)[1] == evaluated(1, "auto")[1]
 
 
 def test_a_patched_save_is_the_one_that_writes(tmp_path: Path) -> None:
-    """A checkpoint is written by `torch.save` even if a test has patched this function."""
+    """Checkpoints are written by `torch.save` as it is at this time, so a replacement of the function takes effect."""
     quiet()
     trainer = make_two_steps_trainer(1)
     trained(trainer)

@@ -158,9 +158,7 @@ def trained(rank: int, cases: dict[str, tuple[Case, dict[str, Any]]], folder: st
                 owner = decider if hasattr(decider, where) else profile_planner
                 patch.setattr(owner, where, partial(constant, value[rank] if isinstance(value, tuple) else value))
             if name == "tiny":
-                patch.setattr(
-                    layer_profiler, "WORTH_MEASURING", 600.0
-                )  # on a slow machine, the layers of this case also take long
+                patch.setattr(layer_profiler, "WORTH_MEASURING", 600.0)  # a slow machine may need long for this case
             if case.trainer.get("seconds"):
                 patch.setattr(layer_profiler.LayerProfiler, "profile", faked(case.trainer.pop("seconds"), rank))
                 patch.setattr(Trials, "run", as_predicted)

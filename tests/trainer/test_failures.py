@@ -366,7 +366,7 @@ def test_everybody_ends_when_one_fails(module, rank, how, said):
 
 
 class FailingInAStep(LitOutside):
-    """A module that fails on rank 1 after its optimizer step, while the other rank may still be in its own step."""
+    """A module that fails on rank 1 after its optimizer step, while the other rank may or may not have stepped."""
 
     def configure_optimizers(self) -> Any:
         made = super().configure_optimizers()

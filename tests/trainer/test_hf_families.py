@@ -15,7 +15,7 @@ from lightning_pipes.testing.ranks import run_ranks
 FAMILIES = {
     "llama": "net.model.layers",
     "gemma3n": "net.model.layers",  # layers share keys and values
-    "t5gemma": "net.model.decoder.layers",  # pp_plan names two lists of layers
+    "t5gemma": "net.model.decoder.layers",  # pp_plan names both lists of layers
     "ultrabert": "net.model.layers",  # labels are not shifted by one
 }
 

@@ -70,7 +70,7 @@ class LitPacked(pl.LightningModule):
 
 
 def train(rank: int, path: Path, strategy: dict[str, Any] | None, resume: Path | None = None, seed: int = 3) -> Any:
-    """Train for one epoch, or for one more from a checkpoint, save, and return losses and weights."""
+    """Train for one epoch, or resume for another one, save, and return losses and weights."""
     quiet()
     pl.seed_everything(seed, verbose=False)
     lit, batches = LitPacked(), torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(1)).double()

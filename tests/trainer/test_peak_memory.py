@@ -111,10 +111,7 @@ MOST_ACTIVATIONS: dict[str, tuple[float, float]] = {
     "measuring": (DATA + 5.5, DATA),  # at most one micro-batch, and the values computed from it in a layer
     "trial": (DATA + 5.75, DATA),
     "cut": (DATA, DATA),
-    "batch": (
-        DATA + 11,
-        DATA + 1,
-    ),  # Lightning holds the batch, and the inputs of all layers are kept until they are checked
+    "batch": (DATA + 11, DATA + 1),  # Lightning keeps the batch; inputs of layers are kept until they are checked
     "step": (DATA + 1, DATA + 1),
     "end": (DATA + 1, DATA),
 }

@@ -305,8 +305,7 @@ def test_resolve_group():
 
 
 def test_caller_of_property():
-    """The frame that reads a property of the Trainer is found through the frames of Lightning; other properties return
-    None."""
+    """The caller of a Trainer's property is found if the frame belongs to this property, and is None otherwise."""
     frames = []
 
     class Strategy:
@@ -340,8 +339,7 @@ def test_original_signal_handlers():
 
 
 def test_metric_counts():
-    """`metric_counts` and `set_metric_counts` read and write `_update_count`, `_forward_cache` and `_computed` of
-    torchmetrics."""
+    """`metric_counts` and `set_metric_counts` use `_update_count`, `_forward_cache` and `_computed` of torchmetrics."""
     metric, other = torchmetrics.SumMetric(), torchmetrics.SumMetric()
     metric(torch.tensor(2.0))
     metric(torch.tensor(3.0))
@@ -472,8 +470,7 @@ def test_wrapping_checkpoint_io():
 
 
 def test_unscale_grads():
-    """A replaced `_unscale_grads_` decides whether the scaler skips a step, and removing it restores the original
-    method."""
+    """A replaced `_unscale_grads_` decides whether the scaler skips a step, and the original can be restored."""
     scaler = torch.amp.GradScaler("cpu")
     p = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([p], lr=1.0)
@@ -492,6 +489,7 @@ def test_trainer_of_a_module():
 
 
 def test_spectral_norm():
+    """Layers with spectral normalization are found by name."""
     plain = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2)))
     assert private.spectral_norms(plain) == []
     torch.nn.utils.parametrizations.spectral_norm(plain[1][0])
@@ -499,8 +497,7 @@ def test_spectral_norm():
 
 
 def test_collector_of_hidden_states():
-    """While a model of transformers runs, `_active_collector` contains the names of the outputs that its hooks
-    collect."""
+    """While a model of transformers runs, `_active_collector` contains the outputs that its hooks collect."""
     config = transformers.GPT2Config(vocab_size=5, n_positions=4, n_embd=4, n_layer=1, n_head=1)
     model = transformers.GPT2Model(config)
     seen = []
@@ -607,6 +604,7 @@ def test_as_in_training_step():
 
 
 def test_before_step():
+    """`_after_closure` runs the hook before the optimizer step first, and then clips gradients."""
     assert arguments(Precision._after_closure) == ["self", "model", "optimizer"]
     source = inspect.getsource(Precision._after_closure)
     assert source.index("on_before_optimizer_step") < source.index("_clip_gradients")
@@ -645,6 +643,8 @@ def test_process_groups_are_forgotten(monkeypatch):
 
 
 def test_strategy_is_replaced(tmp_path):
+    """A replaced strategy also replaces the accelerator, and the Trainer gets a new folder and a profiler without
+    output."""
     t = trainer()
     other = pl.strategies.SingleDeviceStrategy("cpu", pl.accelerators.CPUAccelerator())
     private.replace_strategy(t, other, str(tmp_path))

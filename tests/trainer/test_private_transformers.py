@@ -40,6 +40,7 @@ def test_ignored_keys_are_patterns():
 
 
 def test_names_of_the_library():
+    """The functions of transformers that convert checkpoints have the expected names and arguments."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import rename_source_key, revert_weight_conversion
 

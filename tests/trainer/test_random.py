@@ -161,7 +161,7 @@ def test_ranks_shuffle_alike_and_as_one_process():
     plain = run_ranks(shuffled, 1, 1)[0]
     first, second = run_ranks(shuffled, 2, 2)
     assert first == second
-    assert first[:3] == plain[:3]  # later epochs differ because of the numbers that the hook draws
+    assert first[:3] == plain[:3]  # later epochs differ because the hook draws numbers
     assert first[3:6] != first[:3]
 
 

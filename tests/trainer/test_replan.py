@@ -197,8 +197,7 @@ def test_layers_of_dynpipe_move() -> None:
 
 
 def test_who_can_replan() -> None:
-    """`replan` is refused for schedules that replan by default, for schedules without a fixed order, and with unknown
-    settings."""
+    """`replan` is refused for schedules that always replan, schedules without a fixed order, and unknown settings."""
     assert PipelineStrategy("kfkb", replan={"every": 7})._request.replanner.every == 7  # type: ignore[union-attr]
     assert PipelineStrategy("kfkb")._request.replanner is None
     with pytest.raises(InputError, match="goes on planning by itself"):

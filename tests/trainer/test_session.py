@@ -44,8 +44,10 @@ def test_the_port_is_held_where_nobody_else_is_to_reach_it(nodes: int, monkeypat
 
 
 def test_pages_name_the_versions_that_tests_run_on():
-    """The table of versions lists the pinned versions, the README lists the same versions, and `TESTED` is the newest
-    torch."""
+    """The table of versions and the README list the pinned and the newest tested versions.
+
+    `TESTED` is the newest version of torch in the table.
+    """
     pins = dict(re.findall(r"^([a-z-]+)==([0-9.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     rows = re.findall(r"^\| (\S+) \| ([0-9.]+) \| ([0-9.]+) \|", (ROOT / "docs/versions.md").read_text(), re.MULTILINE)
     table = {name: (pinned, newest) for name, pinned, newest in rows}

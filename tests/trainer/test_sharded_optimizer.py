@@ -143,8 +143,7 @@ class Layerwise(torch.optim.SGD):
 
 
 def test_optimizers_are_told_apart_by_what_they_do():
-    """Optimizers that step each element independently are accepted, and optimizers that need whole parameters are
-    not."""
+    """Optimizers that step each element independently are accepted; optimizers that need whole tensors are refused."""
     weights = [nn.Parameter(torch.randn(3, 5)), nn.Parameter(torch.randn(7)), nn.Parameter(torch.zeros(()))]
     device = torch.device("cpu")
     for kind in (torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.NAdam, torch.optim.Adadelta):

@@ -216,8 +216,7 @@ class LitGPT(pl.LightningModule):
 
 
 class Seen(pl.Callback):
-    """A callback that records logged values, including the norm of gradients, and the bytes of weights and
-    gradients."""
+    """A callback that records logged values, gradient norms, and the bytes of weights and gradients."""
 
     def __init__(self) -> None:
         self.logged: list[float] = []
@@ -379,8 +378,10 @@ def compare(folder: Path, ranks: Sequence[dict[str, Any]], epochs: int = EPOCHS)
 
 
 def check_parts(folder: Path, shards: int) -> None:
-    """Check that each rank wrote its own shards of weights and optimizer states, and that other tensors are written
-    once."""
+    """Check that each rank wrote its own shards of weights and optimizer states.
+
+    Tensors that are not sharded are written once.
+    """
     places = Index.read(folder).places
     for entry in ("state_dict/model.layers.2.up.weight", "optimizer_states/0/model.layers.2.up.weight/exp_avg"):
         assert len({place.file for place in places[entry]}) == len(places[entry]) == shards, entry
@@ -530,8 +531,10 @@ STALE: dict[str, dict[str, Any]] = {
 
 
 def train_stale(rank: int, folder: str, processes: int, shards: int) -> list[str]:
-    """Train with each schedule and save; "dynpipe" also resumes for a second epoch. Return the errors of refused
-    runs."""
+    """Train with each schedule, save, and return the errors of refused runs.
+
+    With "dynpipe", a second epoch is resumed from the checkpoint of the first one.
+    """
     quiet()
     random = torch.Generator().manual_seed(0)
     loader = DataLoader(TensorDataset(*torch.randn(2, 40, WIDTH, generator=random, dtype=torch.float64)), 8)
@@ -552,8 +555,10 @@ def train_stale(rank: int, folder: str, processes: int, shards: int) -> list[str
 
 
 def test_stages_of_two_shards_train_with_stale_gradients(tmp_path):
-    """Stages of two ranks have the checkpoints of stages of one rank with the same schedule and the same missed
-    updates."""
+    """Stages of two ranks save the same checkpoints as stages of one rank with the same schedule.
+
+    The weights miss the same updates in both cases.
+    """
     ranks = run_ranks(train_stale, 4, str(tmp_path), 4, 2, timeout=120)
     run_ranks(train_stale, 2, str(tmp_path), 2, 1, timeout=90)
     for name in STALE:

@@ -1,5 +1,8 @@
-"""Tests of stages with different numbers of ranks, which train as one process or, with stale gradients, as one
-pipeline."""
+"""Tests of stages with different numbers of ranks.
+
+They train as one process. With schedules that use stale gradients, they train with the same staleness as without
+replicas.
+"""
 
 from __future__ import annotations
 
@@ -195,8 +198,7 @@ def train_chosen(rank: int, folder: str) -> list[dict[str, Any]]:
 
 
 def test_stages_are_chosen_by_what_an_earlier_run_has_measured() -> None:
-    """The strategy chooses two ranks for the slow layer and one for the layers with large gradients, from a kept
-    profile."""
+    """With a kept profile, the strategy chooses two ranks for the slow layer and one for the large gradients."""
     for chosen, by_batches, given, refused in run_ranks(train_chosen, 3, mkdtemp(), timeout=200):
         assert differences(chosen["weights"], given["weights"], tolerance=0) == []
         assert differences(by_batches["weights"], given["weights"], tolerance=0) == []

@@ -55,13 +55,16 @@ def open_things(rank: int, folder: str) -> list[tuple[int, int]]:
 def test_nothing_stays_open(tmp_path):
     """The numbers of file descriptors and threads do not grow from the second to the fifth run."""
     for counts in run_ranks(open_things, 2, str(tmp_path), timeout=60):
-        first, *_, last = counts[1:]  # the first run starts threads that the process keeps
+        first, *_, last = counts[1:]  # the process keeps some resources of the first run
         assert last[0] <= first[0], counts
         assert last[1] <= first[1], counts
 
 
 def list_new_threads(rank: int) -> list[str]:
-    """Return the names of the threads that a run leaves behind, apart from the thread of the launcher of test ranks."""
+    """Return the names of the threads that a run leaves behind.
+
+    In ranks that tests launch, this includes the thread of the launcher.
+    """
     quiet()
     before = {*threading.enumerate()}
     make_two_steps_trainer().fit(LitOutside(), loader())
@@ -78,7 +81,7 @@ def test_only_the_watch_of_other_ranks_goes_on_after_a_run(ranks, left):
 
 
 class SlowToLeave(Lit):
-    """A module that is slow to move to the CPU on rank 1, after all ranks have exchanged their last messages."""
+    """A module that moves to the CPU slowly on rank 1, after all ranks have exchanged their last messages."""
 
     def cpu(self) -> SlowToLeave:
         if os.environ["RANK"] == "1":
