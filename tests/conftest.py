@@ -130,8 +130,7 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Freeze collected objects for the garbage collector, and list the modules that are imported before ranks are
-    forked."""
+    """Freeze collected objects for the garbage collector, and list modules to import before ranks are forked."""
     cases.SELECTED[:] = session.items
     gc.collect()
     gc.freeze()

@@ -203,7 +203,7 @@ class Rotary(Exact):
 
 
 class UnequalLoaders(Exact):
-    """A module that joins labelled and unlabelled samples, from loaders with different batch sizes, for one call."""
+    """A module that joins labeled and unlabeled samples from loaders with different batch sizes in one call."""
 
     def loader(self) -> Any:
         return CombinedLoader([loader(WIDTH), loader(WIDTH, rows=60, size=16)], "min_size")
@@ -280,7 +280,7 @@ class WeightedSamples(Exact):
 
 
 class WeightedMean(Exact):
-    """A weighted mean over samples, with `microbatch_weight` to return the weight of a micro-batch."""
+    """A mean weighted by samples, whose `microbatch_weight` returns the weight of a micro-batch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x, y, weights, _ = batch

@@ -137,8 +137,7 @@ class Lit(pl.LightningModule):
 
 
 class LitOutside(Lit):
-    """A module with parameters before and after the pipelined layers, an unused parameter, and a skip around all
-    layers."""
+    """A module with parameters around the pipelined layers, an unused parameter, and a skip around all layers."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)

@@ -66,8 +66,7 @@ def told(rank: int, case: str) -> tuple[list[tuple[int, str]], str]:
 
 @pytest.mark.parametrize(("case", "victim"), [("fails first", 1), ("all fail", 0)])
 def test_one_that_fails_on_a_rank_before_any_rank_trains_ends_alone(case: str, victim: int) -> None:
-    """A sibling that fails on one rank before training ends with this error on both ranks, and the last sibling
-    completes."""
+    """A sibling that fails on one rank before training fails on both ranks, and the last sibling completes."""
     for rank, (siblings, error) in enumerate(run_ranks(told, 2, case, timeout=60)):
         assert not error
         *failed, last = [text for _, text in sorted(siblings)]
@@ -206,8 +205,7 @@ def test_what_was_told_before_there_is_a_board_is_told_then() -> None:
 
 
 def test_news_of_a_sibling_that_begins_later_is_kept() -> None:
-    """News of a failed sibling takes effect when this rank starts the sibling; a rank that is ahead may send it
-    earlier."""
+    """News of a failed sibling from a rank that is ahead takes effect when this rank begins the sibling."""
     array = JobArray[Any](2)
     *_, array.shared.board = boards()
     array._handle_news(0.0)

@@ -62,8 +62,7 @@ class Storage(TorchCheckpointIO):
 
 
 class SometimesLayers(Lit):
-    """A module whose validation step calls the layers for the first loader only, and whose test step never calls
-    them."""
+    """A module that calls its layers in validation of the first loader only, and never in testing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,8 +81,7 @@ class SometimesLayers(Lit):
 
 
 def evaluated(devices: int, strategy: Any = None) -> tuple[list[Any], list[int]]:
-    """Return the results of validation and testing, and the batches of the second loader that this process
-    validated."""
+    """Return the results of validation and testing, and the batches of the second loader seen by this process."""
     torch.manual_seed(0)
     module = SometimesLayers()
     found: list[Any] = make_two_steps_trainer(devices, strategy).validate(module, [loader(), loader()], verbose=False)

@@ -70,8 +70,7 @@ GIVEN: dict[str, tuple[list[str], tuple[str, int | None]]] = {
 
 
 def on_a_rank(rank: int, folder: str) -> dict[str, Any]:
-    """Return, for each way to give the strategy, the resulting schedule and micro-batches, and the weights after
-    training."""
+    """Return the settings of the strategy and the trained weights for each way to name the strategy."""
     from tests.trainer.cli_app import main
 
     quiet()

@@ -1,5 +1,7 @@
-"""Tests of collectives in the user's code, which run over the replicas of a stage while each stage runs a part of a
-step."""
+"""Tests of collectives in the user's code.
+
+They run over the replicas of a stage, while each stage runs a part of a step.
+"""
 
 from __future__ import annotations
 
@@ -54,8 +56,7 @@ class ReducingLayer(nn.Linear):
 
 
 class Reducing(pl.LightningModule):
-    """A module that divides its loss by the boxes of all ranks, as DETR does, and gathers in hooks and in
-    evaluation."""
+    """A module that divides its loss by the boxes of all ranks, like DETR, and gathers in hooks and evaluation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,8 +191,7 @@ def fit_plain(deals: bool) -> dict[str, Any]:
     ids=["one pipeline", "replicas"],
 )
 def test_collectives_of_steps_layers_and_hooks_are_over_replicas(ranks, strategies):
-    """Weights and gathered values equal the results of one process, and several micro-batches with replicas cause a
-    warning."""
+    """Weights and gathered values equal one process; several micro-batches with replicas cause a warning."""
     results = run_ranks(fit_all, ranks, ranks, strategies, timeout=40)
     plain = fit_plain(deals=ranks > 2)
     for rank, found in enumerate(results):
@@ -283,8 +283,7 @@ def ask(rank: int, folder: str) -> dict[str, Any]:
 
 
 def test_numbers_of_processes_are_warned_of_and_calls_of_one_stage_end(tmp_path):
-    """Reading the number of processes causes one warning per expression, and calls of the strategy on one stage
-    return."""
+    """Each expression that reads the number of processes warns once, and calls of the strategy on one stage return."""
     ranks = run_ranks(ask, 2, str(tmp_path), timeout=40)
     # Comparisons, texts and Lightning's own code do not cause further warnings.
     (share, rate), (asked,) = ranks[0]["counts"], ranks[0]["ranks"]
@@ -329,8 +328,7 @@ def call_on_one_rank(rank: int, call: str) -> None:
 
 @pytest.mark.parametrize("call", ["barrier", "broadcast", pytest.param("of torch", marks=pytest.mark.slow)])
 def test_a_call_on_one_rank_names_both_ends(call):
-    """A collective that only rank 0 calls ends with an error that names the call and the call for which rank 1
-    waits."""
+    """If only rank 0 calls a collective, the error names this call and the call for which rank 1 waits."""
     first, other = watch_ranks(call_on_one_rank, 2, call, timeout=40)
     name = "torch.distributed.barrier" if call == "of torch" else f"trainer.strategy.{call}"
     assert f"rank 0 calls {name} at {__file__}:" in first.error

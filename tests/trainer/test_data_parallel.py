@@ -1,5 +1,4 @@
-"""Tests of pipeline replicas, which average gradients, shard data and reduce logs: together they train as one
-process."""
+"""Tests of pipeline replicas, which average gradients, shard data and reduce logs, against one process."""
 
 from __future__ import annotations
 

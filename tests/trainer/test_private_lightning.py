@@ -643,8 +643,7 @@ def test_process_groups_are_forgotten(monkeypatch):
 
 
 def test_strategy_is_replaced(tmp_path):
-    """A replaced strategy also replaces the accelerator, and the Trainer gets a new folder and a profiler without
-    output."""
+    """Replacing the strategy also replaces the accelerator, the folder and the profiler of the Trainer."""
     t = trainer()
     other = pl.strategies.SingleDeviceStrategy("cpu", pl.accelerators.CPUAccelerator())
     private.replace_strategy(t, other, str(tmp_path))
