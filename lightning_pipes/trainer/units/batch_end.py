@@ -54,11 +54,11 @@ class BatchEnd:
         first, layouts = traces[0], dict[int, Layout]()
         alike = all(t.keys == first.keys and len(t.units) == len(first.units) for t in traces)
         if not alike or len(first.units) > len(self.layouts):
-            raise _other_way("ends elsewhere")
+            raise _other_way("reached the end of the stages at another unit")
         columns = zip(*(t.units for t in traces), strict=True)
         units = [_join_units(n, dones, self.layouts[n], layouts) for n, dones in enumerate(columns)]
         if not layouts.keys() >= {*first.keys}:
-            raise _other_way("changes a tensor in place that it made without weights")
+            raise _other_way("changed a tensor in place that does not depend on weights")
         values = tuple(
             _join_values([each[n] for each, _ in crossings], layouts[key]) for n, key in enumerate(first.keys)
         )
@@ -203,7 +203,7 @@ def _join_units(number: int, dones: Sequence[Done], layouts: Layouts, known: dic
     """Return a unit of the whole batch, and note the layouts of its values in `known`."""
     first = dones[0]
     if any((d.name, d.pure, d.draws) != (first.name, first.pure, first.draws) or d.written for d in dones):
-        raise _other_way(f"comes to {first.name} as unit {number}")
+        raise _other_way(f"called {first.name} as unit {number}")
     if first.pure:
         return first
     columns = list(zip(*(_leaves(d.out) for d in dones), strict=True))
@@ -213,7 +213,7 @@ def _join_units(number: int, dones: Sequence[Done], layouts: Layouts, known: dic
         one = column[0]
         if not isinstance(one, Made):
             if any(other != one for other in column):
-                raise _other_way(f"gets {one!r} from {first.name}")
+                raise _other_way(f"got {one!r} from {first.name}")
             return one
         known[one.key] = layout = next(of_made, Layout(None))
         axis = layout.axis
@@ -248,7 +248,7 @@ def _join_values(parts: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
 
 def _other_way(what: str) -> PipelineError:
     return PipelineError(
-        f"a micro-batch {what}, and the others, or the recorded step, do not. They can't be joined to the whole batch "
-        "for its loss. Control flow must not depend on values of samples; or set PipelineStrategy(loss='microbatch'), "
-        "which gives each micro-batch a loss of its own"
+        f"A micro-batch {what}, but the other micro-batches or the recorded step did not. Therefore, the micro-batches "
+        "can't be joined to the whole batch for its loss. Control flow must not depend on the values of samples. "
+        "Otherwise, set PipelineStrategy(loss='microbatch'), which computes a loss for each micro-batch"
     )

@@ -114,7 +114,9 @@ class _Differentiation:
         materialize_grads: bool = False,
     ) -> _Differentiation:
         if is_grads_batched:
-            raise PipelineError("torch.autograd.grad(is_grads_batched=True) can't be had in stages; call it in a loop")
+            raise PipelineError(
+                "torch.autograd.grad(is_grads_batched=True) does not work in stages. Call it once for each gradient"
+            )
         return cls(
             _listed(outputs),
             _listed(grad_outputs, outputs),
@@ -231,7 +233,7 @@ class JointStep(LazyStep):
         try:
             with self:
                 out = step(batch, *arguments)
-                self._meet("ends")
+                self._meet("reached its end")
             last_mark = self._settle(mark)
         finally:
             self._is_running = False
@@ -247,7 +249,7 @@ class JointStep(LazyStep):
         if not self._is_running or self._inside:
             yield
             return
-        self._meet("comes to an optimizer")
+        self._meet("reached an optimizer")
         self._inside += 1
         try:
             yield
@@ -274,7 +276,7 @@ class JointStep(LazyStep):
             self._forget_shared()
             try:
                 out = function()
-                self._meet("ends a closure")
+                self._meet("reached the end of a closure")
                 return out
             finally:
                 self._inside = before
@@ -352,7 +354,7 @@ class JointStep(LazyStep):
             if self._turn != self._stage:
                 self._listen()
                 if self._paused_there and not self._coming:
-                    raise self._other_way(f"comes to {name}, and the other has stopped computing there")
+                    raise self._other_way(f"it called {name}, and the other stage has stopped computing there")
                 continue
             stage = self._find_stage(name, path, args, kwargs, given)
             if stage != self._stage:
@@ -362,10 +364,10 @@ class JointStep(LazyStep):
             return self._run_mine(name, path, function, args, kwargs, given)
         done, stage, changed, shared = self._coming.popleft()
         if done.name != name:
-            raise self._other_way(f"comes to {name} as unit {len(self.units)}, which was {done.name}")
+            raise self._other_way(f"it called {name} as unit {len(self.units)}, which was {done.name} there")
         if done.pure:
             if any(map(self.values.is_placed, given)) or any(map(self.values.is_value, given)):
-                raise self._other_way(f"gives {name} tensors that depend on weights")
+                raise self._other_way(f"it passed tensors that depend on weights to {name}")
             out = self.run_here(name, path, function, args, kwargs, given).out
             self.units.append(Done(name))
         else:
@@ -495,9 +497,9 @@ class JointStep(LazyStep):
             while not (self._paused_there or self._coming or self._asked) and self._turn != self._stage:
                 self._listen()
             if self._coming or not self._paused_there:
-                raise self._other_way(f"{what} after {len(self.units)} units")
+                raise self._other_way(f"it {what} after {len(self.units)} units")
             if self._place != what:
-                raise self._other_way(f"{what} after {len(self.units)} units, where the other {self._place}")
+                raise self._other_way(f"it {what} after {len(self.units)} units, where the other stage {self._place}")
             self._paused_there = False
         finally:
             self._inside -= 1
@@ -560,7 +562,7 @@ class JointStep(LazyStep):
 
     def _differentiate(self, function: Function, args: Any, kwargs: Any) -> Any:
         asked = _Differentiation.from_call(function, args, kwargs)
-        self._meet(f"comes to {function.__name__}")
+        self._meet(f"reached {function.__name__}")
         roots = list(asked.roots)
         self.values.meet(t for t in (*roots, *(asked.inputs or ()), *tensors_of(asked.gradients)))
         for root, gradient in zip(roots, asked.gradients, strict=True):

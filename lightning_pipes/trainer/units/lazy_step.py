@@ -130,7 +130,7 @@ class LazyStep(TracedStep):
             if self._crossing is not None:
                 raise _Border  # a bare `except:` has caught the first one
             if len(self.units) < len(self._received[1].units):
-                raise self._other_way(f"ended after {len(self.units)} units")
+                raise self._other_way(f"it ended after {len(self.units)} units")
             if not self._ends:
                 self._crossing = self._pack()  # the step uses no weights of later stages
         except _Border:
@@ -158,11 +158,11 @@ class LazyStep(TracedStep):
             return self._run_own(number, name, path, function, args, kwargs)
         done = trace.units[number]
         if done.name != name:
-            raise self._other_way(f"comes to {name} as unit {number}, which was {done.name}")
+            raise self._other_way(f"it called {name} as unit {number}, which was {done.name} on the previous stage")
         given = tensors_of((args, kwargs))
         if done.pure:
             if any(map(self.values.is_placed, given)) or any(map(self.values.is_value, given)):
-                raise self._other_way(f"gives unit {number}, {name}, tensors that depend on weights")
+                raise self._other_way(f"it passed tensors that depend on weights to unit {number}, {name}")
             out = self.run_here(name, path, function, args, kwargs, given).out
             self.units.append(Done(name))
         else:
@@ -249,11 +249,11 @@ class LazyStep(TracedStep):
         self.values.meet(given)
         for number, key in done.written:
             if self.values.taint(number) != key:
-                raise self._other_way(f"numbers what {done.name} changes otherwise")
+                raise self._other_way(f"other tensors were changed in place by {done.name}")
         try:
             out = self.values.stand_for(done.out, self._device, self._module.get_parameter)
         except LookupError as error:
-            raise self._other_way(f"has lost a tensor that {done.name} returned once more") from error
+            raise self._other_way(f"it no longer holds a tensor that {done.name} returned again") from error
         self.units.append(done)
         self._draws += done.draws
         if self._own_generators is not None:
@@ -322,8 +322,8 @@ class LazyStep(TracedStep):
 
     def _other_way(self, what: str) -> PipelineError:
         return PipelineError(
-            f"stage {self._stage} runs the step otherwise than the stage before it: the step {what}. What it does must "
-            "depend on the batch, on weights, and on random numbers of torch alone, which are the same on all ranks"
+            f"Stage {self._stage} took another path through the step than the previous stage: {what}. The path may "
+            "depend only on the batch, the weights, and torch's random numbers, which are the same on all ranks"
         )
 
 

@@ -168,11 +168,11 @@ class LossCheck(Watcher):
         try:
             losses = self._distort_losses(stage, item, kept)
             if not math.isfinite(losses.whole):  # for example, the loss of a batch without labels
-                raise _NotComparableError("it is no number")
+                raise _NotComparableError("it is not a finite number")
         except Exception as error:  # the comparison after the batch reports it
             self._weights.choose_candidate(weights, None)
             if not isinstance(error, _NotComparableError):
-                self._log_failure(error, "was not told how its micro-batches make")
+                self._log_failure(error, "does not show how to weigh the losses of")
             return
         fitting = {each.name for each in weights.found if not losses.are_different(each.loss_share)}
         self._weights.choose_candidate(weights, fitting)
@@ -188,7 +188,7 @@ class LossCheck(Watcher):
     def _distort_losses(self, stage: Stage, item: Item, kept: BatchCopy | None) -> Losses:
         """Return the losses of distorted copies of the first micro-batch, with the labels of all micro-batches."""
         if kept is None or kept.left_out or kept.inside:  # the labels entered the layers together with their samples
-            raise _NotComparableError("the loss tells it afterwards only")
+            raise _NotComparableError("the weights are known only after the comparison")
         ((span, part),) = kept.parts.items()
         copies = [Span(start, start + span.rows) for start in range(0, kept.rows, span.rows)]
         x = join([part] * len(copies), copies, "what the last stage has")
@@ -228,7 +228,7 @@ class LossCheck(Watcher):
             share = partial(_by_rows, kept.rows) if data.weights is None else data.weights.loss_share
             kept, x, losses = self._compare_forms(stage, item, kept, parts, share)
         except Exception as error:  # a step that can't run on a whole batch or without gradients
-            self._log_failure(error, "was not compared with those of")
+            self._log_failure(error, "was not compared with the losses of")
             return
         again = item.number in self._again
         self._again.discard(item.number)
@@ -320,7 +320,7 @@ class LossCheck(Watcher):
     @staticmethod
     def _log_failure(error: Exception, what: str) -> None:
         reason = str(error) if isinstance(error, _NotComparableError) else f"{type(error).__name__}: {error}"
-        rank_zero_info(f"The loss of the first batch {what} its micro-batches: {reason}")
+        rank_zero_info(f"The loss of a batch {what} its micro-batches: {reason}")
 
     def _losses(
         self,
@@ -392,7 +392,7 @@ class LossCheck(Watcher):
                     run(each)
             if drew:
                 raise _NotComparableError(
-                    "training_step draws random numbers around the layers, which for a whole batch are others"
+                    "training_step draws random numbers around the layers, which differ for a whole batch"
                 )
             return Losses.from_results(results, self._types(x))
 

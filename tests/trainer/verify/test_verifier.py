@@ -50,7 +50,7 @@ NOT_FOUND_BY_UNITS = {
     "layers in evaluation mode with dropout": EQUAL,
     "frozen BatchNorm that is trained": EQUAL,
     "gradients of shared parameters not summed": EQUAL,
-    "forward hook registered in on_validation_epoch_end": "the step comes to mul as unit",
+    "forward hook registered in on_validation_epoch_end": "it called mul as unit",
     "clipping in optimizer_step by the norm of one stage": "takes the value of the gradient of self.model",
     "batches that differ by rank later": "loaded different batches",
 }
