@@ -1,4 +1,4 @@
-"""The page as text: complete, self-contained, and safe whatever names are in it."""
+"""Check that the page is complete, self-contained, and safe for any names that it contains."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOTHING = Advice("Nothing is slow.")
 
 
 class Elements(HTMLParser):
-    """Tags with their attributes, and whether they are balanced."""
+    """Collects the tags with their attributes and the tags that are still open."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -59,11 +59,14 @@ def test_a_window_of_overlapping_batches_is_not_a_step():
 
 
 def test_inputs_that_waited_are_in_the_report_the_page_and_the_advice():
-    """By hand: 1F1B with f = 10, b = 20, and messages of 30 ns, one at a time.
+    """Check the waiting inputs of an example by hand, in the report, on the page and in the advice.
 
-    Stage 1 starts F0 at 40 (waits 40), F1 at 70 (one is there), F2 at 160 (waits 60), F3 at 190 (one is there). Stage 0
-    starts B0 at 100 (waits 80), B1 at 130 (one is there), B2 at 220 (waits 60), B3 at 250 (waits 10). From its first
-    backward to its last forward a stage is full: F1 to F3 on stage 1, B0 and B1 on stage 0.
+    The schedule is 1F1B with f = 10 and b = 20. Messages take 30 ns and are sent one at a time.
+
+    Stage 1 starts F0 at 40 after waiting 40, F1 at 70 without waiting, F2 at 160 after waiting 60, and F3 at 190
+    without waiting. Stage 0 starts B0 at 100 after waiting 80, B1 at 130 without waiting, B2 at 220 after waiting 60,
+    and B3 at 250 after waiting 10. A stage counts as full from its first backward to its last forward: for F1 to F3 on
+    stage 1, and for B0 and B1 on stage 0.
     """
     plan, costs = uniform(2, 4, f=10, b=20, link=30)
     ran = simulate(OneFOneB().program(plan), plan, costs)
@@ -95,7 +98,8 @@ def test_it_needs_nothing_else():
         for name in ("src", "href", "action", "data"):
             assert (attributes.get(name) or "data:").startswith("data:"), f"<{tag} {name}={attributes[name]}>"
     text = page(RECORD, NOTHING)
-    assert set(re.findall(r"https?://[^\"' )]+", text)) == {"http://www.w3.org/2000/svg"}  # a name, not a place
+    # an XML namespace, not a resource
+    assert set(re.findall(r"https?://[^\"' )]+", text)) == {"http://www.w3.org/2000/svg"}
     assert "default-src 'none'" in text
 
 
@@ -205,12 +209,16 @@ def test_the_regime_of_the_prediction_and_its_meaning():
 
 
 def tiles_of(text: str) -> dict[str, str]:
-    """What the tiles of a page say, by their words."""
+    """Return the values of the tiles of a page by their captions."""
     return {words: value for value, words in re.findall(r'class="tile"><b>(.*?)</b><span>(.*?)</span>', text)}
 
 
 def test_a_prediction_is_not_the_replay():
-    """Twice as long predicted as measured; the replay knows the measured times, and is right by making."""
+    """Check that the page separates the prediction from the replay.
+
+    The predicted step is twice as long as the measured one. The replay uses the measured times, so its step agrees with
+    the measured one.
+    """
     wrong = record_of([4] * 6 + [8] * 3 + [4] * 3, 4, 8).predicted
     text = page(replace(RECORD, predicted=wrong), NOTHING)
     off = wrong.makespan / RECORD.measured.makespan - 1
@@ -231,7 +239,10 @@ def test_without_a_prediction_the_page_says_so():
 
 
 def test_a_page_has_one_bubble_for_one_step():
-    """The tile and the table of ranks are of the measured step; what is simulated is called so."""
+    """Check that a page shows a single bubble for the measured step, in the tile and in the table of ranks.
+
+    Simulated bubbles are labeled as simulated.
+    """
     text = page(RECORD, advise_run(RECORD))
     bubble = f"{RECORD.bubble:.1%}"
     assert tiles_of(text)["bubble: the mean share of the step in which ranks idle"] == bubble

@@ -1,4 +1,4 @@
-"""The page in a browser: it draws, zooms, answers keys and mouse, asks for nothing, and fits its window."""
+"""Check the page in a browser: it draws, zooms, handles keys and the mouse, loads nothing, and fits its window."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """Four ranks, of which the third is slow."""
+    """Return the page of four ranks of which the third is slow."""
     record = replace(record_of([2] * 6 + [4] * 3 + [2] * 3, 4, 8), peaks=(30_000_000,) * 4)
     path = tmp_path_factory.mktemp("page") / "report.html"
     path.write_text(page(record, advise_run(record)))
@@ -32,7 +32,7 @@ def small(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """Eight ranks with two stages each and 64 micro-batches: 4000 events a panel."""
+    """Return the page of eight ranks with two stages each and 64 micro-batches, which has 4000 events per panel."""
     record = record_of([2] * 16, 8, 64, "interleaved")
     path = tmp_path_factory.mktemp("page") / "report.html"
     path.write_text(page(record, Advice("Nothing is slow.")))
@@ -44,7 +44,7 @@ def view(browser: Browser) -> tuple[int, int]:
 
 
 def center(browser: Browser) -> tuple[float, float, float]:
-    """The middle of the plot, at the height of rank 0's measured bar, and the plot's width."""
+    """Return the middle of the plot at the height of rank 0's measured bar, and the width of the plot."""
     box = browser.run("(({x, y, width}) => [x, y, width])(document.getElementById('timeline').getBoundingClientRect())")
     return box[0] + 60 + (box[2] - 136) / 2, box[1] + 24 + 15, box[2] - 136
 
@@ -71,7 +71,7 @@ def test_it_does_not_scroll_sideways(browser, small, large, width):
 
 @pytest.mark.parametrize("width", [1024, 1300, 1500, 1920])
 def test_no_column_of_a_table_is_cut_off(browser, small, large, width):
-    """On the screens that people have, tables need no scrolling: the measured memory is in the last column."""
+    """Check that tables need no scrolling at common screen widths, because the last column has the measured memory."""
     for path, _ in (small, large):
         browser.open(path, width=width)
         sizes = browser.run("[...document.querySelectorAll('.wide')].map(t => [t.clientWidth, t.scrollWidth])")
@@ -90,7 +90,7 @@ def test_the_first_screen_says_what_is_slow_and_what_to_change(browser, small):
 
 
 def test_every_event_is_drawn_where_it_ran(browser, small):
-    """The bars of one colour, read back from the drawing, are the forwards of all ranks."""
+    """Check that the bars of one color in the drawing are the forwards of all ranks."""
     path, record = small
     browser.open(path)
     path_of_forwards = browser.run(
@@ -121,7 +121,7 @@ def test_keys_zoom_and_move(browser, small):
     browser.press("ArrowLeft")
     browser.press("0")
     assert view(browser) == (start, end)
-    browser.press("-")  # there is nothing more to see
+    browser.press("-")  # the whole timeline is already visible
     assert view(browser) == (start, end)
 
 
@@ -203,5 +203,5 @@ def test_a_large_timeline_still_answers(browser, large):
         });
         return Math.max(...times);
     })()""")
-    assert slowest < 500  # milliseconds; 20 on an idle machine
+    assert slowest < 500  # milliseconds; about 20 on an idle machine
     assert browser.run("document.querySelectorAll('#timeline *').length") < 3000

@@ -1,4 +1,4 @@
-"""Each regime, compared with a simulation that goes from nanosecond to nanosecond."""
+"""Compare each regime with a simulation that advances nanosecond by nanosecond."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ORDERS = [
 
 
 def random_case(order, plan, seed):
-    """A program, its costs operation by operation, and the same numbers as they are."""
+    """Return a program, its costs for each operation, and the same durations and latencies as dicts."""
     rng = random.Random(seed)
     program, late = order.program(plan), rng.choice([0, 3, 20])
     sends = [i for row in lower(program, plan).head for i in row if i.kind in (Kind.SF, Kind.SB)]
@@ -62,7 +62,7 @@ def test_the_worlds_differ_and_none_is_faster_than_asynchronous_links():
 
 
 def test_a_link_that_blocks_among_others_that_do_not():
-    """Rank 0 waits for what it sends, rank 1 does not."""
+    """Check that rank 0 waits for its messages to leave, and that rank 1 does not."""
     plan = tiny_plan(3, 2)
     slow = Link(1e9)
     costs = CostModel.uniform(3, 2e-9, 2e-9, message_bytes=5, link=slow)

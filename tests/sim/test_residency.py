@@ -1,4 +1,4 @@
-"""Decisions about states, beside the least that any decision could load, and by hand."""
+"""Compare decisions about resident states with the smallest possible number of loads and with numbers by hand."""
 
 import random
 from functools import cache
@@ -13,7 +13,7 @@ SECOND = 10**9
 
 
 def fewest_loads(keys, places):
-    """By trying everything: loads on demand of states that are equally large."""
+    """Return the smallest number of on-demand loads of equally large states, found by trying every eviction."""
 
     @cache
     def of(at, held):
@@ -30,7 +30,7 @@ def fewest_loads(keys, places):
 
 
 def misses_of_lru(keys, places):
-    """A list, the last used last."""
+    """Return the number of misses of an LRU cache, modeled as a list with the last used key at the end."""
     held, misses = [], 0
     for key in keys:
         if key in held:
@@ -66,8 +66,10 @@ def test_loads_least_where_the_leases_are_known(seed, places):
 @for_each("places", [2, 3])
 @for_each("seed", range(8))
 def test_with_prefetching_only_the_first_is_waited_for(seed, places):
-    """With time enough everything but the first state is there, and nothing is loaded in vain. More is loaded than on
-    demand: the state in use keeps its place while others come."""
+    """Check prefetching with enough time: only the first state is late, and no load is wasted.
+
+    Prefetching loads more than loading on demand, because the state in use keeps its place while others arrive.
+    """
     keys = sequence(seed)
     copier = VirtualCopier(100.0)  # a state takes 0.1 s
     residency = on(places, copier)
@@ -110,7 +112,7 @@ def test_what_is_predicted_takes_the_place_of_what_is_not_or_later():
         residency.lease(key)
         residency.release(key)
     residency.predict([3, 2, 4, 0])
-    assert residency.prefetch() == 2  # 3 for 1, which nobody has predicted, and 4 for 0
+    assert residency.prefetch() == 2  # 3 replaces 1, which is not predicted, and 4 replaces 0
     assert residency.resident == {2, 3, 4}
 
 
@@ -139,7 +141,11 @@ def test_what_was_offloaded_is_not_written_again():
 
 
 def test_times():
-    """A hit waits for nothing, a late one for the rest, a miss for all; a changed state goes to the host first."""
+    """Check the waiting times of hits, late states and misses.
+
+    A hit does not wait, a late state waits for the rest of its load, and a miss waits for the whole load. A modified
+    state is first written to the host.
+    """
     copier = VirtualCopier(10.0, latency=0.25)  # a state takes 1.25 s
     residency = on(2, copier)
     residency.expect_leases([0, 1, 0, 2, 1])
@@ -150,7 +156,7 @@ def test_times():
     assert residency.lease(1) == SECOND
     assert residency.lease(0) == 0
     residency.release(0)
-    residency.prefetch()  # 2 takes the place of 0, which goes out from 2.5 to 3.75
+    residency.prefetch()  # 2 replaces 0, which is written back from 2.5 to 3.75
     assert residency.resident == {1, 2}
     assert residency.lease(2) == 2.5 * SECOND
     found = residency.statistics
@@ -164,14 +170,14 @@ def test_what_is_read_back_has_been_written():
     residency = on(1, copier)
     residency.lease(0, write=True)
     residency.release(0)
-    residency.lease(1)  # after 0 is out, at 2; there at 3
+    residency.lease(1)  # 0 is written back until 2, and 1 is loaded until 3
     residency.release(1)
     assert copier.now == 3 * SECOND
     residency.lease(1, write=True)
     residency.flush()
     assert copier.now == 4 * SECOND
     residency.release(1)
-    residency.flush()  # is clean
+    residency.flush()  # the state is clean
     assert residency.statistics.bytes_out == 20
 
 
@@ -183,7 +189,7 @@ def test_jobs_come_and_go():
     residency.release(0)
     residency.predict([0])
     residency.drop_state(0)
-    assert residency.prefetch() == 0  # what was predicted before is forgotten
+    assert residency.prefetch() == 0  # earlier predictions are forgotten
     assert residency.resident == frozenset()
     residency.add("new", 10)
     residency.expect_leases(["new"])

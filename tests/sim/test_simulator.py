@@ -1,4 +1,4 @@
-"""Makespans by chance, compared with one simulation after another and with what theory gives."""
+"""Compare random makespans with individual simulations and with theory."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from lightning_pipes.testing.generators import tiny_plan
 from tests.sim.policies import Asked, ByRule
 
 RARE = {(Kind.F, 0): (1.0,) * 19 + (11.0,)}
-"""One forward in twenty of stage 0 takes eleven times as long: the median says nothing of it."""
+"""Ratios in which one of twenty forwards of stage 0 takes eleven times as long, which does not change the median."""
 
 
 def test_one_stage_by_theory():
-    """m forwards after each other: each is expected to take 1.5 of its median."""
+    """Check m consecutive forwards, each with an expected time of 1.5 times its median."""
     plan = tiny_plan(1, 8)
     costs = replace(CostModel.uniform(1, 1e-6, 0.0), scatter=RARE)
     found = draw_spread(GPipe().program(plan), plan, costs, draws=4000, seed=3)
     assert found.steady == 8_000
     assert found.mean == pytest.approx(8 * 1500, rel=0.03)
-    exact = {0: 0.95**8, 1: 8 * 0.05 * 0.95**7}  # how often so many of them are slow
+    exact = {0: 0.95**8, 1: 8 * 0.05 * 0.95**7}  # the probability of this number of slow forwards
     for slow, share in exact.items():
         assert found.nanoseconds.count(8_000 + 10_000 * slow) / 4000 == pytest.approx(share, abs=0.025)
     assert found.quantile(0.0) == found.quantile(0.5) == 8_000
@@ -37,7 +37,7 @@ def test_one_stage_by_theory():
 @pytest.mark.parametrize("order", [OneFOneB(), ByRule(), Asked(ByRule())], ids=["fixed", "rule", "asked"])
 @pytest.mark.parametrize("regime", ["asynchronous", "shared"])
 def test_every_draw_is_a_simulation_of_its_own(order, regime, kernel):
-    """Where each ratio stands for itself, all draws are known: each stage is either slow or not."""
+    """Check draws that are known exactly, because every operation has only one ratio."""
     plan = tiny_plan(3, 4)
     program = order.program(plan) if isinstance(order, OneFOneB) else order
     costs = CostModel.uniform(3, 2e-9, 4e-9, message_bytes=3, link=Link(1e9), regime=regime)
@@ -52,7 +52,10 @@ def test_every_draw_is_a_simulation_of_its_own(order, regime, kernel):
 
 
 def test_rare_slow_operations_cost_a_pipeline_more_than_their_share():
-    """A stage's mean grows by a half; the pipeline waits for the slowest stage of each moment."""
+    """Check that the pipeline loses more than the mean of a stage, which grows by one half.
+
+    At each moment, the pipeline waits for the slowest stage.
+    """
     plan = tiny_plan(4, 8)
     costs = CostModel.uniform(4, 1e-6, 2e-6)
     rare = {(kind, s): (1.0,) * 19 + (11.0,) for kind in (Kind.F, Kind.B) for s in range(4)}
@@ -70,7 +73,7 @@ def test_the_same_for_the_same_seed():
 
 
 def test_measured_ratios_are_those_to_the_median_of_their_size():
-    """Micro-batches of two sizes, as UMPipe has them: what scatters is not that one is larger."""
+    """Check micro-batches of two sizes, as in UMPipe: a larger micro-batch is not counted as scatter."""
     plan = tiny_plan(2, 3)
     rng = random.Random(5)
     program = OneFOneB().program(plan)

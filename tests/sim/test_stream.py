@@ -1,4 +1,4 @@
-"""An endless policy in virtual time: batches that share no layers overlap, those that share one do not."""
+"""Check an endless policy in virtual time: only batches that share no layers overlap."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COSTS = CostModel.uniform(2, 1.0, 2.0)
 
 @dataclass(frozen=True)
 class First(Policy):
-    """Whatever comes first in `ready`."""
+    """A policy that picks the first entry of `ready`."""
 
     depth: int = 4
     name: ClassVar[str] = "first"
@@ -36,7 +36,7 @@ class First(Policy):
 
 @dataclass(frozen=True)
 class Noting(First):
-    """Keeps what rank 0 saw: batches under way, and versions."""
+    """The same policy, which also records the batches in flight and the versions that rank 0 observes."""
 
     seen: ClassVar[list] = []
 
@@ -55,16 +55,18 @@ def seconds(uses: list[LayerUse], depth: int = 4) -> float:
 
 
 def test_what_shares_a_layer_waits_for_its_step_there():
-    """Alone a batch takes 1 + 1 + 2 + 2 seconds."""
+    """Check the seconds of batches that share layers; a single batch takes 1 + 1 + 2 + 2 seconds."""
     assert seconds([use("0", "4")]) == 6
-    assert seconds([use("0", "4")] * 3) == 18  # all of it shared: one after another
-    assert seconds([use("0", "4"), use("1", "5")]) == 9  # stage 1: F B of one, then of the other; F0 in between
-    assert seconds([use("0", "4"), use("1", "4")]) == 9  # only there, where it is over in time
+    assert seconds([use("0", "4")] * 3) == 18  # the batches share all layers and run one after another
+    # Stage 1 runs F and B of one batch, then of the other, with F0 in between.
+    assert seconds([use("0", "4"), use("1", "5")]) == 9
+    # The batches share a layer only on stage 1, which is free in time.
+    assert seconds([use("0", "4"), use("1", "4")]) == 9
     assert seconds([use("0", "4"), use("0", "5")]) == 12
 
 
 def test_depth():
-    """Stage 1 is the slowest: 3 seconds a batch, as long as enough of them are under way."""
+    """Check the depth: the slowest stage, stage 1, takes 3 seconds per batch if enough batches are in flight."""
     uses = [use(str(n % 4), str(4 + n % 4)) for n in range(4)]
     assert seconds(uses, depth=1) == 24
     assert seconds(uses, depth=2) < 24
@@ -79,7 +81,7 @@ def test_by_number_all_layers_are_used():
 
 @for_each("seed", range(8))
 def test_as_by_events_and_verified(seed):
-    """The run that a plain simulator of the same plan gives; what it ran is a correct program of that plan."""
+    """Compare the run with a plain simulator of the same plan, and verify its program."""
     rng = random.Random(seed)
     plan = replace(Plan.even(3, 2, layers=(Span(0, 2), Span(2, 4), Span(4, 6))), split_backward=seed % 2 == 1)
     uses = [

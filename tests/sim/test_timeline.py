@@ -57,7 +57,7 @@ def test_efficiency_is_the_slowest_ranks_share():
 
 
 def queue_by_hand(timeline: Timeline, kind: Kind, stage: int) -> list[int]:
-    """Return the inputs that waited when the rank turned to each launch; every instant is looked at anew."""
+    """Return the number of waiting inputs at each launch, counted again for every launch."""
     rank = timeline.plan.ranks[stage]
     sends = (Kind.SF, stage - 1) if kind is Kind.F else (Kind.SB, stage + 1)
     found = []
@@ -82,8 +82,8 @@ def test_queues_of_arrived_inputs(k: int, link: int) -> None:
         assert list(queue.lengths) == queue_by_hand(timeline, kind, stage)
         assert [n == 0 for n in queue.lengths] == [
             waited > 0 for waited in queue.stalled
-        ]  # no stall with an input there
-    for rank in range(3):  # a rank computes, or waits for an input
+        ]  # no stall while an input is available
+    for rank in range(3):  # a rank computes or waits for an input
         last = max(e.end for e in timeline.computations if e.rank == rank)
         waited = sum(sum(q.stalled) for q in queues.values() if plan.ranks[q.stage] == rank)
         assert waited == last - timeline.busy[rank]

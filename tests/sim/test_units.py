@@ -1,4 +1,4 @@
-"""Times as people read them."""
+"""Check the text form of times."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A fixed order in each regime, one nanosecond after the other: no heap, no longest path."""
+"""A simulator of fixed orders in each regime that advances by one nanosecond, without a heap or longest paths."""
 
 from __future__ import annotations
 
@@ -8,31 +8,33 @@ from lightning_pipes.ir import Instruction, Kind, Plan, Program
 
 
 class Ticking:
-    """One run of a program without transfers; times are whole nanoseconds, at least 1 for what computes.
+    """A single run of a program without transfers.
+
+    All times are whole nanoseconds, and computations take at least 1.
 
     Args:
-        takes: of each computation; of each send, the time that it occupies the wire.
-        latency: from the last byte out to the message there.
-        blocks: a rank computes on when all that it has sent is out.
-        shares: one wire for both directions between two ranks.
+      takes: the time of each computation, and for each send the time that it occupies the wire.
+      latency: the time from the last byte of a message on the wire to its arrival.
+      blocks: if True, a rank continues to compute only after all of its messages have left.
+      shares: if True, two ranks share one wire for both directions.
     """
 
     def __init__(self, program: Program, plan: Plan, takes, latency, *, blocks: bool, shares: bool) -> None:
         self.plan, self.takes, self.latency, self.blocks, self.shares = plan, takes, latency, blocks, shares
         self.rows = [deque(row) for row in program.head]
-        self.running: list[tuple[int, Instruction] | None] = [None] * plan.n_ranks  # until when, what
-        self.waiting = defaultdict(deque)  # by wire: messages that are complete, in the order in which they became so
-        self.moving = {}  # by wire: until when, which message
-        self.away = []  # when there, which message
+        self.running: list[tuple[int, Instruction] | None] = [None] * plan.n_ranks  # end and instruction
+        self.waiting = defaultdict(deque)  # by wire: messages that wait, in the order in which they were completed
+        self.moving = {}  # by wire: end and message
+        self.away = []  # arrival and message
         self.unsent = [0] * plan.n_ranks
         self.done, self.there = set(), set()
         self.starts, self.began = {}, {}
 
     def run(self) -> dict[Instruction, int]:
-        """When each computation and each message starts."""
+        """Return the start of each computation and each message."""
         now = 0
         while any(self.rows) or any(self.running) or self.moving or any(self.waiting.values()) or self.away:
-            while self._settle(now):  # messages that take no time at all are there in the same instant
+            while self._settle(now):  # messages without duration arrive in the same instant
                 pass
             now += 1
             assert now < 100_000, "nothing goes on"
@@ -77,7 +79,7 @@ class Ticking:
         return ((rank, each) for rank, each in enumerate(self.running) if each is not None)
 
     def _complete(self, rank: int, i: Instruction) -> None:
-        """What the computation leaves to be sent."""
+        """Queue the messages that the end of a computation produces."""
         step = {Kind.F: 1, Kind.B: -1}.get(i.kind, 0)
         target = i.stage + step
         if step and 0 <= target < self.plan.n_stages and self.plan.ranks[target] != rank:

@@ -1,4 +1,4 @@
-"""A timeline small enough to check by hand."""
+"""A timeline that is small enough to check by hand."""
 
 from lightning_pipes.ir import Span
 from lightning_pipes.sim import simulate

@@ -45,14 +45,21 @@ def test_tapers_to_one(slack, held):
 
 
 def least(p, m, f, b, c):
-    """The first micro-batch goes to the last stage, which then works without a pause; its last gradient comes back."""
+    """Return the shortest possible step time, in which the last stage never pauses.
+
+    The first micro-batch travels to the last stage, the last stage then computes without a pause, and its last gradient
+    travels back.
+    """
     return (p - 1) * (f + c) + m * (f + b) + (p - 1) * (b + c)
 
 
 @for_each("c", [0, 4, 10, 20])
 @for_each(("p", "m"), [(2, 9), (4, 24), (8, 32)])
 def test_step_time_with_slack_enough(p, m, c):
-    """(m + p - 1)(f + b) + 2 (p - 1) c, with three micro-batches more than are necessary, and one for each link."""
+    """Check that a step takes (m + p - 1)(f + b) + 2 (p - 1) c if the slack is large enough.
+
+    The slack is three micro-batches larger than necessary, and at least one for each link.
+    """
     f, b = 20, 40
     plan, costs = uniform(p, m, f=f, b=b, link=c)
     enough = max(p - 1, -(-2 * (p - 1) * c // (f + b)) + 3) if c else 0
@@ -63,7 +70,10 @@ def test_step_time_with_slack_enough(p, m, c):
 @pytest.mark.parametrize("c", [20, 40, 60])
 @pytest.mark.parametrize("p", [2, 4])
 def test_less_than_necessary_is_slower(p, c):
-    """p + 2 (p - 1) c / (f + b) held by the first stage: one below, every turn of the pipeline waits."""
+    """Check the step time if the slack is too small to hide the links.
+
+    The first stage needs p + 2 (p - 1) c / (f + b) micro-batches. With one fewer, the pipeline waits in every round.
+    """
     f, b, m = 20, 40, 48
     plan, costs = uniform(p, m, f=f, b=b, link=c)
     too_few = -(-2 * (p - 1) * c // (f + b)) - 1
@@ -74,7 +84,10 @@ def test_less_than_necessary_is_slower(p, c):
 
 @pytest.mark.parametrize("link", [20, 40, 60])
 def test_beats_kfkb_that_holds_as_much_in_all(link):
-    """Seven held by the first stage, 16 by all of them, against eight and 20."""
+    """Check that Deep with less memory is at least as fast as 2F2B.
+
+    With Deep, the first stage holds 7 micro-batches and all stages hold 16. With 2F2B, the numbers are 8 and 20.
+    """
     plan, costs = uniform(4, 24, f=20, b=40, link=link)
     deep, two = Deep(slack=3).program(plan), KFKB(k=2).program(plan)
     assert sum(verify(deep, plan).peak_spans) == 16
@@ -84,6 +97,10 @@ def test_beats_kfkb_that_holds_as_much_in_all(link):
 
 @pytest.mark.parametrize(("slack", "seconds"), [(2, 2.071), (3, 1.738), (4, 1.735)])
 def test_steps_that_were_measured(slack, seconds):
-    """Four stages, 24 micro-batches, F 20 ms, B 40 ms, on real links shaped to 20 ms a message."""
+    """Compare simulated steps with measured ones.
+
+    The measured runs had four stages, 24 micro-batches, F of 20 ms, B of 40 ms, and real links shaped to 20 ms per
+    message.
+    """
     plan, costs = uniform(4, 24, f=20, b=40, link=20)
     assert simulate(Deep(slack).program(plan), plan, costs).makespan == pytest.approx(seconds * 1e3, rel=0.01)

@@ -41,12 +41,15 @@ def bubble(p, m, waves, f, b):
     return timeline.makespan - timeline.busy[0]
 
 
-@for_each(("f", "b"), [(1, 1), (1, 2), (3, 2), (3, 5)])  # of one of a rank's 2 w stages
+@for_each(("f", "b"), [(1, 1), (1, 2), (3, 2), (3, 5)])  # times of one of the 2 w stages of a rank
 @for_each("waves", [1, 2, 3])
 @for_each("rounds", [1, 2, 3])
 @for_each("p", [1, 2, 3, 4, 6])
 def test_bubble(p, rounds, waves, f, b):
-    """(p - 1) max(f, b) / w for a whole rank's f and b, and never less than the ramps."""
+    """Check that the bubble is (p - 1) max(f, b) / w for the f and b of a whole rank.
+
+    The bubble is never smaller than the time in which the pipeline fills and drains.
+    """
     found = bubble(p, p * rounds, waves, f, b)
     assert found == (p - 1) * 2 * max(f, b)
     assert found >= (p - 1) * (f + b)
@@ -62,7 +65,10 @@ def test_any_number_of_microbatches_is_not_slower_than_1f1b(m, waves):
 
 @pytest.mark.parametrize(("p", "waves"), [(4, 1), (4, 2), (8, 1)])
 def test_beside_interleaved_with_as_many_stages(p, waves):
-    """No messages where waves turn; the fullest rank holds as much."""
+    """Compare with interleaved 1F1B that has the same number of stages.
+
+    Hanayo sends no messages where a wave turns, and its fullest rank holds the same number of activations.
+    """
     wave, turn = Hanayo(waves), Interleaved(2 * waves)
     ours, theirs = (tiny_plan(2 * p * waves, 4 * p, ranks=s.place_stages(p)) for s in (wave, turn))
     assert sum(map(ours.is_remote_edge, range(ours.n_stages - 1))) == theirs.n_stages - 1 - (2 * waves - 1)
@@ -76,7 +82,10 @@ def held_by_rank(schedule, plan):
 
 @pytest.mark.parametrize("waves", [1, 2])
 def test_holds(waves):
-    """p + r / 2w micro-batches on rank r, in whole ranks' activations; 1F1B's first rank holds p."""
+    """Check that rank r holds the activations of p + r / 2w micro-batches over all of its stages.
+
+    The first rank of 1F1B holds p micro-batches.
+    """
     schedule = Hanayo(waves)
     plan = tiny_plan(2 * 4 * waves, 16, ranks=schedule.place_stages(4))
     assert held_by_rank(schedule, plan) == tuple(2 * 4 * waves + r for r in range(4))

@@ -30,8 +30,11 @@ def test_small_order():
 @for_each("rounds", [1, 2, 3])
 @for_each("p", [2, 3, 4, 8])
 def test_bubble(p, rounds, v):
-    """(p - 1)(f + b) / v, f and b being the times of a whole rank (section 2.2), for m in multiples of p."""
-    m, f, b = p * rounds, 1, 2  # of one of the v stages
+    """Check that the bubble is (p - 1)(f + b) / v if m is a multiple of p (section 2.2).
+
+    In the formula, f and b are the times of all stages of a rank.
+    """
+    m, f, b = p * rounds, 1, 2  # times of one of the v stages
     plan, costs = uniform(p * v, m, f, b, ranks=tuple(range(p)) * v)
     timeline = simulate(Interleaved(v).program(plan), plan, costs)
     assert timeline.busy == (m * v * (f + b),) * p
@@ -41,7 +44,11 @@ def test_bubble(p, rounds, v):
 @for_each("c", [0, 1, 2, 4])
 @for_each(("p", "v", "m"), [(4, 2, 8), (4, 2, 16), (8, 2, 16), (4, 4, 16)])
 def test_transfers_show_only_on_the_way_there_and_back(p, v, m, c):
-    """Twice p - 1 - r warm-up forwards leave a message on its way while the one before is worked on."""
+    """Check that links delay only the first forward on its way down and the last gradient on its way back.
+
+    Rank r runs 2 (p - 1 - r) forwards for the warm-up, so a message travels while the rank computes the micro-batch
+    before it.
+    """
     plan, costs = uniform(p * v, m, f=4, b=8, link=c, ranks=tuple(range(p)) * v)
     assert simulate(Interleaved(v).program(plan), plan, costs).makespan == (m * v + p - 1) * 12 + 2 * (p * v - 1) * c
 
@@ -69,4 +76,4 @@ def test_refuses_spans_that_differ_between_its_stages():
 def test_holds_more_than_1f1b():
     plan = tiny_plan(4, 8, ranks=(0, 1, 0, 1))
     held = verify(Interleaved(2).program(plan), plan).peak_spans
-    assert held[0] + held[2] > 2  # 1F1B's first of two ranks holds two
+    assert held[0] + held[2] > 2  # 1F1B holds two on the first of two ranks

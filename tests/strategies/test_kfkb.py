@@ -42,7 +42,10 @@ def test_its_ends_are_1f1b_and_gpipe(p, m):
 
 
 def merged_copies(p, stage, m, k):
-    """Section 5.4: k copies of 1F1B, copy c over the micro-batches c, c + k, ..., merged entry by entry."""
+    """Return the order of section 5.4 for one stage: k copies of 1F1B, merged entry by entry.
+
+    Copy c runs the micro-batches c, c + k, and so on.
+    """
     copies = []
     for c in range(k):
         mine = list(range(c, m, k))
@@ -70,7 +73,7 @@ def test_holds_k_microbatches_per_later_stage(k):
 
 
 def by_hand(k, m, f, b, c):
-    """Two stages, no simulator: times one after another, straight from figure 2's rules."""
+    """Return the makespan of two stages, computed step by step from the rules of figure 2 without the simulator."""
     f_end, b_end, sent, back = {}, {}, {}, {}
     orders = [[(i.kind, i.span.start) for i in row[:-1]] for row in KFKB(k=k).program(tiny_plan(2, m)).head]
     at, clock, link = [0, 0], [0, 0], [0, 0]
@@ -103,8 +106,11 @@ def test_two_stages_against_times_by_hand(k, c):
 
 
 def test_figure_2():
-    """B = 2F, a transfer takes F / 2, F = 2: two stages, four micro-batches. Every pair of 1F1B's steady phase waits
-    for a round trip of two transfers; 2F2B hides them."""
+    """Check the starts and the makespans of figure 2, with two stages and four micro-batches.
+
+    The times are F = 2, B = 2F = 4, and F / 2 = 1 for a transfer. In 1F1B, every pair of the steady phase waits for a
+    round trip of two transfers. 2F2B hides these waits.
+    """
     plan, costs = uniform(stages=2, microbatches=4, f=2, b=4, link=1)
     one = simulate(KFKB(k=1).program(plan), plan, costs)
     two = simulate(KFKB(k=2).program(plan), plan, costs)
@@ -114,7 +120,7 @@ def test_figure_2():
     assert [starts[B(0, spans[n])] for n in range(4)] == [10, 16, 24, 30]
     assert [starts[F(1, spans[n])] for n in range(4)] == [3, 9, 17, 23]
     assert one.makespan == 34
-    assert two.makespan == 32  # 30 without any transfer: only the first and the last one show
+    assert two.makespan == 32  # 30 without transfers: only the first and the last transfer lengthen the step
     assert uniform_without_links(2, 4) == 30
 
 
@@ -124,7 +130,7 @@ def uniform_without_links(p, m):
 
 
 def test_blocking_sends_undo_the_gain():
-    """Whether a send blocks computation decides everything: a larger k never helps then."""
+    """Check that a larger k does not help if a send blocks the computation."""
     plan, costs = uniform(stages=4, microbatches=12, f=4, b=8, link=2)
     free = [simulate(KFKB(k=k).program(plan), plan, costs).makespan for k in (1, 2)]
     blocking = replace(costs, regime="blocking")

@@ -1,4 +1,4 @@
-"""Candidates on the memory-limit curve, against counting by hand and against the simulator."""
+"""Compare the candidates on the memory-limit curve with numbers counted by hand and with the simulator."""
 
 from dataclasses import replace
 
@@ -28,7 +28,11 @@ def points(found):
 
 
 def test_the_largest_micro_batches_that_fit():
-    """The first stage holds 4 k micro-batches of 10 bytes a sample: 4 k b <= 24 fits into 240 bytes beside weights."""
+    """Check the largest micro-batch for each k.
+
+    The first stage holds 4 k micro-batches of b samples at 10 bytes a sample. With 240 bytes left after the weights, 4
+    k b <= 24.
+    """
     plan, costs = problem()
     assert points(memory_curve(plan, costs, 100 + 240)) == [
         (1, 24),
@@ -51,8 +55,11 @@ def test_a_micro_batch_has_a_sample(size):
 
 
 def test_candidates_keep_the_cut_of_the_run_unless_sizes_are_given():
-    """24 micro-batches of 32 samples have one or two samples. Fewer micro-batches of two would change the order in
-    which gradients are summed."""
+    """Check that candidates sum the gradients in the order of the running plan.
+
+    With 32 samples in 24 micro-batches, a micro-batch has one or two samples. Fewer micro-batches of two samples each
+    would change the order of the sum.
+    """
     _, costs = problem(stages=2)
     plan = Plan.even(2, 24, rows=32)
     for candidate in KFKBPlanner().list_candidates(plan, costs):
@@ -70,7 +77,10 @@ def test_candidates_keep_the_cut_of_the_run_unless_sizes_are_given():
 
 
 def brute_force(plan, costs, limit, k):
-    """The largest b with which the simulator stays within the limit, whatever order of sizes."""
+    """Return the largest micro-batch size with which the simulated peak stays within the limit.
+
+    All sizes are simulated, and the rows of the largest micro-batch that fits are returned, or 0 if no size fits.
+    """
     fits = []
     for b in range(1, plan.jobs[0].rows + 1):
         cut = cut_into(plan, b)
@@ -111,7 +121,10 @@ def test_never_more_than_the_limit_and_as_predicted(limit, more):
 
 
 def test_fractional_sizes_are_rounded_down():
-    """Figure 6: 192 samples, eight stages, 6 / k samples of a micro-batch: six micro-batches' worth for every k."""
+    """Check figure 6: 192 samples, eight stages, and micro-batches of 6 / k samples.
+
+    Every k may hold the activations of six samples for each stage. Sizes that are not whole numbers are rounded down.
+    """
     plan, costs = problem(stages=8, rows=192)
     found = memory_curve(plan, costs, 100 + 8 * 6 * 10, largest_k=6)
     assert points(found) == [(1, 6), (2, 3), (3, 2), (4, 1), (5, 1), (6, 1)]

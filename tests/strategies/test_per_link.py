@@ -49,10 +49,13 @@ def one_slow_link(p=4, m=24, f=20, b=40, slow=1, link=60):
 
 
 def test_full_speed_with_half_the_activations():
-    """One slow link in the middle: what no k reaches with any memory takes six micro-batches on the first stage."""
+    """Check that six micro-batches on the first stage reach full speed if only the middle link is slow.
+
+    KFKB does not reach this speed with any k, and its best k holds at least 12 micro-batches there.
+    """
     plan, costs = one_slow_link()
     program = PerLink(extra_for(plan, costs)).program(plan)
-    assert simulate(program, plan, costs).makespan == (24 + 3) * 60 + 2 * 60  # a message there and one back show
+    assert simulate(program, plan, costs).makespan == (24 + 3) * 60 + 2 * 60  # one message in each direction is visible
     assert verify(program, plan).peak_spans == (6, 5, 2, 1)
     best = min((KFKB(k).program(plan) for k in range(1, 25)), key=lambda p: simulate(p, plan, costs).makespan)
     assert simulate(best, plan, costs).makespan > 2300
@@ -66,7 +69,7 @@ def test_extra_only_where_the_link_is_slow(slow, extra):
 
 
 def test_equal_links_need_what_the_first_stage_needs():
-    """p + 2 (p - 1) c / (f + b), and rounding adds one at most."""
+    """Check that equal links need 2 (p - 1) c / (f + b) extra micro-batches in total, rounded up."""
     for c in range(0, 61, 5):
         plan, costs = uniform(4, 24, f=20, b=40, link=c)
         assert sum(extra_for(plan, costs)) == -(-6 * c // 60)
@@ -74,7 +77,11 @@ def test_equal_links_need_what_the_first_stage_needs():
 
 
 def test_a_link_that_is_the_bottleneck_needs_a_round_trip_and_no_more():
-    """Nothing hides a link that is busy all the time: its own pace counts, not the stages'."""
+    """Check that a link which is always busy adds only one round trip.
+
+    No number of micro-batches in flight hides such a link. Its own time per message counts instead of the times of the
+    stages.
+    """
     plan, costs = uniform(2, 24, f=1, b=1, link=1000)
     assert extra_for(plan, costs) == (2,)
 

@@ -43,7 +43,7 @@ def test_small_order():
 
 
 def test_small_order_of_2bw():
-    """On the last stage the update waits for the next batch to begin."""
+    """Check the order of two batches, in which the last stage updates only after the next batch has started."""
     plan = planned(2, 2, PipeDream2BW())
     assert PipeDream2BW().program(plan).unroll(2).to_lines() == [
         "F0.0 F0.1 B0.0 F0.0@1 B0.1 STEP0 F0.1@1 B0.0@1 B0.1@1 STEP0@1",
@@ -53,7 +53,7 @@ def test_small_order_of_2bw():
 
 @pytest.mark.parametrize("p", [1, 2, 3, 5, 8])
 def test_versions_and_staleness_of_the_paper(p):
-    """Section 3.3: stage s of p (from 0) keeps p - s versions, and an update comes p - 1 - s updates late."""
+    """Check section 3.3: stage s of p (from 0) keeps p - s versions, and its updates are p - 1 - s updates late."""
     plan = planned(p, 1, PipeDream())
     assert plan.versions == tuple(p - s for s in range(p))
     facts = verify(PipeDream().program(plan), plan, 3 * p)
@@ -92,7 +92,7 @@ def test_2bw_with_too_few_microbatches_would_need_a_third():
 @for_each("m", [4, 6])
 @for_each("p", [1, 2, 4])
 def test_no_bubble_once_it_flows(p, m, schedule):
-    """The way in and out shows once, (p - 1)(f + b), and every batch adds m (f + b)."""
+    """Check that the ramps cost (p - 1)(f + b) once, and that every batch adds m (f + b)."""
     plan, costs = uniform(p, m, f=1, b=2)
     plan = adapt_plan(plan, schedule)
     program = schedule.program(plan)

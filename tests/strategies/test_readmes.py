@@ -1,4 +1,4 @@
-"""Every page shows what its own code prints."""
+"""Check that every README shows the output of its own code."""
 
 import contextlib
 import io
@@ -15,7 +15,10 @@ PAGES = sorted(HOME.glob("*/README.md"))
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.parent.name for page in PAGES])
 def test_page_shows_what_its_code_prints(page):
-    """A text block right after a python block is that block's output; other blocks are left alone."""
+    """Run each Python block of a page and compare its output with the text block that follows it.
+
+    Blocks without such a neighbor are ignored.
+    """
     pairs = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     for code, shown in pairs:
         out = io.StringIO()

@@ -33,7 +33,7 @@ class TestReady(ScheduleConformance):
 
 
 def test_small_order():
-    """Forward and backward in turn where both are ready: rank 0 holds two, then waits."""
+    """Check that forwards and backwards alternate if both are ready, and that rank 0 holds at most two."""
     plan, costs = uniform(stages=2, microbatches=3, f=1, b=1)
     assert simulate(Ready(slack=0), plan, costs).program().to_lines() == [
         "F0.0 F0.1 B0.0 F0.2 B0.1 B0.2 STEP0",
@@ -44,7 +44,7 @@ def test_small_order():
 def test_says_itself_in_numbers():
     plan = Plan.even(4, 8, rows=16)
     assert isinstance(Ready(), RulePolicy)
-    assert Ready(slack=0).rule(plan).limits == (8, 6, 4, 2)  # 1F1B's, of two samples each
+    assert Ready(slack=0).rule(plan).limits == (8, 6, 4, 2)  # the limits of 1F1B, for micro-batches of two samples
     assert Ready(slack=3).rule(plan).limits == (14, 10, 6, 2)
     assert Ready(slack=1).rule(plan).limits == (10, 8, 6, 2)
     assert Ready(limits=[9, 9, 9, 2]).rule(plan).limits == (9, 9, 9, 2)
@@ -91,7 +91,7 @@ def test_never_holds_more_than_its_limits():
 @for_each("m", [1, 4, 9])
 @for_each("p", [1, 2, 4, 8])
 def test_step_time_on_free_links(p, m):
-    """(m + p - 1)(f + b), as 1F1B, and with no more memory."""
+    """Check that a step takes (m + p - 1)(f + b), as with 1F1B, and without more memory."""
     plan, costs = uniform(p, m, f=1, b=2)
     assert simulate(Ready(slack=0), plan, costs).makespan == (m + p - 1) * 3
 
@@ -107,7 +107,11 @@ def test_step_time_on_free_links(p, m):
     ids=["1f1b", "six held", "eight held", "2f2b"],
 )
 def test_steps_that_were_measured(order, seconds, error):
-    """Four stages, 24 micro-batches, F 20 ms, B 40 ms, on real links shaped to 20 ms a message."""
+    """Compare simulated steps with measured ones.
+
+    The measured runs had four stages, 24 micro-batches, F of 20 ms, B of 40 ms, and real links shaped to 20 ms per
+    message.
+    """
     plan, costs = uniform(4, 24, f=20, b=40, link=20)
     found = simulate(order if isinstance(order, Ready) else order.program(plan), plan, costs).makespan
     assert found == pytest.approx(seconds * 1e3, rel=error)

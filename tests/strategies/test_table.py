@@ -1,4 +1,4 @@
-"""docs/schedules.md has every schedule, and its formulas are true in the simulator."""
+"""Check that docs/schedules.md lists every schedule and that its formulas agree with the simulator."""
 
 import re
 from dataclasses import fields
@@ -35,7 +35,7 @@ def rows():
 
 
 def value(cell, **names):
-    """The first formula of a cell; `(p - 1)(f + b)` and `k (p - s)` are products."""
+    """Return the value of the first formula of a cell, in which `(p - 1)(f + b)` and `k (p - s)` are products."""
     formula = re.search(r"`([^`]+)`", cell)[1]
     formula = re.sub(r"(?<=\))\s*(?=\()|(?<=\b[a-z])\s+(?=\()|(?<=\d)\s+(?=\()", "*", formula)
     formula = re.sub(r"(?<=[\d)a-z])\s+(?=[a-z])", "*", formula)
@@ -51,7 +51,8 @@ def run(name, p, m, batches):
     )
     plan: Plan = adapt_plan(plan, schedule)
     order = schedule.program(plan) if isinstance(schedule, Schedule) else schedule
-    one = 1 if order.is_endless else None  # of a policy that does not flush: all use all layers, one after another
+    # A policy without flushes runs one batch, because in a stream all batches share its layers.
+    one = 1 if order.is_endless else None
     return simulate(order, plan, costs, batches=batches if name in ENDLESS else one), per_rank
 
 
@@ -76,7 +77,7 @@ def test_formulas_are_true(name, p, m):
     timeline, per_rank = run(name, p, m, batches)
     given = names_of(name, p, m)
     assert timeline.makespan - timeline.busy[0] == value(bubble, **given)
-    if name in ENDLESS:  # once: as much for one batch as for several
+    if name in ENDLESS:  # the ramps cost the same for one batch as for several
         assert timeline.makespan - run(name, p, m, 1)[0].makespan == (batches - 1) * m * (F + B_I + B_W)
     formula = "`min(p - s, m)`" if name == "ready" else held  # without slack
     for s, most in enumerate(timeline.peak_bytes):

@@ -75,7 +75,7 @@ def bubble(p, m, f, i, w):
 @for_each("extra", [0, 1, 7])
 @for_each("p", [1, 2, 3, 4, 8])
 def test_bubble_of_the_paper(p, extra, f, i, w):
-    """(p - 1)(f + b_I - w), table 2."""
+    """Check that the bubble is (p - 1)(f + b_I - w), as in table 2."""
     assert bubble(p, p + extra, f, i, w) == (p - 1) * (f + i - w)
 
 
@@ -87,12 +87,16 @@ def test_bubble_where_weights_take_longer(p, f, i, w):
 
 @pytest.mark.parametrize("m", [1, 2, 3, 4])
 def test_bubble_of_few_microbatches(m):
-    """W of m - 1 micro-batches fill what is idle, and there are no more of them."""
+    """Check the bubble if the m - 1 available W are too few to fill the idle time."""
     assert bubble(4, m, 2, 2, 1) == 3 * (2 + 2) - (m - 1) * 1
 
 
 def all_orders(p, m):
-    """Every program of p stages with all kinds in order of micro-batches and at most p held between F and W."""
+    """Return the plan and every program of p stages that `ZeroBubble` is compared with.
+
+    In these programs, each kind runs in the order of micro-batches, and a stage holds at most p micro-batches between F
+    and W.
+    """
 
     def rows(stage, spans, f=0, i=0, w=0):
         if w == m:
@@ -119,7 +123,10 @@ def test_no_order_with_its_memory_is_faster(f, i, w):
 
 
 def runs(rows, plan):
-    """Whether no rank waits for ever: with two stages, the first needs no gradient before its activation was sent."""
+    """Return whether the program of two stages finishes.
+
+    It does not finish if the first stage waits for a gradient whose activation it has not sent.
+    """
     try:
         makespan(Program(rows), plan, uniform(2, 3, f=1, b=2)[1])
     except RuntimeError:
@@ -166,7 +173,7 @@ def test_a_stage_with_little_room_keeps_those_after_it_from_waiting_for_ever():
 @for_each(("f", "i", "w"), [(1, 1, 1), (2, 2, 1), (3, 2, 2)])
 @for_each("p", [2, 3, 4, 8])
 def test_one_more_for_each_link_leaves_no_bubble_after_the_first_forward(p, f, i, w):
-    """ZB-H2: the last stage waits (p - 1) f for its first forward, and no rank waits from then on for long."""
+    """Check ZB-H2: the last stage waits (p - 1) f for its first forward, and the step takes the least possible time."""
     plan, costs = uniform(p, 3 * p, f=f, b=i + w, w=w)
     program = ZeroBubble((1,) * (p - 1)).program(split(plan))
     assert verify(program, split(plan)).peak_spans == (2 * p - 1,) * p
@@ -174,7 +181,10 @@ def test_one_more_for_each_link_leaves_no_bubble_after_the_first_forward(p, f, i
 
 
 def slow_link():
-    """Eight stages, the last one far away; F 9.4 ms, whole backwards 18.8 ms, half of it I and half W."""
+    """Return eight stages of which the last one is far away.
+
+    F takes 9.4 ms and a whole backward takes 18.8 ms, half of it I and half W.
+    """
     plan, costs = uniform(8, 24, f=9_400_000, b=18_800_000)
     far = Link(latency=0.060)
     return plan, replace(costs, links={(6, 7): far, (7, 6): far})
@@ -203,7 +213,11 @@ def test_split_backwards_go_below_what_whole_ones_can_on_a_slow_link():
 
 
 def test_extra_counts_what_is_under_way_while_weights_wait():
-    """A round trip of 2 x 60 ms, over F and I of 9.4 ms each: 6.4 micro-batches; with whole backwards 4.3."""
+    """Check the number of extra micro-batches that hide a round trip of 2 x 60 ms.
+
+    With split backwards, F and I take 9.4 ms each, so 6.4 micro-batches are in flight. With whole backwards, the number
+    is 4.3.
+    """
     plan, costs = slow_link()
     assert extra_for(plan, costs) == (0,) * 6 + (5,)
     assert extra_for(split(plan), costs) == (0,) * 6 + (7,)

@@ -1,4 +1,4 @@
-"""Cuts of single subnets: the best there is, by trying all."""
+"""Compare the cuts of single subnets with the best cut of all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Micro-batches of subnets."""
+"""Check the micro-batches of subnets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of CSP, by hand and against what batches wait for."""
+"""Check the order of CSP by hand and against the dependencies of batches."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def lines(names: list[str], depth: int = 30, microbatches: int = 1) -> list[str]
 
 
 def test_batches_that_share_no_layer_overlap_and_others_wait() -> None:
-    """Batch 2 shares layer 0 with batch 0 and layer 4 with batch 1."""
+    """Check the order if batch 2 shares layer 0 with batch 0 and layer 4 with batch 1."""
     assert lines(["0 3", "1 4", "0 4"]) == [
         "F0.0 F0.0@1 B0.0 STEP0 F0.0@2 B0.0@1 STEP0@1 B0.0@2 STEP0@2",
         "F1.0 B1.0 STEP1 F1.0@1 B1.0@1 STEP1@1 F1.0@2 B1.0@2 STEP1@2",
@@ -54,7 +54,7 @@ def test_looks_ahead_as_far_as_its_depth() -> None:
 
 
 def test_a_step_comes_before_the_backward_of_an_earlier_batch() -> None:
-    """Others wait for the step, and nobody on this rank for the backward."""
+    """Check the priority of a STEP: other batches wait for it, while no batch on this rank waits for the backward."""
     span = Span(0, 1)
     plan = Plan.even(2, 1)
     view = RankView(0, None, {0: 0})
@@ -65,7 +65,11 @@ def test_a_step_comes_before_the_backward_of_an_earlier_batch() -> None:
 
 
 def test_weight_gradients_wait_until_nothing_else_is_ready_or_somebody_waits_for_them() -> None:
-    """Batch 2 shares layer 0 with batch 0: these go before a forward once no input gradients of batch 0 are left."""
+    """Check when weight gradients run: if nothing else is ready, or if a later batch waits for them.
+
+    Batch 2 shares layer 0 with batch 0. The weight gradients of batch 0 precede a forward once all input gradients of
+    batch 0 are done.
+    """
     spans = Span(0, 1), Span(1, 2)
     policy = CSP(split_backward=True)
     plan = adapt_plan(Plan.even(2, 2), policy)
@@ -120,4 +124,4 @@ def test_refuses_a_depth_that_counts_no_batches(depth: int) -> None:
 def test_orders_a_stream() -> None:
     check_stream(CSP(), Plan.even(3, 2))
     assert CSP().is_endless
-    assert not CSP.list_variants(4, 8)  # a search over schedules looks for those that flush
+    assert not CSP.list_variants(4, 8)  # a search over schedules only uses schedules that flush

@@ -1,4 +1,4 @@
-"""By its name in the Trainer: without micro-batches given, the same weights on any number of stages."""
+"""Check that 'csp' gives the same weights on any number of stages if no micro-batches are set."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Batches(Dataset[Any]):
 
 
 class Cut(Callback):
-    """Into how many micro-batches batches were cut."""
+    """A callback that records the number of micro-batches of the batches."""
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         events = [e.instruction for window in trainer.strategy.current_run.windows for e in window.events]
@@ -79,7 +79,8 @@ def fit(rank: int, ranks: int) -> tuple[dict[str, np.ndarray], int]:
         callbacks=[cut],
     )
     trainer.fit(module, DataLoader(Batches(), batch_size=None))
-    if ranks == 2:  # ranks of a stage would decide on orders of their own
+    # With an order that is decided at run time, the ranks of a stage could decide differently.
+    if ranks == 2:
         trainer = make_trainer(devices=2, strategy=PipelineStrategy("csp", data_parallel=[2]), max_epochs=1)
         with pytest.raises(PipelineError, match="with a fixed order"):
             trainer.fit(new_module(), DataLoader(Batches(), batch_size=None))
@@ -103,7 +104,7 @@ def test_weights_are_those_of_one_after_another_on_any_number_of_stages() -> Non
 
 
 class Halves(Batches):
-    """Each of two replicas has half of the samples of a batch."""
+    """A dataset in which each of two replicas has half of the samples of a batch."""
 
     def __len__(self) -> int:
         return 2 * BATCHES

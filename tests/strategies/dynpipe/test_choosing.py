@@ -1,4 +1,4 @@
-"""Algorithm 1 beside a search through everything."""
+"""Compare Algorithm 1 with a search through all pipelines."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def pricing(hosts: int = 2, each: int = 2, slow: float = 1e5, memory: int | None
 
 
 def everything(of: Pricing, n: int, judge: Callable[[list[Pipeline]], list[float]]) -> float:
-    """The least of all ways to share out layers and devices."""
+    """Return the smallest time over all assignments of layers and devices to stages."""
     devices, layers = len(of.cluster.devices), len(of.profile.layers)
     found: list[Pipeline] = []
     machine = of.machine_of_device
@@ -77,8 +77,11 @@ def by_bound(every: list[Pipeline]) -> list[float]:
 @for_each("n", [1, 2, 3, 4])
 @for_each("slow", [1e4, 1e6])
 def test_it_finds_what_a_search_through_everything_finds(n: int, slow: float) -> None:
-    """The paper's recursion is a search for the least of its own formula, in which a stage more never helps the ones
-    before it; ours goes by a bound first."""
+    """Compare both modes of the search with the search through all pipelines.
+
+    The paper's recursion minimizes its own formula, in which an additional stage never helps the earlier stages. The
+    default mode orders the candidates by a bound instead.
+    """
     of = pricing(slow=slow)
     ours = choose_stages(of, stages=[n]).options[0]
     papers = choose_stages(of, stages=[n], mode="paper").options[0]
@@ -103,7 +106,10 @@ def test_the_first_that_is_simulated_has_the_lowest_bound(n: int, slow: float, m
 
 
 def test_memory_leaves_fewer_stages() -> None:
-    """A layer has 4 MB, and 1 MB more for each weight version: the first of S stages keeps S of them."""
+    """Check the number of layers in a stage if memory is short.
+
+    A layer has 4 MB, and 1 MB more for each weight version. The first of S stages keeps S versions.
+    """
     layer, version = 4 * 10**6, 10**6
     tight = pricing(1, 4, memory=layer + 2 * version + 10**5)
     found = choose_stages(tight, stages=[4]).options[0]
@@ -167,7 +173,11 @@ def test_what_can_run_is_said() -> None:
 
 
 def test_shards_and_replicas_cost_what_the_formulas_say() -> None:
-    """E6: a share of the work each; all-gather grows with shards, all-reduce only where there are replicas."""
+    """Check the costs of shards and replicas by equation E6.
+
+    Each device has a part of the work. The time of the all-gather grows with the number of shards, and only replicas
+    need an all-reduce.
+    """
     of = pricing()
     alone, shards, replicas = (of.stage_seconds(DeviceMesh(*m))[0, 6] for m in ((1, 1), (1, 2), (2, 1)))
     assert alone == pytest.approx(sum(SECONDS) * 3e-3 * 4)

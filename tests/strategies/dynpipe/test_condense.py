@@ -13,7 +13,10 @@ from lightning_pipes.strategies.dynpipe.partitions import (
 
 
 def test_blocks_end_with_the_heaviest_layers() -> None:
-    """Layers 1, 4 and 6 are kept; a block begins after each, and what follows the last one joins it."""
+    """Check that layers 1, 4 and 6 are kept as the ends of blocks.
+
+    The layers after the last of them belong to its block.
+    """
     weights = [1.0, 9.0, 2.0, 1.0, 7.0, 2.0, 5.0, 1.0, 1.0]
     assert condense_layers(weights, 3) == (2, 5)
     assert condense_layers(weights, 1) == ()

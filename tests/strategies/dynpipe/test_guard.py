@@ -1,4 +1,4 @@
-"""When batches stop overlapping, for memory gets short."""
+"""Check when batches stop overlapping because memory is short."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from lightning_pipes.strategies.dynpipe.planner import MemoryGuard
 
 
 def states(guard: MemoryGuard, *free: FreeBytes, kept: int = 2) -> list[bool]:
-    """Return what it says before each batch, if it sees what was free before so many of the last ones."""
+    """Return the decisions of the guard before each batch.
+
+    Each decision uses the free memory before the last `kept` batches.
+    """
     found = [False]
     for n in range(1, len(free) + 1):
         found.append(guard.should_serialize(free[max(0, n - kept) : n], found[-1]))
@@ -68,7 +71,7 @@ WORLD = Neighbourhood(
 
 
 def relieved(free: FreeBytes, layers: Sequence[Span] = ()) -> list[int] | None:
-    """Return how many layers each stage has then; None where they stay."""
+    """Return the number of layers of each stage after the planner reduced memory, or None if no layer moves."""
     plan = WORLD.plan(layers)
     seen = replace(WORLD.make_problem(plan.layers), observations=(WORLD.observe_window(plan, 0, 20),))
     found = planner_of(WORLD.schedule).reduce_memory(plan, seen, free)
@@ -76,7 +79,10 @@ def relieved(free: FreeBytes, layers: Sequence[Span] = ()) -> list[int] | None:
 
 
 def test_layers_leave_a_device_that_lacks_memory() -> None:
-    """A layer of the second stage takes 9000 bytes there, with older weights; 11000 on the first, 6000 on the last."""
+    """Check which layers leave a device that is short of memory.
+
+    With its older weights, a layer takes 11000 bytes on the first stage, 9000 on the second and 6000 on the last.
+    """
     assert WORLD.plan().layers == (Span(0, 4), Span(4, 8), Span(8, 12))
     assert relieved((50_000, 50_000, 50_000)) is None
     assert relieved((50_000, 9_000, 50_000)) == [4, 3, 5], "it lacks 6000 bytes"
@@ -92,7 +98,10 @@ def test_layers_go_where_memory_is_left_and_no_further() -> None:
 
 
 def test_what_has_left_does_not_come_back_for_speed() -> None:
-    """The plan that is faster would leave less free than the mark."""
+    """Check that a layer does not return to a device that would then have too little free memory.
+
+    The plan with this layer would be faster.
+    """
     layers = (Span(0, 5), Span(5, 7), Span(7, 12))
     plan = WORLD.plan(layers)
     for free, back in ((16_000, False), (10**6, True)):

@@ -1,4 +1,4 @@
-"""What partitions would have taken in looks at other plans."""
+"""Check the times that partitions would have had in windows of other plans."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EVEN, MOVED = (Span(0, 4), Span(4, 8)), (Span(0, 5), Span(5, 8))
 
 
 def history(*looks: tuple[tuple[Span, ...], float]) -> History:
-    """Of looks at partitions of eight equal layers while the device of stage 1 takes so many times as long."""
+    """Return windows of partitions of eight equal layers, in which the device of stage 1 is slower by a factor."""
     schedule = make_schedule("pipedream")
     assert isinstance(schedule, Schedule)
     every: list[tuple[Plan, Observation]] = []
@@ -29,8 +29,11 @@ def history(*looks: tuple[tuple[Span, ...], float]) -> History:
 
 
 def test_devices_are_as_slow_as_they_were_whatever_ran_there() -> None:
-    """Beside a neighbour that takes 5/3 of the time, 5 layers and 3 take as long as each other; moved already, no more
-    is wanted, although stage 1 was seen at other plans."""
+    """Check that the slowdown of a device is separated from the layers that ran on it.
+
+    If one device takes 5/3 of the time, 5 and 3 layers take equally long. After this move no other one is needed,
+    although stage 1 was observed under other plans.
+    """
     slow = 5 / 3
     assert history((EVEN, slow), (EVEN, slow)).select_length(2, 0.05)
     assert not history((MOVED, slow), (MOVED, slow)).select_length(2, 0.05)
@@ -40,7 +43,10 @@ def test_devices_are_as_slow_as_they_were_whatever_ran_there() -> None:
 
 
 def test_the_partition_to_stay_with_is_one_that_ran() -> None:
-    """The neighbour is there for one look of four; who goes by two of them moves in vain each time."""
+    """Check a slowdown that is present in one of four windows.
+
+    A planner that decides after two windows would move layers in vain each time.
+    """
     looks = [(EVEN, 1.0), (EVEN, 1.0), (MOVED, 1.0), (MOVED, 2.0)] * 4
     assert history(*looks, (MOVED, 1.0)).count_windows(2, 0.05) == (17, EVEN)
     assert history(*([(EVEN, 1.0)] * 8), (EVEN, 3.0), (EVEN, 3.0)).count_windows(2, 0.05) == (2, None)

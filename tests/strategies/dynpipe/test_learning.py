@@ -1,4 +1,4 @@
-"""A planner tells a predictor that learns what it has seen, once each."""
+"""Check that a planner passes each observation to a learning predictor exactly once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Rows = Sequence[tuple[Mapping[str, float], HostedStage]]
 
 
 class Pupil:
-    """Remembers what it was told."""
+    """Stores the observations that it receives."""
 
     def __init__(self) -> None:
         self.told: list[tuple[Rows, Sequence[float]]] = []
@@ -39,7 +39,7 @@ def told(devices: tuple[dict[str, float], ...]) -> list[tuple[Any, ...]]:
     ]
     pupil = Pupil()
     planner = DynPlanner(predictor=pupil)
-    for n in (2, 3):  # each call has one more look
+    for n in (2, 3):  # each call has one more window
         planner.replan(plan, replace(world.make_problem(plan.layers), observations=tuple(looks[:n])))
     return pupil.told
 

@@ -14,8 +14,8 @@ def test_no_pipeline_is_faster_than_the_bound(stages: int) -> None:
     every = pipelines(30, 0, stages)
     true = np.array(true_seconds(every, batches=60))
     least = np.array([least_seconds(*each) for each in every])
-    assert (least <= true * 1.01).all()  # the mean of 60 batches, which do not all take the same
-    assert (true / least - 1).mean() < 0.08  # and it is close
+    assert (least <= true * 1.01).all()  # the batches of the 60-batch mean do not all take the same time
+    assert (true / least - 1).mean() < 0.08  # the bound is close
 
 
 def test_two_stages_are_exact() -> None:
@@ -28,7 +28,7 @@ def test_two_stages_are_exact() -> None:
 
 
 def test_as_printed_the_first_stage_is_never_the_slowest() -> None:
-    """Which is impossible: it can't be passed in less than its own time."""
+    """Check that the printed formula is impossible, because a stage takes at least its own time."""
     assert paper_seconds([5.0, 1.0], [1.0], printed=True) == 3.5
     assert paper_seconds([5.0, 1.0], [1.0]) == 5.0
     assert extend_pipeline(1.0, 5.0, 1.0, printed=True) == 5.0
@@ -47,4 +47,4 @@ def test_on_more_stages_it_is_off_by_a_tenth() -> None:
     assert np.abs(as_printed).mean() > 0.08
     assert np.abs(corrected).mean() > 0.05
     assert as_printed.min() < -0.15  # too fast
-    assert corrected.max() > 0.15  # and too slow
+    assert corrected.max() > 0.15  # too slow

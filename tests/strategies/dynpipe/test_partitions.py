@@ -14,7 +14,7 @@ def test_all_partitions_are_all() -> None:
 
 
 def test_neighbours_move_each_cut_by_one_place() -> None:
-    """4 is no place of the condensed model, but a cut is there now."""
+    """Check the neighbors of a partition whose cut at 4 is not a place of the condensed model."""
     found = list_neighbours([2, 4], (1, 2, 3, 6), 8)
     assert found[0].tolist() == [0, 2, 4, 8]
     places = {1: (1, 2, 3), 2: (3, 4, 6)}
@@ -37,6 +37,6 @@ def test_layers_that_share_a_parameter_are_not_torn() -> None:
         return cuts[keeps_tied_layers(cuts, now, tied), 1].tolist()  # type: ignore[no-any-return]
 
     assert kept((1, 2)) == [1, 3, 4, 5]
-    assert kept((2, 3)) == [3]  # apart they are, and stay
+    assert kept((2, 3)) == [3]  # the tied layers are on different stages and stay there
     assert kept((0, 5)) == [1, 2, 3, 4, 5]
     assert kept((1, 2), (3, 4)) == [1, 3, 5]

@@ -1,4 +1,4 @@
-"""When layers move, and where to, in pipelines whose true step times are known."""
+"""Check when and where layers are moved, in pipelines whose true step times are known."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from lightning_pipes.strategies.dynpipe.situation import Situation
 from tests.cases import for_each
 
 SOME = (1.0, 1.3, 0.7, 1.0, 1.1, 0.9, 1.2, 0.8, 1.0, 1.0)
-"""Layers that are not equally heavy."""
+"""Relative seconds of layers with unequal weights."""
 
 
 def place(slowdown: Slowdown, name: str = "1f1b", ranks: int = 4, m: int = 8, **more: Any) -> Neighbourhood:
@@ -45,14 +45,14 @@ def place(slowdown: Slowdown, name: str = "1f1b", ranks: int = 4, m: int = 8, **
 
 
 def asked(world: Neighbourhood, plan: Plan, looks: int = 2, first: int = 0, **more: Any) -> Problem:
-    """After so many looks of 20 batches."""
+    """Return the problem after `looks` windows of 20 batches have been observed."""
     seen = tuple(world.observe_window(plan, first + 20 * n, 20, more.get("free", ())) for n in range(looks))
     more.pop("free", None)
     return replace(world.make_problem(plan.layers), observations=seen, **more)
 
 
 def least_of_all(world: Neighbourhood, stages: int) -> float:
-    """Seconds of a true step with the best of all partitions."""
+    """Return the seconds of a true step with the best of all partitions."""
     n = len(world.profile.layers)
     cuts = combinations(range(1, n), stages - 1)
     every = [tuple(Span(a, b) for a, b in zip((0, *c), (*c, n), strict=True)) for c in cuts]
@@ -63,13 +63,16 @@ def least_of_all(world: Neighbourhood, stages: int) -> float:
 
 
 def seconds(world: Neighbourhood, plan: Plan, first: int = 1000, batches: int = 20) -> float:
-    """Of a true step, of batches that no planner has seen."""
+    """Return the mean seconds of a true step over batches that the planner has not observed."""
     return float(world.steps(plan, first, batches).mean())
 
 
 def lived(world: Neighbourhood, looks: int, believed: ModelProfile | None = None) -> tuple[list[Plan], float, float]:
-    """The plan of every 20 batches, the seconds of all of them, and those without a move. A move takes what the planner
-    expects, which goes by the profile that is `believed`, by default the true one."""
+    """Return the plan of every 20 batches, the seconds of all batches, and the seconds without any move.
+
+    A move takes the time that the planner expects. The planner uses the profile `believed`, by default the true
+    profile.
+    """
     plan = even = world.plan()
     seen: tuple[Observation, ...] = ()
     plans, took, stays, before = [], 0.0, 0.0, ()
@@ -104,7 +107,7 @@ def lived(world: Neighbourhood, looks: int, believed: ModelProfile | None = None
 )
 @pytest.mark.parametrize("onset", [41, 50, 59])
 def test_it_recovers_within_60_batches(name: str, ranks: int, factor: float, onset: int) -> None:
-    """To within 10 % of the best of all partitions."""
+    """Check that steps come within 10 % of the best partition in the 60 batches after a slowdown."""
     slow = [factor if rank == 1 else 1.0 for rank in range(ranks)]
     layers = 10 if ranks == 4 else 14
     world = place(
@@ -117,8 +120,11 @@ def test_it_recovers_within_60_batches(name: str, ranks: int, factor: float, ons
 
 @pytest.mark.parametrize("name", ["1f1b", "dynpipe"])
 def test_a_neighbour_that_was_there_when_layers_were_measured(name: str) -> None:
-    """It has gone after 100 batches: layers that were measured beside it are not taken for heavy ones, and no device
-    for a fast one."""
+    """Check a profile that was measured while another program slowed down one device.
+
+    The program ends after 100 batches. The planner must not take the measured layers for slow ones, or a device for a
+    fast one.
+    """
 
     def slowdown(rank: int, first: int, batches: int) -> np.ndarray:
         return np.where((np.arange(first, first + batches) < 100) & (rank == 1), 3.0, 1.0)[:, None]
@@ -137,8 +143,11 @@ def test_a_neighbour_that_was_there_when_layers_were_measured(name: str) -> None
     [("1f1b", 200, 0.95), ("dynpipe", 200, 1.06), pytest.param("1f1b", 60, 1.2, marks=pytest.mark.slow)],
 )
 def test_neighbours_of_all_ranks(name: str, stays_for: int, most: float, seed: int) -> None:
-    """Each rank has one now and then, for a random time. If that is long on the average, time is regained, though not
-    in each case; if it is about as long as it takes to be sure of it, some is lost: what was seen is over."""
+    """Check slowdowns that come and go on every rank for random times.
+
+    If they are long on average, moving layers saves time, although not in each case. If they last about as long as the
+    planner needs to detect them, some time is lost, because the decision comes too late.
+    """
     rng = np.random.default_rng(seed)
     until = np.cumsum(rng.exponential(stays_for, (4, 60)), axis=1)
     factors = np.where(rng.random((4, 60)) < 0.5, rng.uniform(1, 2.5, (4, 60)), 1.0)
@@ -172,7 +181,7 @@ def test_several_stages_a_rank() -> None:
 
 
 def medians(world: Neighbourhood, plan: Plan) -> float:
-    """A step by the median of what each stage takes."""
+    """Return the seconds of a step if every operation takes the median time of its stage."""
     found = world.observe_window(plan, 0, 20)
     known = {key: ((1, float(np.median(table))),) for key, table in found.operations.items()}
     costs = CostModel({**found.costs.seconds, **known})
@@ -191,8 +200,11 @@ def medians(world: Neighbourhood, plan: Plan) -> float:
     ],
 )
 def test_what_is_rare_counts(name: str, share: float, factor: float) -> None:
-    """Of a stage some operations are slow. The step is predicted within 5 %, also that of another partition, in batches
-    with other slow operations; medians are far too low."""
+    """Check that rare slow operations of one stage are part of the prediction.
+
+    The step is predicted within 5 %, also for another partition and for batches with other slow operations. Medians are
+    far too low.
+    """
     world = place(rare_slowdown(1, factor, share, seed=3), name, m=16)
     plan = world.plan()
     problem = asked(world, plan, looks=3)
@@ -206,7 +218,7 @@ def test_what_is_rare_counts(name: str, share: float, factor: float) -> None:
 
 
 def predict(problem: Problem, plan: Plan, other: Plan) -> float:
-    """A step of another partition, by all windows of `plan`."""
+    """Return the seconds of a step with another partition, predicted from all windows of `plan`."""
     assert problem.profile is not None
     situations = [Situation(problem.profile, plan, seen, problem.deployment) for seen in problem.observations]
     assert isinstance(problem.schedule, Schedule)
@@ -214,17 +226,19 @@ def predict(problem: Problem, plan: Plan, other: Plan) -> float:
 
 
 def shared_core(others: int, since: int, seed: int, work: float, quantum: float = 3e-3) -> Slowdown:
-    """Slow the operations of two ranks, each of which has a core that it shares: the scheduler gives every program a
-    turn of a quantum. Both cores have `others` programs besides, and that of rank 0 one more from batch `since` on.
+    """Return a slowdown of two ranks, each of which shares its core with other programs.
+
+    The scheduler gives every program a time slice of one quantum. Both cores run `others` additional programs, and the
+    core of rank 0 runs one more from batch `since` on.
 
     Args:
-        work: processor seconds of an operation.
+      work: processor seconds of an operation.
     """
 
     def slowdown_of(rank: int, first: int, batches: int) -> np.ndarray:
         waits = [quantum * (others + (rank == 0 and n >= since)) for n in range(first, first + batches)]
         begun = [np.random.default_rng((seed, rank, n)).uniform(0, quantum, 16) for n in range(first, first + batches)]
-        turns = np.floor((np.array(begun) + work) / quantum)  # that end before the operation does
+        turns = np.floor((np.array(begun) + work) / quantum)  # the turns that end before the operation ends
         return np.asarray(1 + turns * np.array(waits)[:, None] / work)
 
     return slowdown_of
@@ -233,9 +247,12 @@ def shared_core(others: int, since: int, seed: int, work: float, quantum: float 
 @pytest.mark.parametrize("others", [0, 2])
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_a_neighbour_takes_half_of_a_core(others: int, seed: int) -> None:
-    """The real case of benchmarks/dynpipe.py on a virtual clock: two stages of 24 layers, a look every 5 batches, and
-    a program that computes on the core of stage 0 from batch 18 on. Layers have moved by batch 40. Where two more
-    programs compute on either core, too, the new one takes a third less of its share, and layers still move."""
+    """Check the experiment of benchmarks/dynpipe.py on a virtual clock.
+
+    There are two stages of 24 layers in all and a window of 5 batches. A program starts on the core of stage 0 at batch
+    18, and layers must have moved by batch 40. With two more programs on either core, the new program takes a third
+    less of the stage's share, and layers must still move.
+    """
     work = 12 * 0.9e-3
     world = Neighbourhood(
         layered_model([0.45e-3] * 24),
@@ -260,7 +277,7 @@ def test_a_neighbour_takes_half_of_a_core(others: int, seed: int) -> None:
 
 
 class TestNothingMoves:
-    """Where it would not pay."""
+    """Check that layers stay if a move would not pay off."""
 
     @pytest.mark.parametrize("name", ["1f1b", "dynpipe"])
     def test_when_all_stages_are_slowed_alike(self, name: str) -> None:
@@ -281,8 +298,11 @@ class TestNothingMoves:
         ],
     )
     def test_while_a_neighbour_comes_and_goes(self, name: str, period: int, most: int) -> None:
-        """Half of the time; whatever it is beside gives no layer away that it wants back at once. One that stays
-        just as long as it takes to be sure of it is followed in vain a few times."""
+        """Check a slowdown that is present half of the time.
+
+        A short slowdown must not cause any move. A slowdown that lasts just as long as the planner needs to detect it
+        causes a few useless moves.
+        """
 
         def slowdown(rank: int, first: int, batches: int) -> np.ndarray:
             there = np.arange(first, first + batches) // period % 2 == 1
@@ -297,20 +317,23 @@ class TestNothingMoves:
         world = place(constant_slowdown((1.0, 2.0, 1.0, 1.0), since=20))
         plan = world.plan()
         assert DynPlanner().replan(plan, asked(world, plan, looks=1, first=20)) is None
-        assert DynPlanner().replan(plan, asked(world, plan, looks=2)) is None  # the first of which was quiet
+        assert DynPlanner().replan(plan, asked(world, plan, looks=2)) is None  # the first window had no slowdown
         assert DynPlanner().replan(plan, asked(world, plan, looks=3)) is not None
         assert DynPlanner(windows=1).replan(plan, asked(world, plan, looks=2)) is not None
 
     def test_while_everything_takes_as_long_as_in_looks_before(self) -> None:
-        """The answer is that of the look before, which would not be asked for again; but where there are twice as many
-        looks, and every so often, as times may drift."""
+        """Check that the planner does not decide again while times stay the same.
+
+        It decides again only if the number of windows has doubled, and periodically because times may drift.
+        """
         world = place(constant_slowdown((1.0, 2.0, 1.0, 1.0)))
         plan = world.plan()
         quick = DynPlanner(horizon=10**9)
         for looks in (2, 4, 8):
             assert quick.replan(plan, asked(world, plan, looks=looks)) is not None
         assert quick.replan(plan, asked(world, plan, looks=5)) is None
-        assert quick.replan(plan, asked(world, plan, looks=MAX_OBSERVATIONS)) is None  # there will never be more
+        # the number of windows no longer grows
+        assert quick.replan(plan, asked(world, plan, looks=MAX_OBSERVATIONS)) is None
         assert quick.replan(plan, asked(world, plan, looks=5, remaining=20 * 9)) is None
         assert quick.replan(plan, asked(world, plan, looks=5, remaining=20 * 8)) is not None
         changes = place(constant_slowdown((1.0, 2.0, 1.0, 1.0), since=40))
@@ -332,7 +355,11 @@ class TestNothingMoves:
         assert DynPlanner().replan(plan, replace(again, remaining=10**6)) is not None
 
     def test_when_a_stream_has_to_run_dry_for_too_little(self) -> None:
-        """Stages finish their batches, and fill again: as long as half a batch on 4 stages with 8 micro-batches."""
+        """Check that the flush of a stream counts as a cost of the move.
+
+        Stages finish their batches and fill again, which takes as long as half a batch on 4 stages with 8
+        micro-batches.
+        """
         world = place(constant_slowdown((1.0, 1.5, 1.0, 1.0)), "dynpipe", link=Link(bandwidth=1e15))
         plan = world.plan()
         new = DynPlanner().replan(plan, asked(world, plan))
@@ -353,7 +380,10 @@ class TestNothingMoves:
         assert DynPlanner().replan(plan, replace(whole, observations=(whole.observations[0], torn))) is None
 
     def test_of_layers_that_share_a_parameter(self) -> None:
-        """Layers 0 and 9 do, at both ends; then 3 and 4, in one stage; then 4 and 5, in two."""
+        """Check that layers which share a parameter stay together, or stay on different stages.
+
+        The pairs are layers 0 and 9 at both ends, layers 3 and 4 in one stage, and layers 4 and 5 in two stages.
+        """
         world = place(constant_slowdown((1.0, 2.0, 1.0, 1.0)))
         plan = world.plan()
         spans = [tuple(span) for span in plan.layers]
@@ -367,7 +397,7 @@ class TestNothingMoves:
 
 
 def test_a_bad_measurement_is_no_operation() -> None:
-    """What nobody saw is as long as the others were."""
+    """Check that a missing measurement is treated as if it had the typical time of its stage."""
     world = place(constant_slowdown((1.0, 2.0, 1.0, 1.0)))
     plan = world.plan()
     whole = asked(world, plan)
@@ -378,7 +408,10 @@ def test_a_bad_measurement_is_no_operation() -> None:
 
 
 def test_what_is_free_limits_what_a_device_takes() -> None:
-    """A layer needs 4 MB; only rank 3 has room for one more."""
+    """Check that a device only takes the layers that fit into its free memory.
+
+    A layer needs 4 MB, and only rank 3 has room for one more layer.
+    """
     world = place(constant_slowdown((1.0, 2.0, 1.0, 1.0)), seconds=(1.0,) * 12)
     plan = world.plan()
     free = (10**6, None, 10**6, 5 * 10**6)
@@ -386,7 +419,7 @@ def test_what_is_free_limits_what_a_device_takes() -> None:
     assert new is not None
     grown = [after.rows - before.rows for before, after in zip(plan.layers, new.layers, strict=True)]
     assert grown == [0, -1, 0, 1]
-    for memory, moves in ((13 * 10**6, False), (17 * 10**6, True)):  # room for three layers each, or for four
+    for memory, moves in ((13 * 10**6, False), (17 * 10**6, True)):  # room for three layers on each device, or for four
         limited = replace(world, memory=memory)
         assert (DynPlanner().replan(plan, asked(limited, plan)) is not None) is moves
 
@@ -406,7 +439,7 @@ def test_only_neighbours_take_over_what_moves_step_by_step() -> None:
 
 
 class Worse:
-    """Says that a stage suffers from the neighbour on the last rank in proportion to its layers."""
+    """Predicts a slowdown of the stage on the last rank that is proportional to its number of layers."""
 
     def __init__(self, known: bool = True, bias: float = 1.0) -> None:
         self.known, self.bias, self.asked = known, bias, 0
@@ -418,8 +451,11 @@ class Worse:
 
 
 def test_a_predictor_says_what_other_layers_suffer() -> None:
-    """The neighbour on rank 3 slows its stage down by 0.3 for each of its layers: fewer layers are faster each. The
-    last measured factor takes more away than is best."""
+    """Check that the planner uses a predictor for the slowdown of a changed stage.
+
+    Another program slows down the stage on rank 3 by 0.3 for each of its layers, so that with fewer layers each of them
+    is faster. The last measured factor alone would move more layers than is best.
+    """
 
     def slowdown(rank: int, first: int, batches: int) -> np.ndarray:
         return np.full((1, 1), 1.0 + 0.3 * layers[rank] if rank == 3 else 1.0)
@@ -452,8 +488,11 @@ def test_a_predictor_says_what_other_layers_suffer() -> None:
 
 
 def test_after_a_move_in_vain_the_next_one_has_to_promise_more() -> None:
-    """Stage 1 takes long because layer 4 takes three times what its profile says, and not because of its device. So the
-    move of a layer away from it brings less than promised."""
+    """Check that a useless move raises the gain which the planner requires for the next one.
+
+    Stage 1 is slow because layer 4 takes three times as long as in its profile, not because the device is slow. Moving
+    a layer away therefore saves less than predicted.
+    """
     true = place(constant_slowdown((1.0,) * 4), seconds=[3.0 if n == 4 else 1.0 for n in range(16)])
     believed = place(constant_slowdown((1.0,) * 4), seconds=(1.0,) * 16)
     plan = believed.plan()
@@ -474,14 +513,14 @@ def test_after_a_move_in_vain_the_next_one_has_to_promise_more() -> None:
         moves.append(new)
     assert 2 <= len(moves) <= 4
     again = planner.replan(moves[-1], problem(moves[-1], 2, ()))
-    assert again is not None  # it would have gone on
+    assert again is not None  # without the history it would have moved again
     assert seconds(true, moves[-1]) <= seconds(true, plan)
 
 
 def looked(
     planner: DynPlanner, worlds: Sequence[Neighbourhood], plan: Plan | None = None, first: int = 0
 ) -> list[Plan]:
-    """The plan of every look at these worlds, one after another, and the one after the last."""
+    """Return the plan in each window of these worlds, in order, and the plan after the last window."""
     at = worlds[0]
     plans, seen, before = [plan or at.plan()], (), ()
     for n, world in enumerate(worlds):
@@ -496,8 +535,10 @@ def looked(
 
 @pytest.mark.parametrize("name", ["1f1b", "dynpipe"])
 def test_where_neighbours_soon_go_layers_stop_following_them(name: str) -> None:
-    """One is there for two looks, and then on another rank for two: whatever follows it comes too late each time. Soon
-    nothing moves any more, as what was seen of earlier plans counts, too; once it stays, layers move."""
+    """Check slowdowns that last two windows and then appear on another rank, where every move is too late.
+
+    Moves soon stop, because windows of earlier plans count too. When a slowdown finally stays, layers move.
+    """
     quiet, *slow = (
         place(constant_slowdown([2.0 if rank == at else 1.0 for rank in range(4)]), name, seconds=(1.0,) * 16)
         for at in (9, 0, 1, 2, 3)
@@ -509,7 +550,10 @@ def test_where_neighbours_soon_go_layers_stop_following_them(name: str) -> None:
 
 
 def test_layers_follow_a_neighbour_that_stays() -> None:
-    """It comes to one rank after another, for ten looks each: they have moved once, two or three looks after it."""
+    """Check a slowdown that visits the ranks in turn for ten windows each.
+
+    Layers move once for each rank, two or three windows after the slowdown starts.
+    """
     worlds = [
         place(constant_slowdown([2.0 if r == n else 1.0 for r in range(4)]), seconds=(1.0,) * 16)
         for n in (0, 1, 2, 3, 0, 1)
@@ -522,8 +566,11 @@ def test_layers_follow_a_neighbour_that_stays() -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "dynpipe"])
 def test_the_price_of_a_move_depends_on_how_layers_move(name: str) -> None:
-    """Where everybody waits while they travel it has to be won back; where they travel beside the batches only the
-    last gradient, but until then nothing is gained."""
+    """Check the number of remaining batches from which a move pays off, for each kind of relocation.
+
+    If all ranks wait during the transfer, the whole transfer must be regained. If layers are transferred during the
+    batches, only the gradients count, but until the transfer ends nothing is gained.
+    """
     world = place(constant_slowdown((1.0, 2.0, 1.0, 1.0)), name)
     plan = world.plan()
     new = DynPlanner().replan(plan, asked(world, plan))
@@ -532,7 +579,7 @@ def test_the_price_of_a_move_depends_on_how_layers_move(name: str) -> None:
     slow = replace(world, link=Link(bandwidth=world.link.bandwidth / 1e3))
     travels = move_seconds(slow.profile, plan, new.layers, slow.deployment)
     gradients = move_seconds(slow.profile, plan, new.layers, slow.deployment, ("gradients",))
-    assert gradients == pytest.approx(travels / 3)  # of the optimizer there is twice as much as of weights
+    assert gradients == pytest.approx(travels / 3)  # the optimizer states have twice the size of the weights
     step = float(seconds(slow, plan))
     flush = 0.0 if name == "1f1b" else step * 4 / 8
     for moves, least in {
@@ -556,11 +603,11 @@ def test_samples_go_to_faster_ranks_of_a_stage_where_that_pays() -> None:
 
     slow = [[1.0, 3.0], [0.5]]
     assert shares("1f1b", slow, slow) == slow
-    assert shares("1f1b", slow) is None  # one look is not enough
-    assert shares("1f1b", slow, [[1.0, 1.0], [0.5]]) is None  # it has gone
+    assert shares("1f1b", slow) is None  # one window is not enough
+    assert shares("1f1b", slow, [[1.0, 1.0], [0.5]]) is None  # the slowdown has ended
     assert shares("1f1b", *[[[1.0, 1.1], [0.5]]] * 2) is None
     assert shares("1f1b", *[[[1.0, 3.0], [5.0]]] * 2) is None  # another stage takes longer
     assert shares("1f1b", *[[[1.0, math.nan], [0.5]]] * 2) is None
-    assert shares("1f1b", *[[[1.0, 90.0], [0.5]]] * 2) == [[1.0, 8.0], [0.5]]  # each rank keeps a sample
+    assert shares("1f1b", *[[[1.0, 90.0], [0.5]]] * 2) == [[1.0, 8.0], [0.5]]  # each rank keeps at least one sample
     assert shares("pipedream", slow, slow) == slow
-    assert shares("pipedream", slow, slow, remaining=2) is None  # the pipeline would run empty for nothing
+    assert shares("pipedream", slow, slow, remaining=2) is None  # flushing the pipeline would cost more than it saves

@@ -1,4 +1,4 @@
-"""Bounds and prices of partitions, beside the simulator."""
+"""Compare the bounds and predicted times of partitions with the simulator."""
 
 from __future__ import annotations
 
@@ -41,13 +41,16 @@ def test_no_partition_is_faster_than_its_bound(name: str, ranks: int, slow: floa
     endless = not at.schedule.flushes
     bounds = step_bounds(situation.mean_durations(every), plan, endless)
     true = windows.mean_step(every)
-    assert (bounds <= true * (1.02 if endless else 1 + 1e-6)).all()  # batches of a stream do not all take the same
+    assert (bounds <= true * (1.02 if endless else 1 + 1e-6)).all()  # batches of a stream take different times
     assert (true / bounds).mean() < 1.6
     assert bounds.argmin() in np.argsort(true)[: len(true) // 3]
 
 
 def test_another_partition_is_priced_as_it_turns_out() -> None:
-    """Steady slow-downs, so that nothing is left to chance: what was seen under one partition says it of all."""
+    """Check that the times of one partition predict the step of every other partition.
+
+    The slowdowns are constant, so the prediction must be exact.
+    """
     for name in ("1f1b", "interleaved", "dynpipe"):
         at = world(name, 2, 3)
         plan = at.plan()

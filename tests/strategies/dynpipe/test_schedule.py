@@ -66,4 +66,4 @@ def test_a_predictor_is_read_from_its_file(tmp_path):
     leaf.save(known)
     planner = DynPipe(predictor=known).make_planner()
     assert isinstance(planner.predictor, Predictor)
-    assert planner.predictor is DynPipe(predictor=known).make_planner().predictor  # read once
+    assert planner.predictor is DynPipe(predictor=known).make_planner().predictor  # the file is read once

@@ -1,4 +1,4 @@
-"""What layers have to do, told apart from neighbours that were there when it was measured."""
+"""Check that the work of layers is separated from slowdowns during their measurement."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def test_a_neighbour_that_was_there_is_measured_out_when_it_has_gone(name: str) 
 
 
 def test_plans_tell_which_layers_it_is() -> None:
-    """Layer 3 has gone to stage 0, layer 5 to stage 2; the neighbour has left meanwhile."""
+    """Check the work after layer 3 moved to stage 0 and layer 5 to stage 2, while the slowdown ended."""
     found = estimate_work(inflated(3, 6), looks(NEIGHBOUR, EVEN) + looks(QUIET, OTHER), 2)
     assert work(found) == pytest.approx(work(TRUE))
 
 
 def test_a_correction_that_went_too_far_is_taken_back() -> None:
-    """Twelve cuts by chance: what explains one of them is not what explains all."""
+    """Check twelve random partitions: the correction that explains one partition must also fit all others."""
     true, chance = layered_model([0.01] * 24), np.random.default_rng(0)
     seen: list[tuple[Plan, Observation]] = []
     for _ in range(12):
@@ -78,7 +78,7 @@ def test_while_it_is_there_the_device_is_slow() -> None:
 
 
 def timed(true: ModelProfile, slowdown: Slowdown, **more: Any) -> list[tuple[Plan, Observation]]:
-    """Return looks that have seconds of each layer, too."""
+    """Return windows that also have the seconds of each layer."""
     found = looks(slowdown, EVEN, true=true, **more)
     stages = [s for s, span in enumerate(EVEN) for _ in range(span.rows)]
     layers = {n: t * float(slowdown(stages[n], 0, 1)[0, 0]) for n, t in enumerate(work(true))}
@@ -87,7 +87,7 @@ def timed(true: ModelProfile, slowdown: Slowdown, **more: Any) -> list[tuple[Pla
 
 @pytest.mark.parametrize("device", [1.0, 3.0])
 def test_a_layer_that_became_slow_is_told_from_a_slow_device(device: float) -> None:
-    """Layer 4 takes six times as long as before, and maybe a neighbour slows its device down besides."""
+    """Check a layer that became six times as slow, with and without a slow device."""
     true = TRUE.scaled([6.0 if n == 4 else 1.0 for n in range(12)])
     slowdown = constant_slowdown((1.0, device, 1.0, 1.0))
     assert work(estimate_work(TRUE, timed(true, slowdown), 2)) == pytest.approx(work(true))
@@ -97,7 +97,11 @@ def test_a_layer_that_became_slow_is_told_from_a_slow_device(device: float) -> N
 
 
 def test_others_leave_the_stage_of_a_slow_layer() -> None:
-    """Without times of layers the slow one is sent to the stage before, which then takes longest."""
+    """Check that the other layers leave the stage of a slow layer.
+
+    Without the times of single layers, the planner sends the slow layer to the previous stage, which then becomes the
+    slowest.
+    """
     true = TRUE.scaled([6.0 if n == 3 else 1.0 for n in range(12)])
     world, real = (Neighbourhood(each, make_schedule("dynpipe"), 4, 8, 4, QUIET) for each in (TRUE, true))
     steps = []

@@ -1,4 +1,4 @@
-"""An array's problem as a plan and costs, for the simulator."""
+"""The problem of an array as a plan and costs for the simulator."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from tests.free_costs import FreeCosts
 
 @dataclass(frozen=True, eq=False)
 class ArrayCosts(FreeCosts):
-    """The costs of an array's blocks for the simulator, `cost.Costs`.
+    """The costs of an array's blocks for the simulator (see `cost.Costs`).
 
-    A transfer is latency: it occupies no link, as in the paper. A backward contains its recomputation, a STEP is update
-    and switch. After a forward the switch takes the stage too, while the message is on its way already.
+    A transfer is pure latency and occupies no link, as in the paper. A backward includes its recomputation, and a STEP
+    consists of the update and the switch. The switch after a forward also occupies the stage, but the message is sent
+    before it.
 
     Attributes:
-        problem: the times; jobs are cut into one span each.
-        stays: (job, stage) where the job's backward follows its forward, so that no other one is switched to.
+      problem: times of the blocks; every job is cut into one span.
+      stays: pairs (job, stage) in which the backward of the job directly follows its forward, so that the stage does not
+        switch to another job.
 
     Raises:
-        InputError: backwards begin before their gradients are there.
+      InputError: if a backward begins before its gradient has arrived.
     """
 
     problem: ArrayProblem
@@ -33,7 +35,7 @@ class ArrayCosts(FreeCosts):
             raise InputError("a simulated backward begins when its gradient is there; leave early_recompute out")
 
     def duration_ns(self, i: Instruction, plan: Plan) -> int:
-        """Nanoseconds of a computation."""
+        """Return the nanoseconds of a computation."""
         p, at = self.problem, (i.job, i.stage)
         if i.kind is Kind.F:
             return int(p.forward[at] + p.switch[at] * (at not in self.stays))
@@ -42,12 +44,15 @@ class ArrayCosts(FreeCosts):
         return int(p.update[at] + p.switch[at])
 
     def transfer_ns(self, i: Instruction, plan: Plan) -> tuple[int, int]:
-        """Nothing, and nanoseconds until a message is there; counted from the end of the switch after a forward."""
+        """Return the nanoseconds that a message occupies the link, which are 0, and the nanoseconds until it arrives.
+
+        The arrival of an activation is counted from the end of the switch after the forward.
+        """
         p, at = self.problem, (i.job, i.stage)
         sent = p.switch[at] * (at not in self.stays)
         return 0, int(p.transfer[at] - sent) if i.kind is Kind.SF else int(p.transfer_back[at])
 
 
 def plan_of(problem: ArrayProblem) -> Plan:
-    """The problem's jobs, a sample each."""
+    """Return a plan with the jobs of the problem, in which a batch has one sample."""
     return Plan(tuple(range(problem.stages)), (Cut.even(1, 1, problem.stages),) * problem.jobs)

@@ -1,4 +1,4 @@
-"""Orders of small arrays by brute force: nothing here is shared with the solvers."""
+"""Orders of small arrays by brute force, without code shared with the solvers."""
 
 from itertools import permutations, product
 
@@ -8,7 +8,10 @@ from lightning_pipes.strategies.jap.problem import ArrayProblem
 
 
 def random_problem(seed, jobs, stages, most=9, equal=False, late=9, early=False):
-    """Small whole numbers; updates and switches, up to `late`, may be longer than what follows."""
+    """Return a random problem with small whole numbers.
+
+    Updates and switches are below `late`, so they may take longer than the blocks that follow them.
+    """
     rng = np.random.default_rng(seed)
 
     def times(least, most=most):
@@ -21,13 +24,16 @@ def random_problem(seed, jobs, stages, most=9, equal=False, late=9, early=False)
 
 
 def rows_of_a_stage(jobs):
-    """Every order of (job, "F" or "B") with each job's F before its B."""
+    """Return every order of the blocks (job, "F" or "B") in which the F of a job precedes its B."""
     blocks = [(j, d) for j in range(jobs) for d in "FB"]
     return [row for row in permutations(blocks) if all(row.index((j, "F")) < row.index((j, "B")) for j in range(jobs))]
 
 
 def timed(problem, rows):
-    """Starts by (job, "F" or "B", stage) of the order `rows`, by waiting until nothing changes; None for a deadlock."""
+    """Return the starts by (job, "F" or "B", stage) and the makespan of the order `rows`, or None for a deadlock.
+
+    The starts are updated repeatedly until they no longer change.
+    """
     jobs, stages = problem.forward.shape
     start = {(j, d, s): 0 for j in range(jobs) for d in "FB" for s in range(stages)}
 
@@ -37,7 +43,7 @@ def timed(problem, rows):
         return own + p.switch[j, s]
 
     def arrival(j, d, s):
-        """When the block before has sent what this one needs."""
+        """Return the time at which the input of a block has arrived."""
         p = problem
         if d == "F":
             return start[j, "F", s - 1] + p.forward[j, s - 1] + p.transfer[j, s - 1] if s else 0
@@ -52,7 +58,7 @@ def timed(problem, rows):
         for s, row in enumerate(rows):
             free, before = 0, None
             for j, d in row:
-                stays = before == j  # no switch to another job, which `taken` has
+                stays = before == j  # undoes the switch to another job, which `taken` includes
                 t = max(free - stays * problem.switch[j, s], arrival(j, d, s))
                 changed |= t != start[j, d, s]
                 start[j, d, s] = t
@@ -63,7 +69,7 @@ def timed(problem, rows):
 
 
 def best_of_all(problem):
-    """The least makespan over all orders."""
+    """Return the smallest makespan over all orders."""
     jobs, stages = problem.forward.shape
     each = [found[1] for rows in product(rows_of_a_stage(jobs), repeat=stages) if (found := timed(problem, rows))]
     return min(each)

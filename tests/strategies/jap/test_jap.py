@@ -1,4 +1,4 @@
-"""The schedule: one Trainer's batch, and several jobs of a plan."""
+"""Check the schedule for one Trainer's batch and for several jobs of a plan."""
 
 import pytest
 
@@ -24,8 +24,11 @@ def test_one_job_takes_as_long_as_1f1b(p, m):
 
 
 def test_several_jobs_fill_the_pipeline():
-    """Four jobs with batches of one sample on four stages: a stage computes 72 of 81 ns at best, with what fills and
-    empties the pipeline; who came first goes first, which takes 3 more."""
+    """Check the makespan of four jobs with batches of one sample on four stages.
+
+    At best, a stage computes for 72 of 81 ns, and the pipeline fills and drains in the rest. First come, first served
+    takes 3 ns longer.
+    """
     plan = Plan((0, 1, 2, 3), (Cut.even(1, 1, 4),) * 4, batches=6)
     _, costs = uniform(stages=4, microbatches=1, f=1, b=2)
     program = JAP().program(plan)

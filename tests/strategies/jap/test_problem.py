@@ -1,4 +1,4 @@
-"""The problem's times, beside the simulator, which knows programs and nothing of blocks."""
+"""Compare the times of a problem with the simulator, which executes programs instead of blocks."""
 
 from itertools import pairwise
 
@@ -19,7 +19,7 @@ from tests.strategies.jap.by_hand import random_problem, rows_of_a_stage, timed
 
 
 def random_order(problem, seed):
-    """Some order that holds: the list schedule of random places."""
+    """Return a feasible order, made by a list schedule with random places."""
     rng = np.random.default_rng(seed)
     places = [rng.permutation(problem.jobs) for _ in range(2)]
     return problem.order_of(rules.start_times(problem, *places, int(rng.integers(3)), 5, SOLVERS.python))
@@ -53,7 +53,7 @@ def test_what_can_not_be_simulated_is_refused():
 
 @pytest.mark.parametrize("early", [False, True])
 def test_brute_force_gives_the_same_times(early):
-    """All orders of two jobs on two stages, deadlocks included."""
+    """Compare the times of all orders of two jobs on two stages, including the orders that deadlock."""
     problem = random_problem(3, 2, 2, early=early)
     deadlocks = 0
     for first in rows_of_a_stage(2):
@@ -83,7 +83,7 @@ def test_a_job_alone_takes_head_and_tail():
 
 
 def test_made_from_costs():
-    """Whole batches, a recomputation in the backward, and both directions of a link."""
+    """Check whole batches, a recomputation as part of the backward, and both directions of a link."""
     seconds = {(Kind.F, 0): ((1, 1.0), (2, 3.0)), (Kind.F, 1): ((1, 2.0),), (Kind.B, 0): ((1, 5.0),)}
     seconds |= {(Kind.B, 1): ((1, 7.0),), (Kind.STEP, 1): ((0, 0.5),)}
     seconds |= {(Kind.SF, 0): ((1, 0.1),), (Kind.SB, 1): ((1, 0.2),)}
@@ -99,7 +99,7 @@ def test_made_from_costs():
 
 
 def test_generator():
-    """A seed gives an array, and equal batch sizes equal jobs."""
+    """Check that a seed determines an array, and that jobs with equal batch sizes are equal."""
     one, two = random_array(8, 4, seed=3), random_array(8, 4, seed=3)
     assert (one.busy_times == two.busy_times).all()
     assert (one.busy_times != random_array(8, 4, seed=4).busy_times).any()

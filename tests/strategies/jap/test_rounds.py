@@ -1,4 +1,4 @@
-"""The orders of rounds by every solver, beside brute force."""
+"""Compare the orders of rounds from every solver with brute force."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ print(found.makespan, found.order.tolist())
 
 @PROOF
 def test_a_proof_that_ends_early_is_the_same_in_every_process():
-    """By `effort` no clock is read."""
+    """Check that two processes print the same result, because a limit by `effort` does not read the clock."""
     command = [sys.executable, "-c", EARLY]
     ended = [subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120) for _ in range(2)]
     assert [each.stderr for each in ended] == ["", ""]
@@ -80,13 +80,16 @@ def test_unknown_solvers_are_refused():
 
 
 def time_order(program, problem):
-    """The makespan of a program's order by other times, by hand."""
+    """Return the makespan of a program's order with the times of another problem, computed by hand."""
     rows = [[(i.job, i.kind.name) for i in row if i.kind is not Kind.STEP] for row in program.head]
     return timed(problem, rows)[1]
 
 
 def test_orders_are_those_of_the_measured_stages():
-    """Brute force finds nothing better, and the order for equal stages takes longer here."""
+    """Check that the order for the measured stages is optimal.
+
+    Brute force finds no better order, and the order for equal stages takes longer with these times.
+    """
     plan = batches(4, 1)
     seconds = {(kind, s): ((0, 0.0), (1, t)) for s, t in ((0, 3e-3), (1, 1e-3)) for kind in (Kind.F, Kind.B)}
     seconds |= {(Kind.STEP, 0): ((0, 1e-3),), (Kind.SF, 0): ((1, 2e-3),), (Kind.SB, 1): ((1, 2e-3),)}
@@ -99,7 +102,7 @@ def test_orders_are_those_of_the_measured_stages():
 
 
 def test_size_and_time_choose_the_solver(monkeypatch):
-    """Up to the threshold there is a search for a proof, until the seconds are over."""
+    """Check that small arrays are solved by a proof within a time limit, and larger ones by a search."""
     problem, clock = random_array(6, 4), iter(range(10**6))
     assert RoundOrder().solve(problem).method == "search"
     made = partial(Effort.from_seconds, clock=lambda: next(clock))

@@ -1,4 +1,4 @@
-"""The order without rounds, beside the simulator and by hand."""
+"""Compare the order without rounds with the simulator and with orders by hand."""
 
 import random
 
@@ -19,7 +19,10 @@ def even(rows, stages, batches, microbatches=1):
 
 
 def odd_costs(stages, seed):
-    """Whole nanoseconds with everything that a `CostModel` has: slow links, latency, steps, overhead."""
+    """Return costs in whole nanoseconds that use every feature of `CostModel`.
+
+    They have slow links, latency, optimizer steps and a fixed overhead.
+    """
     rng = random.Random(seed)
     seconds = {}
     for s in range(stages):
@@ -32,7 +35,10 @@ def odd_costs(stages, seed):
 
 @for_each("seed", range(12))
 def test_the_simulator_gives_the_same_times(seed):
-    """The stream looks at each stage as if nobody else decided; replayed in this order everything takes as long."""
+    """Check that the simulator needs the same time to replay the order.
+
+    The stream decides for each stage independently of the other stages.
+    """
     rng = random.Random(seed)
     stages, resident = rng.randint(1, 5), rng.randint(1, 4)
     costs = odd_costs(stages, seed)
@@ -43,7 +49,10 @@ def test_the_simulator_gives_the_same_times(seed):
 
 
 def test_small_order():
-    """Two jobs, f = 1 and b = 2 each, who came first first; updates come right after their backward."""
+    """Check the order of two jobs with f = 1 and b = 2, first come, first served.
+
+    An update directly follows its backward.
+    """
     array = stream_jobs([even(1, 2, 2)] * 2, CostModel.uniform(2, 1e-9, 2e-9))
     assert array.program.to_lines() == [
         "F0.0 j1:F0.0 B0.0 STEP0 F0.0@1 j1:B0.0 j1:STEP0 j1:F0.0@1 B0.0@1 STEP0@1 j1:B0.0@1 j1:STEP0@1",
@@ -53,7 +62,7 @@ def test_small_order():
 
 
 def test_backwards_first_within_a_job():
-    """One job is 1F1B; a second job's micro-batches take turns with it."""
+    """Check that one job runs in 1F1B order, and that the micro-batches of two jobs alternate."""
     costs = CostModel.uniform(2, 1e-9, 2e-9)
     (_, last) = stream_jobs([even(3, 2, 1, 3)], costs).program.to_lines()
     assert last == "F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 STEP1"
@@ -86,9 +95,13 @@ def test_refused(mistake, says):
 
 
 def epoch(stages, resident, imbalance, microbatches=1):
-    """An epoch of the paper's grid of 64 jobs, the longest first, over the work of the stage that has most."""
+    """Return the time of an epoch of the paper's 64 jobs relative to the busy time of the busiest stage.
+
+    The jobs start with the longest one.
+    """
     costs = random_costs(stages, imbalance=imbalance, seed=1)
-    sizes = sorted(batch_sizes(64).tolist())  # the smallest have most batches, and each batch its fixed time
+    # Small batch sizes have the most batches, and every batch has a fixed cost.
+    sizes = sorted(batch_sizes(64).tolist())
     jobs = [even(rows, stages, SAMPLES // rows, microbatches) for rows in sizes]
     whole = stream_jobs([even(rows, stages, SAMPLES // rows) for rows in sizes], costs)
     return stream_jobs(jobs, costs, resident).time / max(simulate(whole.program, whole.plan, costs).busy)
@@ -101,6 +114,9 @@ def test_as_many_jobs_as_stages_fill_the_pipeline(imbalance, most):
 
 @pytest.mark.parametrize("imbalance", [0, 0.4])
 def test_half_as_many_with_micro_batches(imbalance):
-    """Cut batches cost more: 1.20 of 1.45 is that."""
+    """Check that micro-batches come close to the ideal with half the resident jobs.
+
+    Splitting batches costs more: it accounts for 1.20 of the 1.45.
+    """
     assert epoch(8, 4, imbalance, 2) <= 1.50
     assert epoch(8, 4, imbalance) > 1.55

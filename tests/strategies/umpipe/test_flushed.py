@@ -1,4 +1,4 @@
-"""The bound of all choices with all forwards first, beside trying every one of them."""
+"""Compare the bound of all choices that run all forwards first with a search that tries every choice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FLUSHED = Merge.ALL_FORWARDS_FIRST
 
 
 def drawn(seed: int, stages: int, sizes: tuple[int, ...], rows: int) -> Choices:
-    """Prices of any kind: what a stage's forward takes depends on its backward, and the other way round."""
+    """Return random choices in which the time of a forward depends on the backward of its stage, and the reverse."""
     draw = Random(seed)
 
     def option(f: int, b: int, whole: bool) -> CutOption:
@@ -38,7 +38,7 @@ def best_of_all(choices: Choices) -> int:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_against_trying_all(seed: int) -> None:
-    """With enough parts the bound is the optimum; with few it is none above it."""
+    """Check that the bound equals the optimum if enough nodes are searched, and never exceeds it if they are few."""
     choices = drawn(seed, 2, (1, 3) if seed % 2 else (2, 4), 6 + seed % 3)
     best = best_of_all(choices)
     assert bound_choices(choices, nodes=10_000).lower_bound == best
@@ -46,7 +46,7 @@ def test_against_trying_all(seed: int) -> None:
 
 
 def test_what_bounds_come_from_is_a_good_start() -> None:
-    """Choices, of which a descent makes something no worse, and as good as the bound where that is met."""
+    """Check that a descent from the choices behind the bound improves them and often reaches the bound."""
     met = 0
     for seed in range(8):
         choices = drawn(seed, 3, (1, 2, 4, 8), 16)
@@ -59,7 +59,10 @@ def test_what_bounds_come_from_is_a_good_start() -> None:
 
 
 def test_the_genetic_search_beside_the_bound() -> None:
-    """Never below what no choice goes below, and mostly as good where a stage's directions have prices of their own."""
+    """Check that the genetic search never gets below the bound, and mostly reaches it.
+
+    In these examples, the times of a stage's forward and backward do not depend on each other.
+    """
     met = 0
     for seed in range(8):
         draw = Random(seed)

@@ -8,7 +8,8 @@ from lightning_pipes.strategies.umpipe.network import Network, Scheme
 
 
 def test_counts_of_one_size_are_one_option_with_the_cheapest_time() -> None:
-    times = np.array([[9, 8, 7, 6, 5, 4]])  # 1 to 6 micro-batches of a batch of 6: sizes 6 3 2 2 2 1
+    # 1 to 6 micro-batches of a batch of 6 have the sizes 6, 3, 2, 2, 2 and 1.
+    times = np.array([[9, 8, 7, 6, 5, 4]])
     network = Network.from_counts(6, range(1, 7), times, times[:, ::-1])
     assert network.sizes == (6, 3, 2, 1)
     assert network.counts.tolist() == [1, 2, 3, 6]

@@ -22,7 +22,7 @@ from tests.cases import for_each
 ROWS = 32
 SIZES = (1, 2, 4, 8, 16, 32)
 FLAT, LINEAR = (6e-3, 2e-5), (2e-4, 5e-4)
-"""Seconds of a forward however few samples, and of each sample."""
+"""The seconds of a forward that do not depend on the samples, and the seconds of each sample."""
 
 
 def layer(fixed: float, each: float) -> LayerProfile:
@@ -76,11 +76,12 @@ def test_counts_as_given() -> None:
         (spans_of_size(8, 2), spans_of_size(8, 1)),
     )
     assert [span.rows for span in spans_of(7, 3)] == [3, 3, 1]
-    assert solve_plan(replace(asked, rows=3)).spans(Kind.F, 1) == spans_of_size(3, 1)  # a short last batch has fewer
+    # a short last batch has fewer samples
+    assert solve_plan(replace(asked, rows=3)).spans(Kind.F, 1) == spans_of_size(3, 1)
 
 
 def test_sizes_to_choose_from() -> None:
-    assert sizes_of(10, None, "powers") == (2, 3, 5, 10)  # 8, 4, 2, 1 micro-batches
+    assert sizes_of(10, None, "powers") == (2, 3, 5, 10)  # 8, 4, 2 and 1 micro-batches
     assert sizes_of(10, None, "few") == (2, 3, 4, 5, 10)
     assert sizes_of(10, 3, "all") == (4, 5, 10)
 
@@ -91,7 +92,7 @@ def test_without_a_profile_the_cut_is_even() -> None:
 
 @pytest.mark.parametrize("schedule", [UMPipe(), UM1F1B()])
 def test_stages_of_two_kinds_get_their_own_sizes(schedule: Schedule | UM1F1B) -> None:
-    """A stage whose time hardly depends on the samples takes larger chunks, and the step is as predicted."""
+    """Check that a stage whose time hardly depends on the samples gets larger chunks, and that the step is faster."""
     asked = problem(schedule, LINEAR, LINEAR, LINEAR, FLAT)
     plan = solve_plan(asked)
     counts = [len(plan.spans(Kind.F, s)) for s in range(4)]
@@ -112,7 +113,7 @@ def test_never_worse_than_the_best_equal_cut_among_its_numbers(
 
 @pytest.mark.parametrize("schedule", [UMPipe(), UM1F1B()])
 def test_where_nothing_is_gained_the_cut_is_equal(schedule: Schedule | UM1F1B) -> None:
-    """Equal stages whose times are proportional to samples."""
+    """Check that the cut is equal if stages are equal and times are proportional to the number of samples."""
     cut = solve_plan(problem(schedule, *[(0.0, 1e-3)] * 3)).jobs[0]
     assert len({*cut.forward, *cut.backward, *cut.forward_links, *cut.backward_links}) == 1
 
@@ -123,7 +124,7 @@ def test_all_numbers_are_no_worse() -> None:
 
 
 def test_layers_and_cut_together() -> None:
-    """Where layers are open, they are no worse than the best of all partitions with its own best cut, by 2 %."""
+    """Check that layers and cut chosen together are within 2 % of the best partition with its own best cut."""
     kinds = [LINEAR, FLAT, LINEAR, LINEAR, FLAT]
     asked = problem(UM1F1B(), *kinds, layers=(), ranks=2)
     made = solve_plan(asked)
@@ -133,7 +134,7 @@ def test_layers_and_cut_together() -> None:
 
 
 def two_a_rank(schedule: Schedule | UM1F1B, *kinds: tuple[float, float]) -> Problem:
-    """Two layers a rank, each a stage."""
+    """Return a problem with two layers per rank, of which each is a stage."""
     return problem(schedule, *kinds, ranks=len(kinds) // 2)
 
 
@@ -148,7 +149,10 @@ def two_a_rank(schedule: Schedule | UM1F1B, *kinds: tuple[float, float]) -> Prob
     ],
 )
 def test_two_stages_a_rank_against_equal_ones(kinds: tuple[tuple[float, float], ...], share: float) -> None:
-    """No slower than interleaved 1F1B with the best number of equal micro-batches, and faster where layers differ."""
+    """Check that two stages per rank are no slower than interleaved 1F1B, and faster if layers differ.
+
+    Interleaved 1F1B uses its best number of equal micro-batches.
+    """
     asked = two_a_rank(UM1F1B(stages_per_rank=2), *kinds)
     other = replace(asked, schedule=Interleaved(2))
     equal = min(seconds(other, even_plan(other.schedule, asked.ranks, m, ROWS)) for m in SIZES)
@@ -194,17 +198,20 @@ def test_all_forwards_first_says_how_good_a_cut_can_be() -> None:
 @for_each("schedule", [UMPipe((16, 8), (5, 3), (9,), (9,)), UMPipe(), UM1F1B()])
 @for_each("rows", [2, 7, 9, 31, 32])
 def test_no_micro_batch_has_fewer_samples_than_it_needs(schedule: Schedule | UM1F1B, rows: int) -> None:
-    """As models need whose layers look at several samples."""
+    """Check the sizes for models whose layers need several samples at once."""
     plan = solve_plan(problem(schedule, (1e-9, 1e-3), (1e-9, 1e-3), rows=rows, least=2))
     every = [span for kind in (Kind.F, Kind.B) for s in range(2) for span in plan.spans(kind, s)]
     every += [*plan.spans(Kind.SF, 0), *plan.spans(Kind.SB, 1)]
     every += [part for s in range(2) for span in plan.spans(Kind.F, s) for part in graph_spans(F(s, span), plan)]
     assert min(span.rows for span in every) >= 2
-    assert spans_of(1, 3, 2) == (Span(0, 1),)  # there is no more
+    assert spans_of(1, 3, 2) == (Span(0, 1),)  # the batch has only one sample
 
 
 def test_forward_and_backward_have_as_many_samples_in_common() -> None:
-    """A stage runs these parts one by one: (2, 4) and (4, 1) micro-batches of 5 samples had one of a single sample."""
+    """Check the parts that forward and backward micro-batches have in common, which a stage runs one by one.
+
+    An earlier cut of 5 samples into (2, 4) and (4, 1) micro-batches had a part with a single sample.
+    """
     for rows, least, p, q in product(range(4, 14), (2, 3), range(1, 6), range(1, 6)):
         cut = Counts((p, 1), (q, 1)).cut(rows, 2, least)
         plan = Plan((0, 1), (cut,))
@@ -214,7 +221,10 @@ def test_forward_and_backward_have_as_many_samples_in_common() -> None:
 
 
 def test_memory_limits_what_stages_hold() -> None:
-    """A megabyte a sample: 12 MiB hold 12 of 32 samples, those of a chunk under way among them."""
+    """Check that no stage holds more than 12 of 32 samples if 12 MiB are available and a sample takes 1 MiB.
+
+    The samples of a chunk that is being computed count as held.
+    """
     free, tight = problem(UM1F1B(), LINEAR, LINEAR, FLAT), problem(UM1F1B(memory_limit="12MiB"), LINEAR, LINEAR, FLAT)
     plan = solve_plan(tight)
     assert max(plan.limits) <= 12
@@ -244,7 +254,7 @@ def test_mistakes() -> None:
 
 
 def seen_costs(asked: Problem, plan: Plan, factors: tuple[float, ...]) -> object:
-    """What is seen of the sizes that ran, where each stage takes that many times as long."""
+    """Return costs as if they had been measured, for the chunk sizes of the plan and with a factor for each stage."""
     assert asked.profile is not None
     costs = asked.profile.stage_costs(asked.layers)
     seconds = {
@@ -261,7 +271,7 @@ def test_cut_anew_when_a_stage_takes_other_times() -> None:
     asked = problem(UM1F1B(), LINEAR, LINEAR, LINEAR, (1e-4, 1e-5))
     planner, plan = asked.schedule.make_planner(), solve_plan(asked)
     same = replace(asked, costs=seen_costs(asked, plan, (1.0, 1.05, 1.0, 1.0)))
-    assert planner.replan(plan, asked) is None  # nothing seen
+    assert planner.replan(plan, asked) is None  # nothing has been measured yet
     assert planner.replan(plan, same) is None
     slow = (LINEAR, LINEAR, LINEAR, FLAT)
     seen = replace(asked, costs=seen_costs(problem(UM1F1B(), *slow), plan, (1.0,) * 4))
@@ -279,7 +289,10 @@ def test_auto_considers_it() -> None:
 
 
 def test_the_genetic_search_is_a_setting() -> None:
-    """It finds a cut that saves as much as the exact one here, where one stage hardly depends on the samples."""
+    """Check that the genetic search saves time in a case where one stage hardly depends on the samples.
+
+    The exact search gives the lower bound, and the best equal cut the upper bound.
+    """
     layers = (LINEAR, LINEAR, LINEAR, FLAT)
     exact, genetic = (problem(UMPipe(search=search), *layers) for search in ("exact", "genetic"))
     found, proven = seconds(genetic, solve_plan(genetic)), seconds(exact, solve_plan(exact))

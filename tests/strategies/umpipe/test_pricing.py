@@ -28,7 +28,7 @@ COSTS = CostModel(
 
 @pytest.mark.parametrize("recompute", [(), (True, False)])
 def test_options_cost_what_the_same_plan_costs(recompute: tuple[bool, ...]) -> None:
-    """The instruction's own price, pass by pass, for every chunk."""
+    """Compare the times of every option with the costs of the same chunks in a plan."""
     plain = Plan.even(2, 1, ROWS, recompute=recompute)
     for stage in range(2):
         options = stage_options(COSTS, plain, stage, (1, 2, 4, 8))
@@ -58,14 +58,14 @@ def test_messages_take_bytes_over_bandwidth_and_latency() -> None:
 def test_room_in_bytes() -> None:
     plain = Plan.even(2, 1, ROWS)
     assert [room_of(COSTS, plain, 0, limit, 4) for limit in (107, 108, 127, 128)] == [-1, 0, 1, 2]
-    # Stage 1 recomputes nothing; stage 0 would keep its input, which lies in the batch, and make 4 samples again.
+    # Stage 1 recomputes nothing. Stage 0 keeps its input, which is part of the batch, and recomputes 4 samples.
     again = Plan.even(2, 1, ROWS, recompute=(True, False))
     assert [room_of(COSTS, again, 0, limit, 4) for limit in (147, 148)] == [-1, ROWS]
 
 
 @pytest.mark.parametrize("arrives", [0.012, 0.02])
 def test_what_was_seen_of_a_link_is_what_its_messages_take(arrives: float) -> None:
-    """From its start to its arrival, which has the link's latency in it."""
+        """Check that the measured duration of a message, from start to arrival, includes the latency of the link."""
     usual = CostModel({(kind, s): ((1, 0.001),) for kind in (Kind.F, Kind.B) for s in (0, 1)}, (1000.0,), (1000.0,))
     usual = replace(usual, link=Link(bandwidth=1e6, latency=0.004))
     plan = Plan.even(2, 2, 16)

@@ -1,4 +1,4 @@
-"""Training with unequal micro-batches leaves what one plain process leaves, whatever the scheme."""
+"""Check that training with unequal micro-batches gives the result of one process, for every scheme."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from tests.trainer.lit import WIDTH, Case, Lit, differences, train, train_cases
 
 SCHEDULES = ("umpipe", "um1f1b")
 RANDOM = 25
-"""Schemes for each number of ranks."""
+"""The number of random schemes for each number of ranks."""
 
-# Table 7 of the paper: micro-batches of each of five layers, forward and backward, links as their sender.
+# Table 7 of the paper: the numbers of micro-batches of five layers, forward and backward. A link has the number of its
+# sender.
 MNIST = {
     "Or": (1, 1, 1, 1, 1),
     "GPipe-2": (2, 2, 2, 2, 2),
@@ -39,7 +40,7 @@ CIFAR10 = {
 
 
 class LitConv(Lit):
-    """The paper's network: four 3 x 3 convolutions and a linear layer, on small images."""
+    """The network of the paper, with four 3 x 3 convolutions and a linear layer, for small images."""
 
     channels = (1, 20, 40, 80, 160)
 
@@ -55,13 +56,13 @@ class LitConv(Lit):
 
 
 class LitConv3(LitConv):
-    """The one for colours."""
+    """The same network for color images."""
 
     channels = (3, 16, 32, 64, 128)
 
 
 class Positions(nn.Module):
-    """Makes a sequence of each sample, and a trained (T, T) mask that all samples share."""
+    """A layer that turns each sample into a sequence and adds a trained (T, T) mask that all samples share."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -73,7 +74,7 @@ class Positions(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attends by the mask, and passes it on."""
+    """A layer that attends with the mask and passes the mask on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,14 +86,14 @@ class Attention(nn.Module):
 
 
 class MeanOfPositions(nn.Linear):
-    """Logits from the mean over positions."""
+    """A layer that computes logits from the mean over positions."""
 
     def forward(self, input: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
         return super().forward(input[0].mean(1))
 
 
 class LitMask(Lit):
-    """Its mask has as many entries as the micro-batches of a stage have samples: 4 in two of them."""
+    """A model whose mask has 4 entries, which is also the number of samples of some micro-batches."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -105,7 +106,7 @@ def case(module: type[Lit], ranks: int, schedule: str, **counts: tuple[int, ...]
 
 
 def of_table_7(ranks: int) -> dict[str, Case]:
-    """Of fewer ranks than layers the first ones take the layers' numbers."""
+    """Return the cases of table 7; with fewer ranks than layers, the ranks use the numbers of the first layers."""
     found = {}
     for data, module, schemes in (("MNIST", LitConv, MNIST), ("CIFAR10", LitConv3, CIFAR10)):
         for name, counts in schemes.items():
@@ -115,7 +116,10 @@ def of_table_7(ranks: int) -> dict[str, Case]:
 
 
 def at_random(ranks: int) -> dict[str, Case]:
-    """Everything differs: stages, directions and links; numbers that do not divide the batch, and more than it has."""
+    """Return random cases in which stages, directions and links all differ.
+
+    Some numbers do not divide the batch, and some are larger than the batch.
+    """
     draw = random.Random(ranks)
 
     def counts(entries: int) -> tuple[int, ...]:
@@ -131,7 +135,10 @@ def at_random(ranks: int) -> dict[str, Case]:
 
 
 def cases(ranks: int, slow: bool) -> dict[str, Case]:
-    """Those that always run: the schemes of table 7 that differ most, and a few random ones; or all others."""
+    """Return the cases that always run, or with `slow` all other cases.
+
+    The cases that always run are the most different schemes of table 7 and a few random schemes.
+    """
     every = {**of_table_7(ranks), **(at_random(ranks) if ranks < 5 else {})}
     if ranks == 2:
         every["several stages a rank"] = two_a_rank()
@@ -152,7 +159,7 @@ def cases(ranks: int, slow: bool) -> dict[str, Case]:
 
 
 TWO_A_RANK = (2, 8, 4, 1)
-"""Micro-batches of four stages on two ranks."""
+"""The micro-batches of four stages on two ranks."""
 
 
 def two_a_rank() -> Case:
@@ -165,7 +172,7 @@ CASES = {(ranks, slow): cases(ranks, slow) for ranks in (2, 4, 5) for slow in (F
 
 @cache
 def in_a_pipeline(ranks: int, slow: bool) -> dict[str, list[dict[str, Any]]]:
-    """What each rank found, by case; all cases of a number of ranks run in the same processes."""
+    """Return the results of each rank by case; all cases with the same number of ranks run in the same processes."""
     chosen = CASES[ranks, slow]
     found = run_ranks(train_cases, ranks, list(chosen.values()), ranks, mkdtemp(), timeout=120)
     return {name: [of_rank[n] for of_rank in found] for n, name in enumerate(chosen)}

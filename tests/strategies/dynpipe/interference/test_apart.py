@@ -1,4 +1,4 @@
-"""A forest that is trained in another process."""
+"""Check a forest that is trained in a separate process."""
 
 from __future__ import annotations
 
@@ -52,4 +52,4 @@ def test_it_ends_with_the_process_that_started_it():
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300)
     assert done.stderr == ""
     with suppress(psutil.NoSuchProcess):
-        psutil.Process(int(done.stdout)).wait(timeout=60)  # raises if it is still there then
+        psutil.Process(int(done.stdout)).wait(timeout=60)  # raises if the process is still running then

@@ -1,4 +1,4 @@
-"""What predictors learn from, and how they are compared."""
+"""Check the training data of predictors and their comparison."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_pipes.strategies.dynpipe.interference.predictor import Formula
 
 @pytest.fixture
 def data() -> Dataset:
-    """Two settings of three stages, twice each, and one without a neighbour."""
+    """Return two settings of three stages, each measured twice, and one setting without interference."""
     random = np.random.default_rng(0)
     stages = np.array(["a", "b", "c"] * 6)
     neighbours = np.array(["spin"] * 6 + ["memory"] * 6 + [NONE] * 6)
@@ -26,7 +26,8 @@ def test_other_stages_on_a_device_as_it_was_seen(data):
     crossed = data.cross_pairs()
     assert len(crossed) == 3 * 6 * 6
     device = len(NAMES) - len(STAGE)
-    place = 6 + 1 * 6 + 5  # in the first setting the second window, as seen, and the last one, as asked
+    # In the first setting, the second window is the observed one and the last window is the requested one.
+    place = 6 + 1 * 6 + 5
     np.testing.assert_array_equal(crossed.rows[place - 6 + 0, :device], data.rows[1, :device])
     np.testing.assert_array_equal(crossed.rows[place - 6, device:], data.rows[5, device:])
     assert crossed.ratios[place - 6] == data.ratios[5]
@@ -36,7 +37,7 @@ def test_other_stages_on_a_device_as_it_was_seen(data):
 
 def test_whole_kinds_are_held_out(data):
     parts = {name: (learned, held) for name, learned, held in data.without_each(data.neighbours)}
-    assert set(parts) == {"memory", "spin"}  # what is beside nothing is always learned from
+    assert set(parts) == {"memory", "spin"}  # rows without interference are always used for training
     learned, held = parts["spin"]
     assert set(learned.neighbours) == {"memory", NONE}
     assert set(held.neighbours) == {"spin"}
@@ -59,7 +60,7 @@ def test_scores_are_those_of_scikit_learn():
 
 def test_models_are_scored_on_what_they_have_not_seen(data):
     over_all, each = cross_validated(Scaled, data.without_each(data.neighbours))
-    assert over_all.r2 == pytest.approx(1.0)  # all of it is 1.5 times the formula
+    assert over_all.r2 == pytest.approx(1.0)  # every ratio is 1.5 times the formula
     assert set(each) == {"memory", "spin"}
     assert cross_validated(Formula, data.random_parts())[0].mae == pytest.approx((data.ratios / 3).mean())
     assert cross_validated(Constant, data.random_parts())[0].r2 < 0.1

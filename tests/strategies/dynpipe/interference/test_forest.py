@@ -1,4 +1,4 @@
-"""A forest of flat arrays says what scikit-learn's says, and reads nothing but numbers."""
+"""Compare a forest of flat arrays with scikit-learn's forest, and check that its file contains only numbers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_it_says_what_scikit_learn_says(missing, leaf):
 
 def test_numbers_between_single_and_double_precision_go_the_same_way():
     edge, step = np.float32(0.1), float(np.spacing(np.float32(0.1)))
-    x = np.array([[float(edge)], [float(edge) + 16 * step]] * 20)  # the threshold is a number in single precision
+    x = np.array([[float(edge)], [float(edge) + 16 * step]] * 20)  # the threshold is stored in single precision
     y = np.array([0.0, 1.0] * 20)
     from sklearn.ensemble import RandomForestRegressor
 
@@ -70,7 +70,7 @@ def test_it_has_128_trees_and_the_same_ones_again():
 
 
 def hidden(rows: int = 240, noise: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
-    """One of twelve columns says all, but for noise."""
+    """Return data in which one of twelve columns determines the target, up to noise."""
     random = np.random.default_rng(5)
     x = random.normal(size=(rows, 12))
     return x, np.sign(x[:, 0]) + np.round(2 * x[:, 0]) + noise * random.normal(size=rows)
@@ -92,7 +92,10 @@ def test_settings_are_those_that_predict_what_was_left_out():
 
 
 def test_settings_on_samples_of_others():
-    """Scikit-learn's of diabetes: no worse than any of the candidates on rows that were left out."""
+    """Check the selected settings on the diabetes data of scikit-learn.
+
+    On held-out rows, the error is at most 3 % larger than with the best candidate.
+    """
     from sklearn.datasets import load_diabetes
 
     x, y = load_diabetes(return_X_y=True)

@@ -1,4 +1,4 @@
-"""What planners are told of interference."""
+"""Check the predictions of interference that planners use."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def device(run: float = 0.5, wait: float = 0.5, busy: float = 0.5) -> dict[str, 
 
 
 def data(rows: int = 400, seed: int = 0):
-    """A world in which weights suffer from a busy machine on top of waiting."""
+    """Return data in which a busy machine slows down stages with large weights, in addition to waiting."""
     random = np.random.default_rng(seed)
     pairs, ratios = [], []
     for _ in range(rows):
@@ -75,15 +75,16 @@ def test_stages_that_suffer_more_do_so_in_its_answer(predictor):
 def test_it_does_not_know(predictor):
     rows = [
         (device(), hosting()),
-        (device(busy=3.0), hosting()),  # busier than anything it has seen
-        ({RUN: 0.5, WAIT: 0.5}, hosting()),  # a source that was always there is silent
-        ({**device(), "gpu.sm_active_share": 0.5}, hosting()),  # one that never was says nothing to it
+        (device(busy=3.0), hosting()),  # busier than any training row
+        ({RUN: 0.5, WAIT: 0.5}, hosting()),  # a source that was always present is missing
+        ({**device(), "gpu.sm_active_share": 0.5}, hosting()),  # a source that was never present is ignored
         (device(), hosting(weights=1e12)),  # a stage unlike all others
         ({}, HostedStage(*(8 * [0.0]))),
     ]
     assert predictor.predict(rows).known.tolist() == [True, False, False, True, False, False]
     unsure = [(device(wait=wait / 100), hosting()) for wait in range(100)]
-    assert not Predictor(predictor.forest, spread=0.0).predict(unsure).known.all()  # trees do not agree on all of them
+    # the trees do not agree on all of them
+    assert not Predictor(predictor.forest, spread=0.0).predict(unsure).known.all()
     assert Predictor(predictor.forest).predict(unsure).known.all()
     nothing = predictor.predict([])
     assert (len(nothing.ratios), len(nothing.known)) == (0, 0)
@@ -143,7 +144,10 @@ def test_a_line_does_not_lead_out_of_the_world():
 
 
 def test_a_whole_re_plan_is_asked_at_once(predictor):
-    """All 6435 partitions of 16 blocks on 8 devices, which DynPipe asks one by one: few calls for each row."""
+    """Check that the predictions of a whole replan need few Python calls for each row.
+
+    The rows are those of all 6435 partitions of 16 blocks on 8 devices, which DynPipe predicts one by one.
+    """
     devices = [device(wait=n / 8) for n in range(8)]
     rows = [
         (devices[place], hosting(0.0005 * (stop - start), 1e5 * (stop - start)))

@@ -1,4 +1,4 @@
-"""A predictor that learns while training goes on."""
+"""Check a predictor that learns during training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BUSY = "host.machine_busy_share"
 
 
 def rows(count: int, seed: int = 0, factor: float = 1.0):
-    """Stages that a busy machine slows down on top of the formula."""
+    """Return stages that a busy machine slows down more than the formula predicts."""
     random = np.random.default_rng(seed)
     pairs, ratios = [], []
     for _ in range(count):
@@ -32,7 +32,7 @@ def rows(count: int, seed: int = 0, factor: float = 1.0):
 
 
 class Here:
-    """In place of another process, for tests that are not about it: works at once."""
+    """Trains immediately in the same process, for tests that do not examine the separate process."""
 
     def __init__(self, learned, logs, trees):
         self._forest = train(learned, logs, NAMES, trees=trees)
@@ -55,7 +55,7 @@ def test_it_learns_from_what_it_is_told():
     pairs, ratios = rows(110)
     assert not refitted.predict(pairs).known.any()
     refitted.observe(pairs[:109], ratios[:109])
-    assert (refitted.predictor, refitted.refits) == (None, 0)  # it counts from the 110th row on, however long it takes
+    assert (refitted.predictor, refitted.refits) == (None, 0)  # training starts at the 110th row, not after a time
     refitted.observe(pairs[109:], ratios[109:])
     assert refitted.refits == 1
     new, truth = rows(50, seed=1)
@@ -84,7 +84,7 @@ def test_the_better_one_on_the_newest_rows_stays(here):
     kept.observe(*(few + few[:1], truth + truth[:1]))
     assert (kept.predictor, kept.refits) == (good, 0)
     kept.close()
-    others, elsewhere = rows(60, seed=3, factor=5.0)  # another machine, on which all of it is wrong
+    others, elsewhere = rows(60, seed=3, factor=5.0)  # another machine, on which every prediction is wrong
     changed = RefittedPredictor(good, every=60, after=1, trees=2)
     changed.observe(others + others[:1], elsewhere + elsewhere[:1])
     assert changed.refits == 1

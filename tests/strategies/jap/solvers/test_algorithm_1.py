@@ -1,4 +1,7 @@
-"""Algorithm 1 beside its sentences: longest paths by repeated passes, one machine second by second."""
+"""Compare Algorithm 1 with a direct transcription of the paper's sentences.
+
+The transcription finds longest paths by repeated passes, and simulates one machine second by second.
+"""
 
 import numpy as np
 
@@ -13,7 +16,7 @@ def chain(stages):
 
 
 def times(problem, j, step):
-    """Stage, occupancy of it, and lag to the job's next block."""
+    """Return the stage of a step, the time for which it occupies the stage, and the lag to the job's next block."""
     d, s = chain(problem.stages)[step]
     table = {
         name: int(getattr(problem, name)[j, s]) for name in ("forward", "backward", "recompute", "update", "switch")
@@ -28,12 +31,12 @@ def times(problem, j, step):
 
 
 def free_for(problem, j, s, free, last):
-    """When stage s is free for job j, to which it need not switch if it has run it last."""
+    """Return the time at which stage s is free for job j, without the switch if j was the last job on the stage."""
     return free[s] - (int(problem.switch[j, s]) if last[s] == j else 0)
 
 
 def second_by_second(blocks):
-    """When blocks (head, busy, tail) end on a stage that always runs the one with the longest tail (Jackson)."""
+    """Return the end of blocks (head, busy, tail) on one stage by Jackson's rule, the longest tail first."""
     left = [busy for _, busy, _ in blocks]
     t, end = 0, 0
     while any(left):
@@ -48,7 +51,7 @@ def second_by_second(blocks):
 
 
 def promise(problem, done, ready, free, last):
-    """The bound of a partial selection: critical path, and each stage on its own."""
+    """Return the bound of a partial selection, from the critical path and from each stage alone."""
     steps, stages = 2 * problem.stages, problem.stages
     machines = [[] for _ in range(stages)]
     worst = 0
@@ -59,25 +62,26 @@ def promise(problem, done, ready, free, last):
             head = max(head, free_for(problem, j, s, free, last))
             tail = sum(times(problem, j, i)[2] for i in range(k, steps))
             worst = max(worst, head + tail)
-            least = busy - int(problem.switch[j, s]) * (k < problem.stages)  # its backward may follow
+            # the job's backward may follow without a switch
+            least = busy - int(problem.switch[j, s]) * (k < problem.stages)
             machines[s].append((head, least, tail - least))
             head += lag
     return max([worst, *map(second_by_second, machines)])
 
 
 def by_sentences(problem):
-    """Orders of stages, as (job, direction)."""
+    """Return the orders of the stages as rows of (job, direction)."""
     jobs, steps = range(problem.jobs), 2 * problem.stages
     done, ready, free, last = [0] * problem.jobs, [0] * problem.jobs, [0] * problem.stages, [-1] * problem.stages
     rows = [[] for _ in free]
     over = 0
     while any(k < steps for k in done):
-        open_ = [(j, *times(problem, j, done[j])) for j in jobs if done[j] < steps]  # omega
+        open_ = [(j, *times(problem, j, done[j])) for j in jobs if done[j] < steps]  # the paper's omega
         begins = {j: max(ready[j], free_for(problem, j, s, free, last)) for j, s, *_ in open_}
         earliest = min(begins[j] + busy for j, s, busy, _ in open_)
         machine = next(s for j, s, busy, _ in open_ if begins[j] + busy == earliest)
         found = []
-        for j, s, busy, lag in open_:  # omega'
+        for j, s, busy, lag in open_:  # the paper's omega'
             start = begins[j]
             if s == machine and start < earliest:
                 after = [done.copy(), ready.copy(), free.copy(), last.copy()]
@@ -85,7 +89,7 @@ def by_sentences(problem):
                 ends = max(over, start + lag) if after[0][j] == steps else over
                 found.append((max(ends, promise(problem, *after)), j, after, ends))
         least = min(bound for bound, *_ in found)
-        _, j, after, over = [each for each in found if each[0] == least][-1]  # the print's <=
+        _, j, after, over = [each for each in found if each[0] == least][-1]  # the <= in the printed algorithm
         rows[machine].append((j, chain(problem.stages)[done[j]][0]))
         done, ready, free, last = after
     return rows
@@ -100,6 +104,9 @@ def test_every_choice_is_that_of_the_sentences(seed):
 
 
 def test_algorithm_1_commits_to_the_last_of_equals():
-    """Two equal jobs on one stage: the print's <= lets job 1 go first, and what it begins it ends."""
+    """Check two equal jobs on one stage.
+
+    The <= in the printed algorithm lets job 1 start first, and the algorithm then finishes the job that it has started.
+    """
     ones = np.ones((2, 1), np.int64)
     assert solve_as_printed(ArrayProblem(ones, 2 * ones)).order.tolist() == [[1, 3, 0, 2]]

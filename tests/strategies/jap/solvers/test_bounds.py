@@ -1,4 +1,4 @@
-"""Lower bounds by hand and beside all orders."""
+"""Compare lower bounds with numbers by hand and with all orders."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,10 @@ from tests.strategies.jap.by_hand import best_of_all, random_problem
 
 
 def test_bounds_by_hand():
-    """Two jobs of f = 2, b = 3 on two stages, a nanosecond between them: stage 1 begins after 3 and has 4 after it."""
+    """Check two jobs with f = 2 and b = 3 on two stages, with transfers of 1.
+
+    Stage 1 starts after 3, computes for 10, and 4 remain after its last block.
+    """
     two, three, one = (np.full((2, 2), n) for n in (2, 3, 1))
     problem = ArrayProblem(two, three, transfer=one, transfer_back=one)
     assert preemptive_bound(problem) == (2 + 1) + 2 * (2 + 3) + (1 + 3)
@@ -30,8 +33,12 @@ def test_a_stage_knows_the_longest_job_and_its_own_work():
 
 
 def test_two_stages_by_hand():
-    """Blocks take 1, but B on stage 0 takes 2, and job 0 comes back 2 later. Run first by stage 1, it comes back
-    from 5 to 7. So does job 1, run from 3 to 5; but stage 0 runs one at a time. Each stage alone would need 7."""
+    """Check the bounds of an example with two stages, in which one stage alone would need 7.
+
+    Blocks take 1, except that B on stage 0 takes 2. The gradient of job 0 takes 2 to arrive. If stage 1 runs job 0
+    first, the backward of job 0 runs on stage 0 from 5 to 7. If it runs job 0 second, from 3 to 5, the result is the
+    same. Stage 0 runs only one block at a time, so both stages together need more.
+    """
     one = np.ones((2, 2), np.int64)
     problem = ArrayProblem(one, np.array([[2, 1], [2, 1]]), transfer_back=np.array([[0, 2], [0, 0]]))
     assert (preemptive_bound(problem), two_stage_bound(problem), best_of_all(problem)) == (7, 8, 9)
@@ -39,7 +46,10 @@ def test_two_stages_by_hand():
 
 @pytest.mark.parametrize("kind", range(4))
 def test_no_order_beats_a_bound(kind):
-    """Long and short jobs, where the bound of two stages is above that of one, beside all orders and a search."""
+    """Compare the bounds with all orders of small problems and with a search on larger ones.
+
+    The larger ones mix long and short jobs, so that the bound of two stages exceeds the bound of one stage.
+    """
     above = 0
     for seed in range(4):
         small = random_problem(seed, 2, 2 + kind % 2, late=(1, 9, 40)[seed % 3], early=kind == 3)

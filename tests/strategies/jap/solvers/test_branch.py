@@ -1,4 +1,4 @@
-"""Branch and bound beside brute force."""
+"""Compare branch and bound with brute force."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,8 @@ from tests.strategies.jap.by_hand import best_of_all, random_problem
 SIZES = [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (2, 3), (3, 1), (3, 2)]
 
 
-SMALL = [(*size, seed) for size in SIZES for seed in range(1 if size == (3, 2) else 6)]  # of that one 8100 orders each
+# 8100 orders for each problem of size (3, 2)
+SMALL = [(*size, seed) for size in SIZES for seed in range(1 if size == (3, 2) else 6)]
 
 
 @for_each(("jobs", "stages", "seed"), SMALL)
@@ -42,7 +43,10 @@ def check_optimal(jobs, stages, seed):
 
 @for_each(("seed", "stages"), [*((n, 2) for n in range(20)), *((n, 3) for n in (5, 7, 29, 44, 56))])
 def test_stages_may_be_held_for_a_block_that_is_not_there_yet(seed, stages):
-    """After a long update a job's next block can be there before what is ready could end."""
+    """Check that a stage may wait for a block that has not arrived yet.
+
+    After a long update, a job's next block can arrive before the available block could end.
+    """
     problem = random_problem(seed, 2, stages, most=4, equal=stages == 2 and seed % 2 == 0, late=40)
     best = best_of_all(problem)
     assert lower_bound(problem) <= best
@@ -50,8 +54,10 @@ def test_stages_may_be_held_for_a_block_that_is_not_there_yet(seed, stages):
 
 
 def test_recomputation_before_the_gradient_is_there():
-    """Branch and bound finds the best orders of brute force, which are never longer than with recomputation after it;
-    a search finds most of them."""
+    """Compare branch and bound with brute force if a recomputation may start before its gradient arrives.
+
+    The best orders are never longer than without early recomputation, and a search finds most of them.
+    """
     gained, searched = 0, 0
     for seed in range(8):
         late, early = (random_problem(seed, 2, 2 + seed % 2, early=early) for early in (False, True))
@@ -70,8 +76,11 @@ def test_recomputation_before_the_gradient_is_there():
 
 
 def test_a_switch_is_saved_where_a_backward_follows_its_forward():
-    """One stage, two jobs: F and B of a job take 1 each, and a switch 3. By every solver one job is whole first: the
-    stage switches after the first B, and after the last one."""
+    """Check that a stage saves a switch if the backward of a job directly follows its forward.
+
+    There is one stage with two jobs. F and B take 1 each and a switch takes 3. Every solver runs one job completely
+    before the other, so the stage switches after the first B and after the last one.
+    """
     one = np.ones((2, 1), np.int64)
     problem = ArrayProblem(one, one, switch=3 * one)
     assert best_of_all(problem) == (1 + 1 + 3) * 2

@@ -1,4 +1,4 @@
-"""The genetic algorithm, operator by operator."""
+"""Check each operator of the genetic algorithm."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from tests.strategies.jap.by_hand import random_problem
 
 
 def test_genes_are_blocks_in_the_order_of_their_jobs():
-    """Every chromosome beside a decoder that does one gene at a time."""
+    """Compare every decoded chromosome with a decoder that processes one gene at a time."""
     problem = random_problem(4, 3, 3)
     rng = np.random.default_rng(0)
     people = rng.permuted(np.tile(np.repeat(np.arange(3), 6), (20, 1)), axis=1)
@@ -47,17 +47,22 @@ def test_crossover_keeps_the_places_of_some_jobs_and_the_order_of_the_others():
     one, two = (rng.permuted(np.tile(np.repeat(np.arange(4), 6), (30, 1)), axis=1) for _ in range(2))
     children = np.concatenate(_crossed(one, two, 4, rng))
     assert (np.sort(children, axis=1) == np.sort(one[0])).all()
-    assert (children != np.concatenate([one, two])).any(1).mean() > 0.5  # not where a single job does not stay
+    # some children equal a parent because only one job keeps its places
+    assert (children != np.concatenate([one, two])).any(1).mean() > 0.5
 
 
 def test_parents_and_survivors_are_drawn_by_their_makespans():
-    """A roulette on 1 / makespan; the best of three at random, each of which may be any of four."""
+    """Check the roulette wheel with weights 1 / makespan, and the tournament of three.
+
+    In a tournament, each of the three competitors is drawn from all four with replacement.
+    """
     rng = np.random.default_rng(0)
     spans = np.array([1, 2, 4, 4])
     drawn = np.bincount(_parents(spans, 20_000, rng).reshape(-1), minlength=4) / 40_000
     assert drawn == pytest.approx([4 / 8, 2 / 8, 1 / 8, 1 / 8], abs=0.01)
     won = np.bincount(_winners(np.array([3, 9, 1, 5]), 40_000, 3, rng), minlength=4) / 40_000
-    at_least = [(n / 4) ** 3 for n in (4, 3, 2, 1, 0)]  # that all three are the best, second, ... or worse
+    # the share of tournaments in which all three are the best, the second best or worse, and so on
+    at_least = [(n / 4) ** 3 for n in (4, 3, 2, 1, 0)]
     assert won[[2, 0, 3, 1]] == pytest.approx(-np.diff(at_least), abs=0.01)
 
 
@@ -68,7 +73,7 @@ def test_mutation_exchanges_two_genes():
     assert (np.sort(mutants, axis=1) == np.sort(people[0])).all()
     changed = (mutants != people).sum(1)
     assert set(changed.tolist()) == {0, 2}
-    assert (changed == 2).mean() == pytest.approx(18 / 24, abs=0.1)  # two genes of one job change nothing
+    assert (changed == 2).mean() == pytest.approx(18 / 24, abs=0.1)  # exchanging two genes of one job changes nothing
 
 
 @pytest.mark.parametrize("seed", range(3))

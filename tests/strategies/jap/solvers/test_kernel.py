@@ -1,4 +1,4 @@
-"""The inner loops of the solvers, with and without numba."""
+"""Check the inner loops of the solvers with and without numba."""
 
 import pytest
 

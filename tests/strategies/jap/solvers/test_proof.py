@@ -1,4 +1,4 @@
-"""CP-SAT beside the search."""
+"""Compare CP-SAT with the search."""
 
 from importlib.util import find_spec
 

@@ -1,4 +1,4 @@
-"""The search and its effort."""
+"""Check the search and the limits of its effort."""
 
 from benchmarks.papers.jap.jobs import random_array
 from lightning_pipes.strategies.jap import Effort, solve_array
@@ -17,7 +17,10 @@ def test_the_clock_ends_a_search():
 
 
 def test_search_beats_the_paper():
-    """A small effort, which Python spends in seconds; see benchmarks/jap.py for a second of machine code."""
+    """Check that a small effort already beats the paper's methods.
+
+    Pure Python needs seconds for this effort. The file benchmarks/jap.py measures one second of compiled code.
+    """
     problem = random_array(16, 8)
     found = search_orders(problem, Effort(1500))
     assert found.makespan < 0.95 * solve_as_printed(problem).makespan
@@ -32,7 +35,7 @@ def test_a_known_order_is_returned_if_the_effort_finds_no_better_one():
 
 
 def test_effort_in_seconds():
-    """Of a clock that goes on by one at each look."""
+    """Check an effort in seconds with a clock that advances by one at each reading."""
     ticks = iter(range(1000))
     effort = Effort.from_seconds(5, clock=lambda: next(ticks))
     assert [effort.is_left for _ in range(8)] == [True] * 5 + [False] * 3

@@ -1,4 +1,4 @@
-"""Which solver is taken, and what all of them give."""
+"""Check the choice of the solver, and the properties of every solution."""
 
 import pytest
 
@@ -36,7 +36,10 @@ def test_auto_proves_small_arrays_and_searches_large_ones():
 
 
 def test_auto_is_at_least_as_good_as_every_other_method():
-    """Arrays with more jobs than are searched for a proof, on few stages: branch and bound proves some at once."""
+    """Check arrays with too many jobs for the exact search, but on few stages.
+
+    Branch and bound proves some of them immediately.
+    """
     proven = []
     for seed in range(12):
         problem = random_problem(seed, 5 + seed % 3, 2, most=60, late=20)
@@ -53,7 +56,7 @@ def test_auto_is_at_least_as_good_as_every_other_method():
 
 
 def test_auto_begins_with_algorithm_1s_order(monkeypatch):
-    """Also where there is no effort left for anything else."""
+    """Check the start of the search, also if the effort is too small for anything else."""
     problem = random_array(12, 4)
     best = ArraySolution(problem, problem.earliest_starts, 1, 1, "algorithm 1")
     seen = []

@@ -1,4 +1,4 @@
-"""Costs for the simulator."""
+"""Costs of unequal chunks for the simulator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.free_costs import FreeCosts
 
 @dataclass(frozen=True, eq=False)
 class Chunked(FreeCosts):
-    """The costs of a scheme: what a chunk takes depends on its process only."""
+    """The costs of a scheme, in which the time of a chunk depends only on its process."""
 
     network: Network
     scheme: Scheme

@@ -1,4 +1,4 @@
-"""Networks for tests, by seed."""
+"""Random and uniform networks for tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from lightning_pipes.strategies.umpipe.network import Network, Scheme
 
 
 def simulation(stages: int, rows: int, seed: int, *, least: int = 1, most: int = 100) -> Network:
-    """The paper's: independent uniform times of every process and number of micro-batches."""
+    """Return a network as in the paper's simulations.
+
+    Times are independent and uniform for every process and every number of micro-batches.
+    """
     rng = np.random.default_rng(seed)
     shape = (2 * stages - 1, rows)
     forward, backward = (rng.integers(least, most + 1, shape) for _ in range(2))
@@ -16,7 +19,11 @@ def simulation(stages: int, rows: int, seed: int, *, least: int = 1, most: int =
 
 
 def realistic(stages: int, rows: int, seed: int, *, link: float = 0.3, spread: float = 0.3) -> Network:
-    """An overhead, then a floor while the device is not full, then linear; powers of two, stages of unlike speed."""
+    """Return a network whose stages differ in speed, with powers of two as chunk sizes.
+
+    The time of a chunk is an overhead plus a part that is constant while the device is not full and then grows
+    linearly.
+    """
     rng = np.random.default_rng(seed)
     sizes = [rows >> i for i in range(rows.bit_length()) if rows % (1 << i) == 0]
 
@@ -32,14 +39,17 @@ def realistic(stages: int, rows: int, seed: int, *, link: float = 0.3, spread: f
 
 
 def uniform(stages: int, rows: int, forward: int, backward: int, link: int = 0) -> Network:
-    """Chunks of one sample and of two, which take the same time on all stages, a sample half of it."""
+    """Return a network with chunks of one and of two samples.
+
+    All stages take the same time, and a chunk of one sample takes half the time of a chunk of two.
+    """
     k = np.arange(2 * stages - 1)[:, None] % 2
     times = [np.where(k == 0, t, link) * np.array([[2, 1]]) for t in (forward, backward)]
     return Network(rows, (2, 1), *times)
 
 
 def random_scheme(network: Network, seed: int) -> Scheme:
-    """Independent uniform options."""
+    """Return a scheme with independent, uniformly drawn options."""
     rng = np.random.default_rng(seed)
     options = rng.integers(0, len(network.sizes), (2, network.processes)).tolist()
     return Scheme(tuple(options[0]), tuple(options[1]))

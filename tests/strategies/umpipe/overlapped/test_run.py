@@ -1,4 +1,4 @@
-"""The event loop beside the simulator, the paper's recurrence, closed forms and CP-SAT."""
+"""Compare the event loop with the simulator, the paper's recurrence, closed forms and CP-SAT."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def in_simulator(run: OverlappedRun):
 
 
 def compute_starts(run: OverlappedRun) -> dict[tuple[Kind, int, int], int]:
-    """By kind, stage and first sample."""
+    """Return the starts of computations by kind, stage and first sample."""
     n, k = run.network.stages, run.network.processes
     sizes = run.network.sizes_of(run.scheme)
     found = {}
@@ -55,7 +55,7 @@ def test_its_order_takes_as_long_in_the_simulator(seed: int, policy: Merge) -> N
 
 @pytest.mark.parametrize("seed", range(6))
 def test_caps_bound_what_is_in_flight(seed: int) -> None:
-    """Also what comes out runs in the simulator in the same time."""
+    """Check that caps limit the samples in flight and that the simulator finds the same makespan."""
     network = simulation(4, 16, seed)
     option = 6 - seed
     free = run_overlapped(network, network.equal_scheme(option))
@@ -65,13 +65,20 @@ def test_caps_bound_what_is_in_flight(seed: int) -> None:
     assert run.makespan >= free.makespan
     assert in_simulator(run).makespan == run.makespan
     least = run_overlapped(
-        network, network.equal_scheme(0), [1] * 4
-    )  # a chunk of all rows may start where nothing is held
+        network,
+        network.equal_scheme(0),
+        [1] * 4,
+        # A chunk of all samples may start if the stage holds nothing.
+    )
     assert least.peak_rows == (16,) * 4
 
 
 def recurrence(times: np.ndarray, scheme: tuple[int, ...], network: Network) -> int:
-    """E3, for each datum: the end of its chunk in the process before, and of the chunk before its own."""
+    """Return the end of the last datum by equation E3.
+
+    The chunk of a datum starts after the same datum's chunk in the previous process and after the previous chunk of its
+    own process.
+    """
     rows = network.rows
     before = [0] * (rows + 1)
     for k, q in enumerate(scheme):
@@ -86,7 +93,7 @@ def recurrence(times: np.ndarray, scheme: tuple[int, ...], network: Network) -> 
 
 @for_each("seed", range(8))
 def test_all_forwards_first_takes_what_the_paper_says(seed: int) -> None:
-    """E4: the end of the last datum's forward, and after a barrier of its backward."""
+    """Check E4: the step ends with the last datum's backward, which follows a barrier after the last forward."""
     network = simulation(1 + seed % 4, 11 + seed, seed)
     scheme = random_scheme(network, seed)
     omega = recurrence(network.forward, scheme.forward, network) + recurrence(
@@ -99,7 +106,7 @@ def test_all_forwards_first_takes_what_the_paper_says(seed: int) -> None:
 
 @pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 5), (4, 6), (5, 5)])
 def test_equal_chunks_are_1f1b(p: int, m: int) -> None:
-    """(m + p - 1) (f + b), and p - s micro-batches in flight once caps say so."""
+    """Check that a step takes (m + p - 1)(f + b), and that stage s holds p - s micro-batches if caps require it."""
     network = uniform(p, m, forward=3, backward=5)
     assert run_overlapped(network, network.equal_scheme(1)).makespan == (m + p - 1) * 8
     classic = run_overlapped(network, network.equal_scheme(1), caps=[p - s for s in range(p)])
@@ -110,7 +117,10 @@ def test_equal_chunks_are_1f1b(p: int, m: int) -> None:
 
 
 def test_an_order_by_hand() -> None:
-    """Forward 2 chunks then 1, backward 1 then 2, links free: the last stage waits for both forwards."""
+    """Check an order by hand: the last stage waits for both forwards.
+
+    The forward has 2 chunks on the first stage and 1 on the second, the backward has 1 and then 2, and links are free.
+    """
     times = np.array([[2, 1], [0, 0], [2, 1]])
     network = Network(2, (2, 1), times, times)
     run = run_overlapped(network, Scheme((1, 1, 0), (0, 0, 1)))
@@ -175,7 +185,11 @@ def test_schemes_that_are_none(scheme: Scheme) -> None:
 @for_each("machine", [OVERLAPPED.python, OVERLAPPED.numba])
 @for_each("seed", range(8))
 def test_several_stages_a_rank_take_what_the_simulator_says(seed: int, machine: Kernel) -> None:
-    """Its greedy order is that of the policy. Links take no time: those of two stages would share a wire there."""
+    """Check that the event loop takes the same time as the simulator if a rank has several stages.
+
+    The order is the greedy order of the policy. Links take no time, because the links of two stages would share a wire
+    in the simulator.
+    """
     ranks = ((0, 1) * 2, (0, 1, 2) * 2, (0, 1) * 3)[seed % 3]
     network = simulation(len(ranks), (8, 12, 16, 7)[seed % 4], seed, most=10**6)
     network.forward[1::2], network.backward[1::2] = 0, 0

@@ -1,4 +1,4 @@
-"""Small networks, and a second opinion on them."""
+"""Small networks with known results, and helpers that enumerate their schemes."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ from lightning_pipes.strategies.umpipe.network import Network, Scheme
 
 
 def figure_1() -> Network:
-    """Two stages and a link, forward only: 1, 2 or 4 micro-batches of 4 samples."""
+    """Return figure 1 of the paper: two stages and a link, forward only.
+
+    Each process cuts the 4 samples into 1, 2 or 4 micro-batches.
+    """
     forward = np.array([[4, 2, 2], [4, 2, 1], [4, 2, 1]])
     return Network(4, (4, 2, 1), forward, np.zeros_like(forward))
 
 
 def figure_2() -> Network:
-    """2 or 4 micro-batches of 4 samples."""
+    """Return figure 2 of the paper, in which each process cuts the 4 samples into 2 or 4 micro-batches."""
     return Network(4, (2, 1), np.full((3, 2), 2), np.array([[2, 1]] * 3))
 
 
 def random_network(rng: np.random.Generator, stages: int, rows: int, options: int, most: int = 20) -> Network:
-    """Any sizes, most of which do not divide the batch."""
+    """Return a network with random chunk sizes, most of which do not divide the batch."""
     sizes = sorted(rng.choice(np.arange(1, rows + 1), min(options, rows), replace=False).tolist(), reverse=True)
     forward, backward = rng.integers(0, most, (2, 2 * stages - 1, len(sizes)))
     return Network(rows, tuple(sizes), forward, backward)
@@ -33,5 +36,5 @@ def random_schemes(rng: np.random.Generator, network: Network, count: int) -> li
 
 
 def every_chain(network: Network) -> list[tuple[int, ...]]:
-    """The genes of one direction, all of them."""
+    """Return all combinations of genes of one direction."""
     return list(product(range(len(network.sizes)), repeat=network.processes))

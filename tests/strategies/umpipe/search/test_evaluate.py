@@ -1,4 +1,4 @@
-"""Evaluators agree with each other, with the simulator, and with the paper's figures."""
+"""Compare the evaluators with each other, with the simulator, and with the paper's figures."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from tests.strategies.umpipe.search.examples import (
 
 
 class Flat(CostModel):
-    """A chunk takes what the network says, whatever the executor would have to run again for it."""
+    """Costs that charge a chunk the time in the network, even if the executor had to compute a part of it again."""
 
     def duration_ns(self, i: Instruction, plan: Plan) -> int:
         return round(self.seconds_at(i.kind, i.stage, i.span.rows) * 1e9)
 
 
 def simulated(network: Network, scheme: Scheme) -> int:
-    """What lightning_pipes.sim says of a GPipe order on spans of the scheme's sizes."""
+    """Return the makespan that the simulator finds for a GPipe order on spans of the scheme's sizes."""
     rows, last = network.rows, network.stages - 1
     forward, backward = (
         [tuple(Span(a, min(a + size, rows)) for a in range(0, rows, size)) for size in sizes]
         for sizes in network.sizes_of(scheme)
     )
-    backward.reverse()  # by stage
+    backward.reverse()  # in the order of stages
     cut = Cut(
         rows,
         forward=tuple(forward[::2]),
@@ -75,13 +75,16 @@ def test_paper_figure_2() -> None:
 
 
 def test_a_smaller_time_per_microbatch_is_not_better() -> None:
-    """The paper's theorem 1 says so, of one process: 1, 2 or 4 micro-batches that take 10, 9 and 8 each."""
+    """Check a counterexample to theorem 1 of the paper.
+
+    One process runs 1, 2 or 4 micro-batches, which take 10, 9 and 8 each.
+    """
     network = Network(4, (4, 2, 1), np.array([[10, 9, 8]]), np.zeros((1, 3), np.int64))
     assert evaluate_schemes(network, [Scheme((q,), (0,)) for q in range(3)]).tolist() == [10, 18, 32]
 
 
 def test_gpipes_best_is_not_the_best_where_its_finer_ones_take_less() -> None:
-    """The paper's theorem 2 (1) says so, of five processes."""
+    """Check a counterexample to theorem 2 (1) of the paper, with five processes."""
     forward = np.array([[9, 5, 3, 3], [12, 7, 1, 1], [11, 7, 1, 1], [11, 5, 3, 3], [7, 5, 4, 4]])
     network = Network(8, (8, 4, 2, 1), forward, np.zeros_like(forward))
     assert evaluate_schemes(network, [network.equal_scheme(q) for q in range(4)]).tolist() == [50, 36, 24, 40]
@@ -90,7 +93,7 @@ def test_gpipes_best_is_not_the_best_where_its_finer_ones_take_less() -> None:
 
 @pytest.mark.parametrize(("processes", "chunks", "time"), [(1, 1, 3), (5, 4, 2), (7, 8, 1)])
 def test_equal_processes(processes: int, chunks: int, time: int) -> None:
-    """(m + K - 1)(f + b)."""
+    """Check that equal processes take (m + K - 1)(f + b)."""
     table = np.full((processes, 1), time)
     network = Network(8, (8 // chunks,), table, 2 * table)
     assert evaluate_schemes(network, [network.equal_scheme(0)]).tolist() == [(chunks + processes - 1) * 3 * time]

@@ -1,4 +1,4 @@
-"""The exact search against enumeration, and what it promises."""
+"""Compare the exact search with enumeration, and check the bounds and gaps that it promises."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.strategies.umpipe.search.examples import every_chain, figure_1, figur
 
 
 def best_of_all(network: Network) -> int:
-    """By enumeration: the two directions do not wait for each other."""
+    """Return the optimum by enumerating each direction, because the two directions do not wait for each other."""
     people = np.array(every_chain(network))
     return sum(int(evaluate_genes(chain, people).min()) for chain in chains_of_network(network))
 
@@ -80,15 +80,18 @@ def test_gaps() -> None:
     networks = [realistic(8, 64, seed, spread=0.6).network for seed in range(6)]
     found = {gap: [search_optimum(network, gap=gap).gap for network in networks] for gap in (0.002, 0.005, 0.01, 0.02)}
     assert all(max(each) <= gap for gap, each in found.items())
-    assert max(found[0.02]) > 0.01  # it stops early, too
+    assert max(found[0.02]) > 0.01  # the search stops early too
 
 
 @pytest.mark.parametrize(("beams", "suffixes"), [((1,), 0), ((30,), 0), ((1, 1), 2), ((1, 4), 4)])
 def test_beams_that_drop_labels_keep_their_promise(
     monkeypatch: pytest.MonkeyPatch, beams: tuple[int, ...], suffixes: int
 ) -> None:
-    """Too few labels, no room for what they are extended to, or suffixes that are merged after the first beam; the
-    whole search says what is true, and enumeration that it does."""
+    """Check the bounds of beams that drop labels, against the proven optimum of the whole search.
+
+    Labels are dropped because there are too few of them, because there is no room for their extensions, or because
+    suffixes are merged after the first beam.
+    """
     networks = [realistic(8, 64, seed, spread=0.6).network for seed in range(12)]
     networks += [random_network(np.random.default_rng(seed), 4, 16, 3, most=9) for seed in range(12)]
     best = [search_optimum(network) for network in networks]
@@ -99,7 +102,7 @@ def test_beams_that_drop_labels_keep_their_promise(
     found = [search_optimum(network, beams=beams) for network in networks]
     for one, other in zip(best, found, strict=True):
         assert other.lower_bound <= one.value <= other.value
-    assert 0 < sum(each.is_proven for each in found) < len(found)  # of both kinds
+    assert 0 < sum(each.is_proven for each in found) < len(found)  # some are proven and some are not
 
 
 def test_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The paper's genetic algorithms differ in what they say they do, and in nothing else."""
+"""Check that the paper's genetic algorithms differ only in the ways that the paper describes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ def test_starts_at_gpipes_best_and_never_gets_worse(method: str) -> None:
 
 
 def test_every_count_is_an_option_of_its_own() -> None:
-    """The tables of a simulation network have more columns than its sizes, and the same chunks."""
+    """Check a simulation network whose tables have more columns than chunk sizes.
+
+    Several columns then have the same chunks, and each is an option for the search.
+    """
     tables = simulated(3, 12, 1)
     found = evolve_schemes(tables, settings=SHORT)
     assert len(tables.sizes) == 12 > len(tables.network.sizes)

@@ -1,4 +1,4 @@
-"""Equal schemes and the two greedy methods, against definitions that evaluate every candidate from the start."""
+"""Compare equal schemes and the two greedy methods with definitions that evaluate every candidate from the start."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.strategies.umpipe.search.examples import figure_1, random_network, ra
 
 
 def local(chain: Chain) -> tuple[int, ...]:
-    """A5, word by word."""
+    """Return the result of algorithm A5, written as in the paper."""
     genes: list[int] = []
     for _ in range(chain.processes):
         genes.append(min(range(chain.options), key=lambda q: by_sample(chain, [*genes, q])))
@@ -19,11 +19,11 @@ def local(chain: Chain) -> tuple[int, ...]:
 
 
 def descended(chain: Chain, start: tuple[int, ...], rounds: int) -> tuple[int, ...]:
-    """A6, word by word."""
+    """Return the result of algorithm A6, written as in the paper."""
     genes = list(start)
     for _ in range(rounds):
         for k in range(chain.processes):
-            options = sorted(range(chain.options), key=lambda q: q != genes[k])  # the old one of several
+            options = sorted(range(chain.options), key=lambda q: q != genes[k])  # the current option wins ties
             genes[k] = min(options, key=lambda q: by_sample(chain, [*genes[:k], q, *genes[k + 1 :]]))
     return tuple(genes)
 
@@ -53,8 +53,11 @@ def test_gpipe() -> None:
 
 
 def test_paper_figure_1() -> None:
-    """The whole batch leaves the first stage soonest in one piece, and after that nothing is gained by cutting it; from
-    GPipe's best, no process gains by itself, though (2, 4, 4) takes 7."""
+    """Check both greedy methods on figure 1.
+
+    The whole batch leaves the first stage earliest in one piece, and cutting it later gains nothing. From GPipe's best
+    scheme, no change of a single process helps, although the scheme (2, 4, 4) takes 7.
+    """
     found = local_greedy(figure_1())
     assert (found.scheme.forward, found.value) == ((0, 0, 0), 12)
     assert global_greedy(figure_1()).value == 8
