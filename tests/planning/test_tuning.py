@@ -1,4 +1,4 @@
-"""Decisions from costs: against trying every candidate, and the rules for when to change."""
+"""Compare decisions from costs with a search through every candidate, and check the rules for a change."""
 
 import random
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from tests.planning.samples import MS, step
 
 
 def given(costs, lag=0.0, unsteady=0.0, window=1):
-    """Averages that know exactly these costs."""
+    """Return averages that contain exactly these costs."""
     averages = Averages(window=window)
     averages._known = {(k, s, rows): t * 1e9 for (k, s), table in costs.seconds.items() for rows, t in table}
     averages._lag.append(lag * 1e9)
@@ -30,7 +30,7 @@ def given(costs, lag=0.0, unsteady=0.0, window=1):
 
 
 def case(link, stages=4, m=24, f=20 * MS, b=40 * MS, split=False, **more):
-    """With `split` it is known what the parts of a backward take."""
+    """Return a plan, costs and candidates; with `split`, the costs include the parts of a backward."""
     plan, costs = uniform(stages, m, f=f, b=b, link=link, activation_bytes=10)
     if not split:
         whole = {key: table for key, table in costs.seconds.items() if key[0] not in (Kind.I, Kind.W)}
@@ -44,7 +44,7 @@ def seconds(c, costs):
 
 
 def exhaustive(found, current, costs, unsteady, hysteresis=0.01):
-    """What a decision should be if every step were simulated, by the rules of `CandidateRanker.decide`."""
+    """Return the decision by the rules of `CandidateRanker.decide` if every candidate is simulated."""
     times = {c: seconds(c, costs) for c in found}
     fastest = min(times.values())
     policies = [c for c in found if not isinstance(c.schedule, Schedule) and times[c] <= 1.05 * fastest]
@@ -60,7 +60,10 @@ def exhaustive(found, current, costs, unsteady, hysteresis=0.01):
 @for_each("unsteady", [0.0, 0.8])
 @for_each("seed", range(30))
 def test_the_choice_is_that_of_simulating_everything(seed, unsteady):
-    """Though few are simulated: on equal stages, and where times differ so that no order comes near the bound."""
+    """Check equal stages, and stages whose times differ so much that no order is close to the bound.
+
+    The ranker simulates only a few candidates, but must decide as if it had simulated all.
+    """
     rng = random.Random(seed)
     plan, costs = uniform(rng.choice([2, 4, 6]), rng.choice([6, 12, 24]), f=20 * MS, b=40 * MS, activation_bytes=10)
     spread, x = rng.choice([0, 0.01, 0.2]), rng.choice([0, 0.25, 1, 3])
@@ -89,7 +92,8 @@ def test_what_is_prepared_is_decided_alike():
     plan, costs, found = case(link=20 * MS)
     prepared = CandidateRanker()
     prepared.prepare(KFKBPlanner().list_candidates(plan, uniform(4, 24, f=1, b=2)[1]), uniform(4, 24, f=1, b=2)[1])
-    fixed = {(c.schedule, c.plan) for c in found if not isinstance(c.schedule, PerLink)}  # which costs ask for
+    # costs determine `PerLink`, so it cannot be prepared
+    fixed = {(c.schedule, c.plan) for c in found if not isinstance(c.schedule, PerLink)}
     assert fixed <= prepared._known.keys() == prepared._verified
     assert prepared.decide(found, found[0], given(costs)) == CandidateRanker().decide(found, found[0], given(costs))
 
@@ -101,14 +105,14 @@ def test_a_free_link_stays_with_what_holds_least():
     assert decision.gain == 0
     assert decision.effect is LinkEffect.FREE
     deep = next(c for c in found if c.schedule == KFKB(4))
-    assert not CandidateRanker().decide(found, deep, given(costs)).has_change  # nothing to gain
+    assert not CandidateRanker().decide(found, deep, given(costs)).has_change  # a change gains nothing
 
 
 def test_a_slow_link():
     _, costs, found = case(link=20 * MS)
     decision = CandidateRanker().decide(found, found[0], given(costs))
     assert decision.effect is LinkEffect.LATENCY
-    assert decision.chosen.candidate.schedule == Deep(3)  # as fast as any, and holds least
+    assert decision.chosen.candidate.schedule == Deep(3)  # as fast as any other, and it holds the least
     assert decision.gain == pytest.approx(1 - 1740 / 2420)
     assert str(decision) == (
         "slow links: kfkb k=1, 24 micro-batches takes 2420.0 ms a step; changes to deep slack=3, 24 micro-batches with "
@@ -152,7 +156,7 @@ def test_unsteady_links_want_an_order_that_is_not_fixed():
     assert not CandidateRanker().decide(found, decision.chosen.candidate, given(costs, unsteady=0.8)).has_change
     assert (
         not CandidateRanker().decide(found, decision.chosen.candidate, given(costs)).has_change
-    )  # no way back for nothing
+    )  # changing back gains nothing
 
 
 @pytest.mark.parametrize(
@@ -160,7 +164,7 @@ def test_unsteady_links_want_an_order_that_is_not_fixed():
     [
         (0, 0, LinkEffect.FREE),
         (0.2, 0, LinkEffect.FREE),
-        (1.3, 0.001, LinkEffect.LATENCY),  # an engine's own overhead is no sign of sends that block
+        (1.3, 0.001, LinkEffect.LATENCY),  # the overhead of the engine does not indicate blocking sends
         (5, 0, LinkEffect.LATENCY),
         (59, 0, LinkEffect.LATENCY),
         (61, 0, LinkEffect.BANDWIDTH),
@@ -179,7 +183,7 @@ def test_where_sends_block_little_is_gained():
     decision = CandidateRanker().decide(found, found[0], given(costs, lag=0.02))
     assert decision.effect is LinkEffect.BLOCKING
     assert 0 < decision.gain < 0.1 * free.gain
-    assert decision.chosen.candidate.schedule == Deep(1)  # one more under way is all that helps
+    assert decision.chosen.candidate.schedule == Deep(1)  # only one more micro-batch in flight helps
     for r in decision.ranked[:4]:
         program = r.candidate.schedule.program(plan)
         assert r.seconds == simulate(program, plan, replace(costs, regime="blocking")).makespan / 1e9
@@ -210,7 +214,10 @@ def test_equal_input_equal_decision():
 
 
 def test_a_closed_loop_follows_the_links():
-    """Steps of simulated runs go in, and what is decided runs next: on free links, slow ones, and free ones again."""
+    """Check a sequence of simulated runs with free links, slow links, and free links again.
+
+    Each step is measured, and the next step uses the schedule that was chosen from the measurements.
+    """
     averages, chooser = Averages(window=2), CandidateRanker()
     plan, _ = uniform(3, 12, f=1, b=1)
     current, ran = KFKB(1), []
@@ -223,13 +230,13 @@ def test_a_closed_loop_follows_the_links():
         current = chooser.decide(found, now, averages).chosen.candidate.schedule
         ran.append(current)
     assert ran[:3] == [KFKB(1)] * 3
-    assert len(set(ran[4:])) == 1  # no way back where nothing is gained
+    assert len(set(ran[4:])) == 1  # no change back if it gains nothing
     assert isinstance(ran[-1], Deep)
 
 
 @pytest.mark.parametrize(("stages", "m", "most"), [(4, 24, 30_000), (8, 64, 90_000)])
 def test_planning_takes_milliseconds(stages, m, most):
-    """Twenty candidates, that is: of which much is known from the decision before."""
+    """Check the number of Python calls for twenty candidates, with and without cached programs."""
     plan, costs, found = case(20 * MS, stages, m)
     prepared, averages = CandidateRanker(), given(costs)
     prepared.prepare(found, costs)
@@ -242,12 +249,12 @@ def test_planning_takes_milliseconds(stages, m, most):
     decide(prepared)
     again = count_calls(lambda: decide(prepared))
     assert again < 0.6 * count_calls(lambda: decide(CandidateRanker()))
-    assert again < most  # 15 ms for the most of them
+    assert again < most  # about 15 ms for the larger case
 
 
 @dataclass(frozen=True)
 class Careless(Schedule):
-    """As fast as nothing else, as it leaves out all backwards."""
+    """An incorrect schedule that is the fastest because it omits all backwards."""
 
     name = "careless"
 
@@ -271,7 +278,7 @@ def test_backwards_are_split_where_links_are_slow_and_it_is_known_what_that_take
     whole = min(seconds(c, costs) for c in found if not c.plan.split_backward)
     assert decision.chosen.seconds == pytest.approx(min(seconds(c, costs) for c in found), rel=0.005)
     assert decision.chosen.seconds < 0.95 * whole
-    again = KFKBPlanner().list_candidates(decision.chosen.candidate.plan, costs, 80)  # whatever runs now
+    again = KFKBPlanner().list_candidates(decision.chosen.candidate.plan, costs, 80)  # for any schedule that runs now
     assert set(again) == set(found)
     assert not CandidateRanker().decide(again, decision.chosen.candidate, given(costs)).has_change
 
@@ -287,7 +294,10 @@ def test_backwards_stay_whole_where_their_parts_take_too_long():
 
 @for_each("seed", range(20))
 def test_no_order_saves_more_than_the_least_stall(seed):
-    """Every candidate is simulated: what queues of inputs say bounds what all of them save."""
+    """Check that the stalls in the queues of inputs limit the time that any candidate saves.
+
+    Every candidate is simulated.
+    """
     rng = random.Random(seed)
     plan, costs, found = case(rng.choice([0, 5, 20, 60]) * MS, rng.choice([2, 3, 4]), rng.choice([4, 9, 16]))
     current = rng.choice([c for c in found if isinstance(c.schedule, Schedule)])
@@ -300,8 +310,11 @@ def test_no_order_saves_more_than_the_least_stall(seed):
 
 
 def test_stays_where_no_rank_stalled():
-    """Averages of the links say that a larger k gains; in the measured steps every launch but the first found an
-    input."""
+    """Check that the schedule stays if no rank stalled.
+
+    The averages of the links predict a gain for a larger k, but in the measured steps an input waited at every launch
+    except the first.
+    """
     _, costs, found = case(60 * MS)
     current = found[0]
     known = given(costs)

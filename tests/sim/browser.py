@@ -1,4 +1,4 @@
-"""A page in headless Chromium, driven by the DevTools protocol over a pipe."""
+"""A page in headless Chromium, controlled by the DevTools protocol over a pipe."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ SECONDS = 60
 
 
 class Browser:
-    """One tab."""
+    """A tab of the browser."""
 
     def __init__(self, process: subprocess.Popen[bytes], read: int, write: int) -> None:
         self.logged: list[str] = []
-        """What the page wrote to the console, exceptions included."""
+        """The messages that the page wrote to the console, including exceptions."""
         self.asked: list[str] = []
-        """Addresses that the page requested."""
+        """The addresses that the page requested."""
         self._process, self._read, self._write = process, read, write
         self._number, self._rest, self._session = 0, b"", None
         os.set_blocking(read, False)
@@ -38,7 +38,7 @@ class Browser:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """The answer to one command."""
+        """Send a command and return its result."""
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
         if self._session:
@@ -51,7 +51,7 @@ class Browser:
                 return found["result"]
 
     def open(self, path: Path, width: int = 1280, height: int = 900, dark: bool = False) -> None:
-        """Loads a file."""
+        """Load a file and wait until its timeline is drawn."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
@@ -60,31 +60,31 @@ class Browser:
         self.until("document.readyState === 'complete' && !!document.querySelector('#timeline svg')")
 
     def run(self, expression: str) -> Any:
-        """What JavaScript evaluates to."""
+        """Return the value of a JavaScript expression."""
         found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
     def until(self, expression: str) -> None:
-        """Returns when it is true."""
+        """Wait until a JavaScript expression is true."""
         deadline = time.monotonic() + SECONDS
         while not self.run(expression):
             assert time.monotonic() < deadline, f"never: {expression}; {self.logged}"
             time.sleep(0.02)
 
     def press(self, key: str) -> None:
-        """One key, where the focus is."""
+        """Press and release a key on the focused element."""
         text = {"text": key} if len(key) == 1 else {}
         self.call("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
 
     def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
-        """mouseMoved, mousePressed, mouseReleased or mouseWheel at a place of the window."""
+        """Send mouseMoved, mousePressed, mouseReleased or mouseWheel at a position in the window."""
         button = {"button": "left", "clickCount": 1} if kind in ("mousePressed", "mouseReleased") else {}
         self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **{**button, **more})
 
     def screenshot(self, path: Path) -> None:
-        """A picture of the window."""
+        """Save a picture of the window."""
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
     def _next(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class Browser:
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """A browser that ends with the block."""
+    """Start a browser that runs until the end of the block."""
     assert CHROMIUM is not None
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         to_child, write = os.pipe()
@@ -126,7 +126,7 @@ def chromium() -> Iterator[Browser]:
             "--remote-debugging-pipe",
             f"--user-data-dir={profile}",
         ]
-        process = subprocess.Popen(  # it reads from 3 and writes to 4
+        process = subprocess.Popen(  # it reads from descriptor 3 and writes to 4
             ["bash", "-c", f'exec "$@" 3<&{to_child} 4>&{from_child}', "bash", CHROMIUM, *options],
             pass_fds=(to_child, from_child),
             stdout=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""A policy in virtual time, by events and objects: slow and plain, to compare the kernel with."""
+"""A slow and simple simulator of policies with events and objects, for comparison with the kernel."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.sim.links import Links
 
 
 class StuckError(Exception):
-    """Something is left, and nothing is on its way."""
+    """Raised if work is left but no event is scheduled."""
 
 
 class ByEvents:
-    """One run of `policy` over `batches` batches of every job."""
+    """A single run of `policy` over a number of batches of every job."""
 
     def __init__(self, policy, plan, costs, batches=1, memory=None, blocking_sends=False):
         self.policy, self.plan, self.costs, self.blocking_sends = policy, plan, costs, blocking_sends
@@ -39,8 +39,8 @@ class ByEvents:
         self._busy = [False] * plan.n_ranks
         self._last = [None] * plan.n_ranks
         self._in_flight = [dict.fromkeys(stages, 0) for stages in plan.stages]
-        self._sending = [0] * plan.n_ranks  # until when a blocking send holds the rank
-        self._agenda = []  # time, number, rank, what ends (None: a send)
+        self._sending = [0] * plan.n_ranks  # the time until which a blocking send occupies the rank
+        self._agenda = []  # time, number, rank, and the computation that ends, or None for a send
         self._count = 0
         for rank in range(plan.n_ranks):
             for job in range(len(plan.jobs)):
@@ -48,7 +48,7 @@ class ByEvents:
                     self._admit(0, self.tracker.add(batch_instructions(plan, rank, job, batch)))
 
     def run(self):
-        """Everything that ran."""
+        """Return the events of the run."""
         now = 0
         while True:
             for rank in range(self.plan.n_ranks):
@@ -108,7 +108,7 @@ class ByEvents:
             self._busy[rank] = False
 
     def _admit(self, now, ready):
-        """Computations wait to be picked, sends start, receives have ended."""
+        """Queue computations, start sends and complete receives."""
         for i in sorted(ready):
             rank = self.plan.ranks[i.stage]
             if i.kind in COMPUTE:

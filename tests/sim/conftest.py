@@ -1,4 +1,4 @@
-"""Both ways to run the kernel."""
+"""A fixture with both versions of the kernel."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from lightning_pipes.sim.loops.kernel import KERNEL
 
 @pytest.fixture(params=["python", "numba"])
 def kernel(request, monkeypatch):
-    """The name of what runs the kernel in this test."""
+    """Return the name of the version that runs the kernel in this test."""
     if request.param == "numba":
         pytest.importorskip("numba")
     monkeypatch.setattr(KERNEL, "patience", 0 if request.param == "numba" else 1 << 60)

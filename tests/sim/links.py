@@ -1,4 +1,4 @@
-"""Shaped links by definition: a bucket with tokens, exact fractions, no virtual time."""
+"""Shaped links by definition, with a token bucket and exact fractions."""
 
 from __future__ import annotations
 
@@ -12,30 +12,33 @@ from lightning_pipes.ir import Kind
 
 
 def target(i, plan):
-    """The rank to which the send `i` goes."""
+    """Return the rank that receives the send `i`."""
     return plan.ranks[i.stage + (1 if i.kind is Kind.SF else -1)]
 
 
 class Wire:
-    """What moves messages one after the other. A token is a nanosecond of the link's bandwidth."""
+    """A wire that moves one message at a time; a token is a nanosecond of the link's bandwidth."""
 
     def __init__(self):
-        self.tokens = None  # full
+        self.tokens = None  # the bucket is full
         self.free = 0
 
     def move(self, t, busy, link):
-        """When a message starts and is out that is complete at `t` and takes `busy` at the link's bandwidth."""
+        """Return the start and the end of a message on the wire.
+
+        The message is complete at `t` and takes `busy` at the link's bandwidth.
+        """
         start = max(t, self.free)
         depth = round(link.burst / link.bandwidth * 1e9)
         quick = 0 if link.peak_ratio == 0 else round(busy * link.peak_ratio)
         tokens = Fraction(depth if self.tokens is None else min(depth, self.tokens + start - self.free))
-        if quick == 0:  # as much at once as there are tokens for
+        if quick == 0:  # without a peak, the tokens are spent immediately
             out = start + max(0, busy - tokens)
             tokens -= min(tokens, busy)
-        elif quick == busy:  # spends what it earns
+        elif quick == busy:  # the rate of tokens equals the peak
             out = start + busy
         else:
-            speed = Fraction(busy, quick)  # bytes per token's worth
+            speed = Fraction(busy, quick)  # bytes per token
             lasts = tokens / (speed - 1)
             if lasts >= quick:
                 out = start + quick
@@ -57,24 +60,27 @@ class Links:
         self.arrivals = {}
 
     def send(self, t, i):
-        """Start, last byte out, and arrival of the send `i`, complete at `t`; in the order of calls."""
+        """Return the start, the last byte out and the arrival of the send `i`, which is complete at `t`.
+
+        Sends must be passed in their order.
+        """
         pair = self.plan.ranks[i.stage], target(i, self.plan)
         link = self.costs.link_between(*pair)
         busy, latency = self.costs.transfer_ns(i, self.plan)
         arrivals = self.arrivals.setdefault(pair, [])
         if link.max_in_flight and len(arrivals) >= link.max_in_flight:
-            t = max(t, arrivals[-link.max_in_flight] + latency)  # posted again, and known to the sender
+            t = max(t, arrivals[-link.max_in_flight] + latency)  # posted again, and the sender is notified
         start, out = self.wires.setdefault(link.wire or pair, Wire()).move(t, busy, link)
         arrivals.append(out + latency)
         return start, out, out + latency
 
 
 def shaped(costs, plan, seed, *, crowded=False):
-    """`costs` with links of every shape; with `crowded`, some share a wire with those of other ranks."""
+    """Return `costs` with links of every shape; with `crowded`, some links of different ranks share a wire."""
     rng = random.Random(seed)
 
     def link(source):
-        bandwidth = 1e9  # a byte is a nanosecond, and a token
+        bandwidth = 1e9  # a byte is a nanosecond and a token
         return Link(
             bandwidth,
             latency=rng.choice([0, 1, 7, 20]) * 1e-9,
@@ -91,5 +97,5 @@ def shaped(costs, plan, seed, *, crowded=False):
 
 
 def sending(costs, blocking):
-    """`costs` where sends block, or do not."""
+    """Return `costs` with sends that block or do not block."""
     return replace(costs, regime="blocking" if blocking else "asynchronous")

@@ -1,4 +1,4 @@
-"""Start times by definition: an explicit graph over samples, and the longest path to every node. No simulator."""
+"""Start times by definition, as the longest paths in an explicit graph over samples, without a simulator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.sim.links import Links
 
 
 def starts(program: Program, plan: Plan, costs, blocking_sends=False) -> dict[Instruction, int]:
-    """When every computation and send of a finite program begins."""
+    """Return the start of every computation and send of a finite program."""
     rows = lower(program, plan).head
     where = {i: (rank, at) for rank, row in enumerate(rows) for at, i in enumerate(row)}
     links = Links(plan, costs)
@@ -28,7 +28,7 @@ def starts(program: Program, plan: Plan, costs, blocking_sends=False) -> dict[In
         return made_by(Kind.SF if forward else Kind.SB, i.stage + (-1 if forward else 1), i)[:1]
 
     def data(i):
-        """What `i` itself needs; everything that a rank did before is the row's business."""
+        """Return the instructions that `i` itself depends on, without the earlier instructions of its rank."""
         if i.kind in RECEIVES:
             return [m for m in message(i) if m.span == i.span]
         out = list(plan.after.get(i, ()))
@@ -45,7 +45,7 @@ def starts(program: Program, plan: Plan, costs, blocking_sends=False) -> dict[In
 
     @cache
     def moved(i):
-        """Start, last byte out and arrival of a send, after those that the same rank sent before."""
+        """Return the start, the last byte out and the arrival of a send, after the earlier sends of its rank."""
         rank, at = where[i]
         earlier = [j for j in rows[rank][:at] if j.kind in SENDS]
         if earlier:
@@ -59,7 +59,7 @@ def starts(program: Program, plan: Plan, costs, blocking_sends=False) -> dict[In
 
     @cache
     def rank_free(rank, at):
-        """When the rank reaches position `at` of its row."""
+        """Return the time at which the rank reaches a position of its row."""
         if at == 0:
             return 0
         before = rows[rank][at - 1]

@@ -1,4 +1,4 @@
-"""Policies that tests of the simulator run."""
+"""Policies for tests of the simulator."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -8,7 +8,7 @@ from lightning_pipes.ir import Policy, Rule, RulePolicy
 
 @dataclass(frozen=True)
 class Scripted(Policy):
-    """A program as a policy."""
+    """A policy that follows a program."""
 
     rows: tuple
     name: ClassVar[str] = "scripted"
@@ -21,7 +21,7 @@ class Scripted(Policy):
 
 @dataclass(frozen=True)
 class ByRule(RulePolicy):
-    """A rule as a policy, which the kernel runs."""
+    """A policy with a rule, which the kernel executes."""
 
     limits: tuple = ()
     alternate: bool = True
@@ -35,7 +35,7 @@ class ByRule(RulePolicy):
 
 @dataclass(frozen=True)
 class Asked(Policy):
-    """The same policy without its rule: it has to be asked."""
+    """The same policy without its rule, so that the simulator calls `pick`."""
 
     policy: ByRule
     name: ClassVar[str] = "asked"

@@ -1,4 +1,4 @@
-"""Uniform stages and free links: the simulator gives the papers' closed forms, to the nanosecond."""
+"""Compare the simulator with the papers' closed forms for uniform stages and free links, to the nanosecond."""
 
 from itertools import product
 
@@ -16,7 +16,7 @@ TIMES = [(1, 2), (7, 5), (12, 12)]
 
 @for_each("p", [1, 2, 3, 4, 5, 8])
 def test_gpipe_and_1f1b(p, kernel):
-    """m micro-batches on p stages take (m + p - 1)(f + b), so every rank idles (p - 1)(f + b)."""
+    """Check that m micro-batches on p stages take (m + p - 1)(f + b), so that every rank idles (p - 1)(f + b)."""
     for m, (f, b) in product([1, 2, 3, 7, 8, 16, 31], TIMES):
         plan, costs = uniform(p, m, f=f, b=b)
         for schedule in (GPipe(), OneFOneB()):
@@ -26,7 +26,10 @@ def test_gpipe_and_1f1b(p, kernel):
 @for_each("v", [1, 2, 3, 4])
 @for_each("p", [2, 3, 4, 8])
 def test_interleaved(p, v):
-    """v stages a rank leave (p - 1)(f + b) / v of the bubble if p divides m, f and b being the times of a rank."""
+    """Check that the bubble is (p - 1)(f + b) / v for v stages per rank if p divides m.
+
+    In the formula, f and b are the times of a rank.
+    """
     for rounds, (f, b) in product([1, 2, 4], TIMES[1:]):
         m = rounds * p
         plan, costs = uniform(p * v, m, f=f, b=b, ranks=tuple(range(p)) * v)  # so a rank takes v f and v b

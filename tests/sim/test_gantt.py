@@ -1,4 +1,4 @@
-"""Timelines as text."""
+"""Check timelines as text."""
 
 from lightning_pipes.sim import simulate
 from lightning_pipes.strategies.one_f_one_b import OneFOneB

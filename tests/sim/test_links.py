@@ -1,4 +1,4 @@
-"""Shaped links, small enough to follow by hand: token buckets, posted receives, shared wires."""
+"""Check shaped links on examples by hand: token buckets, posted receives and shared wires."""
 
 from dataclasses import replace
 
@@ -16,11 +16,11 @@ from tests.sim.links import sending, shaped
 from tests.sim.policies import Asked, ByRule, Scripted
 
 RATE = 1e9
-"""A byte is a nanosecond."""
+"""The bandwidth at which a byte takes a nanosecond."""
 
 
 def forwards(order, link, *, f=1, size=8, microbatches=3):
-    """(start, end) of the activations from the first of two stages."""
+    """Return (start, end) of the activations that the first of two stages sends."""
     plan = tiny_plan(2, microbatches)
     costs = CostModel.uniform(2, f * 1e-9, 1e-9, message_bytes=size, link=link)
     order = order.program(plan) if hasattr(order, "program") else order
@@ -29,23 +29,31 @@ def forwards(order, link, *, f=1, size=8, microbatches=3):
 
 @pytest.fixture(params=[GPipe(), ByRule(), Asked(ByRule())], ids=["fixed", "rule", "asked"])
 def order(request):
-    """All forwards of stage 0 come first under each of them, as its gradients take longer."""
+    """Return an order that runs all forwards of stage 0 first, because its gradients take longer."""
     return request.param
 
 
 class TestTokenBucket:
     def test_at_full_speed_while_there_are_tokens_at_the_rate_then(self, order, kernel):
-        """Bytes leave at 2 a nanosecond and tokens come at 1. The first message leaves 2 of 6 tokens; with these the
-        second moves 4 bytes in 2 ns, and 4 more at the rate; the third has none."""
+        """Check that a link runs at its peak speed while it has tokens, and then at its rate.
+
+        Bytes leave at 2 per nanosecond, and tokens arrive at 1 per nanosecond. The first message leaves 2 of 6 tokens.
+        The second message uses them to send 4 bytes in 2 ns, and sends 4 more bytes at the rate. The third message has
+        no tokens.
+        """
         link = Link(RATE, burst=6, peak=2 * RATE)
         assert forwards(order, link) == [(1, 5), (5, 11), (11, 19)]
 
     def test_without_a_peak_what_the_bucket_holds_takes_no_time(self, order, kernel):
         assert forwards(order, Link(RATE, burst=6)) == [(1, 3), (3, 11), (11, 19)]
-        assert forwards(order, Link(RATE, burst=20)) == [(1, 1), (2, 2), (3, 5)]  # 12 tokens left, 5 and one in 1 ns
+        # 12 tokens are left, then 5, and 1 is added in 1 ns
+        assert forwards(order, Link(RATE, burst=20)) == [(1, 1), (2, 2), (3, 5)]
 
     def test_it_fills_while_the_link_idles_up_to_its_depth(self, order, kernel):
-        """A message each 10 ns, of 12 bytes: the bucket makes up for 2, then for what came in the meantime."""
+        """Check messages of 12 bytes, one every 10 ns.
+
+        The bucket covers 4 bytes of the first message, and later the tokens that arrived in the meantime.
+        """
         link = Link(RATE, burst=4)
         assert forwards(order, link, f=10, size=12) == [(10, 18), (20, 30), (30, 42)]
         assert forwards(order, link, f=30, size=12) == [(30, 38), (60, 68), (90, 98)]
@@ -59,12 +67,15 @@ class TestTokenBucket:
         costs = CostModel.uniform(2, 1e-9, 1e-9, message_bytes=50, link=Link(RATE))
         program = GPipe().program(plan)
         saved = makespan(program, plan, costs) - makespan(program, plan, replace(costs, link=Link(RATE, burst=40)))
-        assert saved == 2 * 40  # each way
+        assert saved == 2 * 40  # in each direction
 
 
 class TestPostedReceives:
     def test_a_receive_is_posted_again_when_a_message_has_come_and_the_sender_hears_of_it(self, order, kernel):
-        """A byte, 10 ns on its way; one receive: 10 ns until it is posted again, 10 until the sender knows."""
+        """Check messages of one byte with a latency of 10 ns and a single posted receive.
+
+        After 10 ns the message arrives and the receive is posted again, and after 10 more the sender is notified.
+        """
         link = Link(RATE, latency=10e-9, max_in_flight=1)
         assert forwards(order, link, size=1) == [(1, 12), (22, 33), (43, 54)]
 
@@ -84,8 +95,11 @@ class TestPostedReceives:
 class TestSharedWires:
     @pytest.mark.parametrize(("shared", "begins"), [(False, 29), (True, 43)])
     def test_messages_of_two_ranks_take_turns(self, shared, begins, order, kernel):
-        """Stages 0 and 2 on a host, 1 and 3 on another. Stage 0 sends at 3, 13, 23 and 33; stage 2 has computed the
-        first micro-batch at 29, three of 3 ns and two messages of 10 after the start."""
+        """Check that messages of two stages on one host alternate if the hosts share a wire.
+
+        Stages 0 and 2 are on one host, and stages 1 and 3 on the other. Stage 0 sends at 3, 13, 23 and 33. Stage 2
+        finishes the first micro-batch at 29, after three computations of 3 ns and two messages of 10 ns.
+        """
         plan = Plan.even(4, 4, ranks=(0, 2, 1, 2))
         cluster = Cluster(tuple(Device(host=name) for name in "aab"), between=Link(RATE), shared=shared)
         costs = CostModel.uniform(4, 3e-9, 9e-9, message_bytes=10).on_cluster(cluster, plan.ranks)
@@ -112,7 +126,8 @@ class TestSharedWires:
         first.remove(gradient)
         first.insert(first.index(second), gradient)  # the second message waits for the first gradient
         program = Program((tuple(first), tuple(last)))
-        own = CostModel.uniform(2, 1e-9, 1e-9, message_bytes=5, link=Link(latency=7e-9))  # no time on the wire
+        # the message takes no time on the wire
+        own = CostModel.uniform(2, 1e-9, 1e-9, message_bytes=5, link=Link(latency=7e-9))
         shared = replace(own, link=replace(own.link, wire="one"))
         timeline = simulate(program, plan, shared)
         assert set(timeline.events) == set(simulate(program, plan, own).events)

@@ -1,4 +1,4 @@
-"""Policies in virtual time."""
+"""Check policies in virtual time."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -19,8 +19,10 @@ from tests.sim.policies import Scripted
 
 @dataclass(frozen=True)
 class BackwardFirst(Policy):
-    """Whatever comes first in `ready`, with at most `limit` samples in flight on the first stage, one less on each
-    further one."""
+    """A policy that picks the first entry of `ready` within a limit of samples in flight.
+
+    The first stage may have `limit` samples in flight, and each later stage one less than the stage before it.
+    """
 
     limit: int = 100
     name: ClassVar[str] = "backward_first"
@@ -33,7 +35,7 @@ class BackwardFirst(Policy):
 
 @dataclass(frozen=True)
 class Latest(Policy):
-    """The last of what is ready: forwards first, and out of order."""
+    """A policy that picks the last entry of `ready`, so that forwards come first and out of order."""
 
     name: ClassVar[str] = "latest"
 
@@ -42,7 +44,7 @@ class Latest(Policy):
 
 
 class TestBackwardFirst(ScheduleConformance):
-    """A policy passes the suite of schedules."""
+    """Runs the suite of schedules with a policy."""
 
     schedules = [BackwardFirst(), BackwardFirst(3)]
 
@@ -68,7 +70,7 @@ def test_replaying_what_it_ran_takes_the_same_time(seed, policy, blocking):
 @for_each("blocking", [False, True])
 @for_each("seed", range(8))
 def test_a_program_as_a_policy_takes_the_programs_time(seed, blocking):
-    """Two engines, the same answer."""
+    """Compare a program with a policy that follows it."""
     plan = random_plan(seed, unequal=False)
     costs = random_costs(plan, seed)
     program = OneFOneB().program(plan)
@@ -86,7 +88,10 @@ def test_backward_first_within_1f1bs_limits_is_1f1b(p, m):
 
 
 def test_it_is_asked_when_all_of_an_instant_has_happened():
-    """At time 3, rank 0 is free and a gradient arrives in that very nanosecond: backward is among the ready."""
+    """Check a gradient that arrives in the nanosecond in which rank 0 becomes free.
+
+    At time 3, its backward must be among the ready instructions.
+    """
     seen = []
 
     @dataclass(frozen=True)
@@ -130,7 +135,7 @@ def test_what_it_sees():
 
 @pytest.mark.parametrize("batches", [1, 2, 5])
 def test_batches(batches):
-    """One version: a batch's forward waits for the update of the batch before it."""
+    """Check one weight version: the forward of a batch waits for the update of the previous batch."""
     plan, costs = uniform(3, 4, f=1, b=2, step=1)
     timeline = simulate(BackwardFirst(), plan, costs, batches=batches)
     assert timeline.makespan <= batches * ((4 + 3 - 1) * 3 + 1)
@@ -156,7 +161,7 @@ def test_memory_holds_forwards_back():
     assert eager.peak_bytes[0] > 30
     careful = simulate(BackwardFirst(), plan, costs, memory_limit=(30, 20, 10))
     assert careful.peak_bytes == (30, 20, 10)
-    assert careful.makespan == (9 + 3 - 1) * 3  # what 1F1B holds is enough
+    assert careful.makespan == (9 + 3 - 1) * 3  # 1F1B also needs only this memory
     assert simulate(careful.program(), plan, costs).makespan == careful.makespan
 
 
@@ -175,7 +180,7 @@ def test_a_policy_that_refuses():
 def test_what_ran_before_a_deadlock_is_drawn():
     plan, costs = uniform(2, 2, f=1, b=2)
     a, b = plan.spans(Kind.F, 0)
-    second = (F(1, a), B(1, a), STEP(1))  # it asks for the update before its other micro-batch
+    second = (F(1, a), B(1, a), STEP(1))  # the update comes before the other micro-batch
     with pytest.raises(DeadlockError, match="so far ran") as error:
         simulate(Scripted(((F(0, a), F(0, b), B(0, a)), second)), plan, costs)
     assert str(error.value).splitlines()[1:] == [
@@ -204,6 +209,9 @@ def test_several_jobs_in_flight():
 
 
 def test_work_is_conserved():
-    """Backward first without limits never idles while something is ready: no rank starts later than GPipe's."""
+    """Check that backward first without limits is not slower than GPipe.
+
+    It never idles while an instruction is ready.
+    """
     plan, costs = uniform(4, 6, f=3, b=1, link=2)
     assert simulate(BackwardFirst(), plan, costs).makespan <= simulate(GPipe().program(plan), plan, costs).makespan

@@ -1,4 +1,4 @@
-"""What can't be simulated, and what would be in vain, is said in a sentence."""
+"""Check the messages for programs that cannot be simulated, and for simulations that would be useless."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When numba is used, and what it leaves behind."""
+"""Check when numba is used, and that it leaves no files or threads behind."""
 
 import os
 import subprocess
@@ -28,14 +28,14 @@ print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
 
 @pytest.fixture
 def fresh(monkeypatch):
-    """As in a process that has not simulated yet."""
+    """Return an unused kernel, as in a process that has not simulated yet."""
     unused = jit.JitKernel(*KERNEL._functions, patience=KERNEL.patience)
     monkeypatch.setattr(kernel, "KERNEL", unused)
     return unused
 
 
 def simulate_apart(**environment):
-    """Lines that a process of its own prints."""
+    """Return the lines that a separate process prints."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_")}
     run = [sys.executable, "-c", SIMULATE]
     found = subprocess.run(run, capture_output=True, text=True, env={**kept, **environment}, check=True)

@@ -1,4 +1,4 @@
-"""The kernel, as Python and compiled, beside two simulators that share nothing with it."""
+"""Compare the kernel, in Python and compiled, with two independent simulators."""
 
 import random
 from dataclasses import replace
@@ -24,18 +24,18 @@ POLICIES = [ByRule(), ByRule((9,)), ByRule(alternate=False), ByRule((9,), weight
 
 
 class TestByRule(ScheduleConformance):
-    """What the kernel chooses is an order like any other, and the engine runs it too."""
+    """Runs the suite of schedules with the order that the kernel chooses."""
 
     schedules = [ByRule(), ByRule((2,)), ByRule(alternate=False)]
 
 
 def random_window(seed):
-    """A plan with everything that a window may have, its costs, and how many bytes suffice."""
+    """Return a plan with every feature of a window, and its costs."""
     rng = random.Random(seed)
     plan = random_plan(seed, unequal=seed % 2 == 0, split_backward=seed % 3 == 0)
     if seed % 4 == 1:
         plan = replace(plan, jobs=plan.jobs * 2)
-    if seed % 5 == 2 and plan.n_stages > 1:  # several stages a rank
+    if seed % 5 == 2 and plan.n_stages > 1:  # several stages per rank
         plan = replace(plan, ranks=tuple(s % (1 + plan.n_stages // 2) for s in range(plan.n_stages)))
     versions = tuple(rng.randint(1, 3) for _ in range(plan.n_stages))
     rows = plan.jobs[0].rows
@@ -68,7 +68,7 @@ class TestFixedOrder:
         assert {e.instruction: e.start for e in timeline.events} == starts(program, plan, costs)
 
     def test_large_times(self, kernel):
-        """A step of a week, in nanoseconds, to the nanosecond."""
+        """Check that a step of one week is exact to the nanosecond."""
         f = 10**12 + 1
         plan, costs = uniform(3, 200, f=f, b=2 * f)
         assert makespan(OneFOneB().program(plan), plan, costs) == (200 + 3 - 1) * 3 * f
@@ -121,7 +121,10 @@ class TestChosenOrder:
         ],
     )
     def test_what_another_model_says(self, forward, backward, link, limits, alternating, backward_first, kernel):
-        """Numbers of a prototype with counters in place of instructions; no two things happen at one instant."""
+        """Compare with a prototype that counts micro-batches instead of using instructions.
+
+        No two events happen at the same instant.
+        """
         plan, costs = uniform(4, 24, f=1, b=1, link=link)
         given = {
             (kind, s): ((1, t * 1e-9),)
@@ -133,7 +136,7 @@ class TestChosenOrder:
         assert makespan(ByRule(limits, alternate=False), plan, costs) == backward_first
 
     def test_all_at_one_instant(self, kernel):
-        """Nothing takes time, and yet it happens in an order."""
+        """Check that computations without duration still run in a valid order."""
         plan, costs = uniform(2, 3, f=0, b=0)
         for policy in (ByRule(), Asked(ByRule())):
             program = simulate(policy, plan, costs).program()
@@ -141,14 +144,18 @@ class TestChosenOrder:
             assert program.head[0][0] == F(0, Span(0, 1))
 
     def test_a_limit_of_one_stage_at_a_time(self, kernel):
-        """A micro-batch at a time on every stage: p stages take turns."""
+        """Check that p stages alternate if only one micro-batch is in flight on every stage."""
         plan, costs = uniform(3, 4, f=1, b=2)
         timeline = simulate(ByRule((1,)), plan, costs)
         assert verify(timeline.program(), plan).peak_spans == (1, 1, 1)
         assert timeline.makespan == 4 * 3 * 3
 
     def test_no_forward_overtakes_one_that_does_not_fit(self, kernel):
-        """Spans of 2, 3 and 1 samples, room for 4: the third would fit beside the first, and waits for the second."""
+        """Check that a smaller forward does not overtake a forward that does not fit.
+
+        The spans have 2, 3 and 1 samples, and the limit is 4. The third span would fit next to the first one, but waits
+        for the second.
+        """
         plan = Plan((0, 1), (Cut(6, ((Span(0, 2), Span(2, 5), Span(5, 6)),) * 2),), limits=(4, 6))
         for policy in (ByRule(), Asked(ByRule())):
             timeline = simulate(policy, plan, uniform(2, 1, f=1, b=2)[1])

@@ -1,4 +1,4 @@
-"""A fixed order in time."""
+"""Check the simulated times of fixed orders."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_longest_path_of_split_backward(seed):
 
 @pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 4), (2, 3, 3), (3, 2, 6), (1, 3, 2)])
 def test_longest_path_of_interleaved(p, v, m):
-    """With two ranks, activations and gradients share a link in either direction."""
+    """Check interleaved stages, whose activations and gradients share a link on two ranks."""
     plan = tiny_plan(p * v, m, ranks=tuple(range(p)) * v)
     check(Interleaved(v).program(plan), plan, random_costs(plan, seed=p + v + m))
 
@@ -165,7 +165,10 @@ def test_costs_must_know_every_stage():
 
 @pytest.mark.parametrize("batches", [1, 2, 3, 10])
 def test_endless_programs_run_as_many_batches_as_asked(batches):
-    """Two ranks, one batch ahead: rank 1 sets the pace of f + b, after one f to fill; one b and a step to drain."""
+    """Check the makespan of two ranks with one batch in advance.
+
+    Filling the pipeline takes f, then rank 1 takes f + b for each batch, and draining takes b.
+    """
     plan = replace(tiny_plan(2, 1), versions=(2, 1))
     _, costs = uniform(2, 1, f=2, b=4)
     timeline = simulate(pipedream(), plan, costs, batches=batches)
@@ -180,7 +183,7 @@ def test_endless_programs_by_default_run_three_more_than_the_head():
 
 
 def test_several_jobs_overlap():
-    """Two jobs of one micro-batch each fill each other's bubbles."""
+    """Check that two jobs of one micro-batch each fill each other's bubbles."""
     plan = replace(tiny_plan(2, 1), jobs=tiny_plan(2, 1).jobs * 2)
     _, costs = uniform(2, 1, f=1, b=2)
     lines = ["F0.0 j1:F0.0 B0.0 STEP0 j1:B0.0 j1:STEP0", "F1.0 B1.0 STEP1 j1:F1.0 j1:B1.0 j1:STEP1"]
@@ -236,7 +239,10 @@ def test_the_default_is_a_free_link():
 
 
 def test_bandwidth_and_latency_in_the_closed_form():
-    """A link that keeps up delays only the way there and back: GPipe gains 2 (p - 1)(link + latency)."""
+    """Check that GPipe takes 2 (p - 1)(link + latency) longer with links that keep up.
+
+    Such a link delays only the first forward and the last gradient.
+    """
     plan = Plan.even(4, 8)
     costs = CostModel.uniform(4, 10e-9, 20e-9, message_bytes=6, link=Link(bandwidth=1e9, latency=3e-9))
     assert simulate(GPipe().program(plan), plan, costs).makespan == (8 + 4 - 1) * 30 + 2 * 3 * (6 + 3)
@@ -253,7 +259,7 @@ def test_bandwidth_and_latency_in_the_closed_form():
     ],
 )
 def test_kfkb_over_slow_links_as_another_model_says(link, one, two, three):
-    """Numbers of a prototype, within 5 % of steps measured on shaped links up to 40 ms a message."""
+    """Compare with a prototype whose numbers are within 5 % of steps on shaped links, up to 40 ms per message."""
     plan, costs = uniform(4, 24, f=20, b=40, link=link)
     assert [makespan(KFKB(k).program(plan), plan, costs) for k in (1, 2, 3)] == [one, two, three]
 
@@ -292,11 +298,14 @@ def test_receives_in_odd_places_hold_up_what_comes_after_them():
     rows = tuple((*row, STEP(s)) for s, row in enumerate(lines.head))
     check(Program(rows), plan, costs)
     first = {e.instruction: e.start for e in simulate(Program(rows), plan, costs).events}
-    assert first[F(1, a)] == 7  # its own message is there at 4, the second at 7
+    assert first[F(1, a)] == 7  # its own message arrives at 4, the second one at 7
 
 
 def test_fast_enough_to_search_with():
-    """Eight stages, 64 micro-batches, transfers: few calls for each instruction, a few milliseconds."""
+    """Check that eight stages, 64 micro-batches and transfers need few Python calls per instruction.
+
+    Such a simulation takes a few milliseconds.
+    """
     plan, costs = uniform(8, 64, f=1, b=2, link=1)
     program = OneFOneB().program(plan)
     simulate(program, plan, costs)
@@ -315,7 +324,7 @@ TWO_JOBS = Plan((0, 1), (Cut.even(4, 4, 2), Cut.even(6, 3, 2)))
 
 
 def after_another(plan: Plan) -> Program:
-    """The jobs one after the other."""
+    """Return a program that runs the jobs one after another."""
     rows = []
     for stage in range(plan.n_stages):
         row = []
@@ -349,7 +358,7 @@ def test_the_same_in_every_respect(case, monkeypatch):
     assert tuple(quick.instructions) == slow.instructions
     assert tuple(quick.like) == slow.like
     assert [quick.ranks, quick.groups, quick.first, quick.before] == [slow.ranks, slow.groups, *slow.table.lists[3:]]
-    renamed = {-1: -1}  # links are numbered in another order
+    renamed = {-1: -1}  # links are numbered in a different order
     for here, there in zip(quick.links, slow.table.lists.link, strict=True):
         assert renamed.setdefault(here, there) == there
     assert len(set(renamed.values())) == len(renamed)
@@ -371,7 +380,7 @@ def test_other_plans_are_left_to_others():
     plan = tiny_plan(2, 3)
     program = GPipe().program(plan)
     assert number_regular(program, replace(plan, after={F(0, Span(2, 3)): (B(1, Span(0, 1)),)})) is None
-    assert number_regular(lower(program, plan), plan) is None  # its transfers may stand anywhere
+    assert number_regular(lower(program, plan), plan) is None  # transfers may be anywhere in a lowered program
     unequal = Plan((0, 1), (Cut(3, plan.jobs[0].forward, backward=((Span(0, 3),),) * 2),))
     assert number_regular(GPipe().program(unequal), unequal) is None
 
@@ -406,7 +415,10 @@ def test_a_step_needs_all_micro_batches():
 
 
 def test_large_programs_compile_fast():
-    """16 stages, 256 micro-batches, 16 000 operations; one by one they take many times as many calls."""
+    """Check the number of Python calls for 16 stages, 256 micro-batches and 16 000 operations.
+
+    Without the fast path, compilation takes many times this number of calls.
+    """
     plan = tiny_plan(16, 256)
     program = KFKB(1).program(plan)
     compiled = []

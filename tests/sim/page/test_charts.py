@@ -1,4 +1,4 @@
-"""What monitors saw, in the page and in a record."""
+"""Check the monitored values on the page and in a record."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ QUIET = Curves((0.0, 2.0), {WAIT: (0.0, 0.1), NEVER: (None, None), ZERO: (0.0, 0
 
 def test_a_line_for_each_rank_with_gaps_where_it_was_missing():
     text = charts([SEEN, QUIET])
-    assert text.count("<figure>") == 1  # what was never seen, or always 0, is not shown
+    assert text.count("<figure>") == 1  # a value that was never measured or always 0 is not shown
     assert "host: compute wait, up to 50%, in 4 s" in text
     lines = re.findall(r'<polyline class="(rank\d)" points="([^"]*)">', text)
     assert lines == [("rank0", "0.0,104.0 100.0,6.0"), ("rank1", "0.0,104.0 200.0,84.4")]
@@ -68,7 +68,7 @@ def test_records_keep_them(tmp_path):
     (tmp_path / "run.json").write_text(json.dumps(data))
     with pytest.raises(InputError, match="must be finite and ascend"):
         RunRecord.load(tmp_path / "run.json")
-    del data["monitored"]  # as older versions have written
+    del data["monitored"]  # as in files of older versions
     (tmp_path / "run.json").write_text(json.dumps(data))
     assert RunRecord.load(tmp_path / "run.json").monitored == ()
 

@@ -1,4 +1,4 @@
-"""Two timelines beside each other."""
+"""Check the comparison of two timelines."""
 
 import pytest
 

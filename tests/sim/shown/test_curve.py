@@ -1,4 +1,4 @@
-"""Memory along a timeline."""
+"""Check the memory over the course of a timeline."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from tests.cases import for_each
 
 
 def test_by_hand():
-    """Two ranks, two micro-batches, f=1, b=2: F at 0, 1 on rank 0; B of the first comes back at 4."""
+    """Check two ranks and two micro-batches by hand, with f = 1 and b = 2.
+
+    Rank 0 runs F at 0 and 1, and its first B starts at 4.
+    """
     plan, costs = uniform(2, 2, f=1, b=2, activation_bytes=10)
     rank0, rank1 = memory_curves(simulate(OneFOneB().program(plan), plan, costs), costs)
     assert rank0 == ((0, 10), (1, 20), (6, 10), (9, 0))
@@ -46,5 +49,5 @@ def test_most_held_is_what_verify_proves(name):
     held = most_held(simulate(order, plan, CostModel.uniform(plan.n_stages, 1e-3, 2e-3)))
     if plan.n_stages == 3:
         assert held == max(rows)
-    else:  # two stages of a rank need not hold most at the same time
+    else:  # two stages of a rank need not have their maximum at the same time
         assert max(rows) < held <= max(sum(rows[s] for s in stages) for stages in plan.stages)

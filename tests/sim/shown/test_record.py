@@ -1,4 +1,4 @@
-"""Records of runs come back from their folder."""
+"""Check that records of runs are restored from their folders."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_where_no_run_is(tmp_path):
 
 
 def test_a_loaded_record_runs_on(tmp_path):
-    """Nothing that a schedule or the simulator needs is lost."""
+    """Check that a record keeps everything that a schedule or the simulator needs."""
     record = record_of([1, 1, 1, 1], 2, 4, "interleaved")
     record.save(tmp_path / FILE)
     again = RunRecord.load(tmp_path)
@@ -71,7 +71,7 @@ def test_a_loaded_record_runs_on(tmp_path):
 
 
 def test_settings_that_are_no_plain_values_are_named(tmp_path):
-    """A schedule of the user's own may have any; a report must not fail for it."""
+    """Check that a record accepts any settings, because a custom schedule may have settings of any type."""
     record = replace(record_of([1, 1], 2, 2), schedule="mine", settings={"order": (1, (2,)), "k": 2, "by": {3}})
     record.save(tmp_path / FILE)
     assert RunRecord.load(tmp_path).settings == {"order": (1, (2,)), "k": 2, "by": "{3}"}
@@ -92,7 +92,7 @@ def test_plans_come_back(seed):
     again = plan_of(through_json(plan_data(plan)))
     assert again == plan
     assert again.after == plan.after
-    assert again.spans(Kind.F, 0)[0].rows == plan.spans(Kind.F, 0)[0].rows  # spans, not just pairs
+    assert again.spans(Kind.F, 0)[0].rows == plan.spans(Kind.F, 0)[0].rows  # spans, not only pairs
 
 
 def test_layers_come_back_as_spans():

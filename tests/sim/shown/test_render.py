@@ -1,4 +1,4 @@
-"""Timelines as pictures and as traces."""
+"""Check timelines as pictures and as traces."""
 
 import json
 from dataclasses import replace
@@ -72,7 +72,10 @@ def test_trace_holds_every_event_in_microseconds(tmp_path):
 
 
 def test_trace_slices_of_a_thread_do_not_overlap(tmp_path):
-    """Two ranks, two stages each, with a latency longer than the transfers: many messages are under way at once."""
+    """Check two ranks with two stages each, whose latency is longer than the transfers.
+
+    Many messages are then in flight at the same time.
+    """
     plan, costs = uniform(4, 6, f=2, b=4, link=1, latency=9, ranks=(0, 1, 0, 1))
     slices = [r for r in trace(tmp_path, simulate(Interleaved(2).program(plan), plan, costs)) if r["ph"] == "X"]
     threads = {}
@@ -100,7 +103,7 @@ def test_trace_arrows_end_in_the_first_use(tmp_path):
 
 
 def test_measured_and_predicted_meet():
-    """The loop that every run goes through: record, derive costs, predict, compare."""
+    """Check the loop of every run: record, derive costs, predict, compare."""
     plan = tiny_plan(3, 6)
     true = random_costs(plan, 3)
     recorded = simulate(OneFOneB().program(plan), plan, true)

@@ -1,4 +1,4 @@
-"""Records of trainings: read, resumed, compared."""
+"""Check that records of trainings are read, resumed and compared."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def batch(number: int, loss: str, layers: dict[str, str | None]) -> list[dict[st
 
 
 def run(folder: Path, *changes: tuple[int, str]) -> Path:
-    """Batches 0 to 3 of two layers on two ranks; `changes` are other hashes of layer 10."""
+    """Write batches 0 to 3 of two layers on two ranks; `changes` are different hashes of layer 10."""
     other = dict(changes)
     rank0 = [line for n in range(4) for line in batch(n, f"0x1.{n}p+0", {"10": other.get(n, f"a{n}")})]
     rank1 = [line for n in (0, 2) for line in batch(n, f"0x1.{n}p+0", {"2.1": f"b{n}"})]
@@ -67,7 +67,10 @@ def test_another_order_of_accesses_is_said(tmp_path: Path) -> None:
 
 
 def test_a_fit_that_resumes_takes_the_place_of_what_it_repeats(tmp_path: Path) -> None:
-    """The first fit was killed in batch 3, on two ranks; the second goes on from a checkpoint at batch 2, on one."""
+    """Check a fit that resumes and repeats some batches.
+
+    The first fit was killed in batch 3 on two ranks. The second one resumes from a checkpoint at batch 2 on one rank.
+    """
     folder = run(tmp_path / "a")
     lines = [line for n in (2, 3) for line in batch(n, f"0x1.{n}p+0", {"10": f"a{n}"})]
     lines += [line for line in batch(2, "", {"2.1": "b2"}) if "loss" not in line]
