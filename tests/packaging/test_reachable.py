@@ -1,4 +1,7 @@
-"""Every module of the package can be reached by a user: what only a benchmark or a test needs is not installed."""
+"""Check that a user can reach every module of the package.
+
+Modules that only a benchmark or a test needs are not installed.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,15 @@ PUBLIC = {
     "lightning_pipes.tune.cli": "commands, which are found by their names; all of its modules",
     "hydra_plugins": "found by Hydra; all of its modules",
 }
-"""Doors besides the entry points of pyproject.toml."""
+"""Public modules in addition to the entry points of pyproject.toml."""
 DOCUMENTED = {
     "lightning_pipes.strategies.jap:RoundOrder": "docs/arrays.md",
 }
-"""Further names that users import from a schedule's package, and the page that tells them to."""
+"""Further names that users import from a schedule's package, and the page that documents them."""
 EXCEPTIONS = {
     "lightning_pipes.__main__": "run by `python -m lightning_pipes`",
 }
-"""Modules that may be unreachable, and why."""
+"""Modules that may be unreachable, and the reasons."""
 
 
 def find_modules() -> dict[str, Path]:
@@ -48,7 +51,7 @@ def parse_module(module: str) -> ast.Module:
 
 
 def list_imports(module: str) -> Iterator[tuple[str, str]]:
-    """Yield what a module imports anywhere, as a module and a name in it; the name is empty for a whole module."""
+    """Yield the imports of a module as pairs of a module and a name in it; the name is empty for a whole module."""
     package = module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(parse_module(module)):
         if isinstance(node, ast.Import):
@@ -58,12 +61,12 @@ def list_imports(module: str) -> Iterator[tuple[str, str]]:
             source = ".".join([*parents, *([node.module] if node.module else [])])
             yield from ((source, alias.name) for alias in node.names)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in MODULES:
-            yield node.value, ""  # imported later, by this string
+            yield node.value, ""  # imported later by this name
 
 
 @cache
 def names_of_package(package: str) -> dict[str, tuple[str, str]]:
-    """Return the names that a package passes on from its modules, each with the module and its name there."""
+    """Return the names that a package re-exports from its modules, each with the module and its name there."""
     found = {}
     for node in ast.walk(parse_module(package)):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -79,7 +82,7 @@ def names_of_package(package: str) -> dict[str, tuple[str, str]]:
 def resolve_import(module: str, name: str) -> str | None:
     """Return the module that defines `name`, or None for a module of another package.
 
-    A package that only passes a name on is skipped, so that its other names count as unused.
+    A package that only re-exports a name is skipped, so that its other names count as unused.
     """
     if f"{module}.{name}" in MODULES:
         return f"{module}.{name}"
@@ -89,7 +92,7 @@ def resolve_import(module: str, name: str) -> str | None:
 
 
 def list_doors() -> Iterator[tuple[str, str]]:
-    """Yield every public door, as a module and a name in it."""
+    """Yield every public entry as a pair of a module and a name in it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for group in (project["scripts"], *project["entry-points"].values(), {name: name for name in DOCUMENTED}):
         for target in group.values():
@@ -100,7 +103,7 @@ def list_doors() -> Iterator[tuple[str, str]]:
 
 
 def reachable_modules() -> set[str]:
-    """Return all modules that a door leads to; packages on the way to one count."""
+    """Return all modules that a public entry leads to, including the packages on the way."""
     reached: set[str] = set()
     waiting = [resolve_import(*door) for door in list_doors()]
     while waiting:

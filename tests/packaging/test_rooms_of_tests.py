@@ -1,4 +1,4 @@
-"""A module's test is found by its name, and tests share nothing but helpers."""
+"""Check that the tests of a module have its name and folder, and that tests share only helpers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ACROSS = {"benchmarks", "compat", "examples", "faults", "fuzz", "gpu", "launch", "packaging", "toys"}
-"""Folders of tests that look at the whole, not at one layer."""
+"""Folders of tests that examine the whole package instead of one layer."""
 OF_A_TEST = re.compile(r"\btests\.(?:\w+\.)*test_\w+|^\s*from \.[\w.]*(?: import )?\btest_\w+", re.MULTILINE)
-"""A test file as a module, also in the text of a script."""
+"""The import of a test file as a module, also in the text of a script."""
 
 
 def modules(package: Path) -> dict[str, set[Path]]:
-    """The rooms of the modules of each name, as seen from the package; a folder is in itself, too."""
+    """Return the folders of the modules with each name, relative to the package.
+
+    A folder counts as part of itself.
+    """
     found: dict[str, set[Path]] = {}
     for folder, below, files in os.walk(package, followlinks=True):  # the schedules are behind a link
         room = Path(folder).relative_to(package)
@@ -28,9 +31,9 @@ def modules(package: Path) -> dict[str, set[Path]]:
 
 
 def misplaced(tests: Path, package: Path) -> list[str]:
-    """Tests in a room that the package does not have, and tests of a module that are not in its room.
+    """Return tests in a folder that the package does not have, and tests that are not in the folder of their module.
 
-    A test of several modules may stand at the top of a layer, under a name that none of its modules has.
+    A test of several modules may be at the top of a layer if no module has its name.
     """
     of, wrong = modules(package), []
     for path in sorted(tests.rglob("test_*.py")):
@@ -47,7 +50,7 @@ def misplaced(tests: Path, package: Path) -> list[str]:
 
 
 def shared(tests: Path) -> list[str]:
-    """Files of tests that name a test file as a module."""
+    """Return the test files that import another test file as a module."""
     found = ((path, match[0].strip()) for path in tests.rglob("*.py") for match in OF_A_TEST.finditer(path.read_text()))
     return sorted(f"{path.relative_to(tests)}: {name}" for path, name in found)
 
@@ -65,7 +68,7 @@ def test_nothing_is_imported_from_a_test() -> None:
     [
         ("sim/loops/test_static.py", ""),
         ("sim/test_closed_forms.py", ""),
-        ("engine/test_static.py", ""),  # the module of that name is of another layer
+        ("engine/test_static.py", ""),  # the module of that name is in another layer
         ("faults/test_static.py", ""),
         ("sim/test_static.py", "sim/test_static.py belongs into sim/loops"),
         ("sim/rooms/test_anything.py", "sim/rooms/test_anything.py: there is no sim/rooms in lightning_pipes"),

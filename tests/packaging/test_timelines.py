@@ -1,4 +1,4 @@
-"""The timelines over orders and loops are what the code draws."""
+"""Check that the timelines above orders and loops are the output of the code."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What is in the source distribution and in the wheel that is built from it, and what an installation needs."""
+"""Check the contents of the source distribution and of the wheel built from it, and the needs of an installation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LINKS = ["strategies", "conf"]
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sources with links, as git writes them."""
+    """Return the sources with symbolic links, as git writes them."""
     source = tmp_path_factory.mktemp("clone")
     for part in PARTS:
         shutil.copytree(ROOT / part, source / part, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
@@ -34,7 +34,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def linkless(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sources with a text file in place of each link, as git writes them on Windows."""
+    """Return the sources with a text file in place of each link, as git writes them on Windows."""
     source = tmp_path_factory.mktemp("linkless")
     shutil.copytree(clone, source, symlinks=True, dirs_exist_ok=True)
     for name in LINKS:
@@ -47,7 +47,7 @@ def linkless(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def built(linkless: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A source distribution, and a wheel built from it."""
+    """Return the folder with a source distribution and a wheel built from it."""
     pytest.importorskip("build")
     source, out = linkless, tmp_path_factory.mktemp("dist")
     made = subprocess.run(
@@ -112,7 +112,7 @@ def run(*command: str | Path, **environment: str) -> str:
 
 @pytest.fixture(scope="module", params=["3.11", "3.12", "3.13"])
 def python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of a new virtual environment, which can build but has nothing that we need."""
+    """Return the interpreter of a new virtual environment that can build the package but lacks our dependencies."""
     version = request.param
     found = [sys.executable, shutil.which(f"python{version}") or ""]
     found += map(str, Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
@@ -141,7 +141,7 @@ def find_origin(package: str) -> str:
 
 
 def zip_with_links(source: Path, path: Path) -> Path:
-    """Write an archive in which a link is a marked file that holds its target, as `git archive` does."""
+    """Write an archive in which a link is a marked file that contains its target, as `git archive` does."""
     with zipfile.ZipFile(path, "w") as archive:
         for folder, folders, files in os.walk(source):
             for name in [*files, *(each for each in folders if Path(folder, each).is_symlink())]:
@@ -191,7 +191,8 @@ def test_installs(origin: str, python: Path, built: Path, clone: Path, tmp_path:
     (site,) = python.parents[1].glob("lib/*/site-packages")
     assert run(python, "-W", "error", "-c", IMPORTS).strip() == str(site / "lightning_pipes" / "__init__.py")
     run(python, "-m", "compileall", "-q", site / "lightning_pipes")
-    if site.parent.name == f"python{sys.version_info[0]}.{sys.version_info[1]}":  # our dependencies are of this version
+    # our dependencies are installed for this version
+    if site.parent.name == f"python{sys.version_info[0]}.{sys.version_info[1]}":
         folders = {str(Path(find_origin(each)).parents[1]) for each in ("torch", "hydra")}
         run(python, "-c", f"import sys; sys.path += {sorted(folders)}\n{TRAINS}")
 

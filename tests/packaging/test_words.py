@@ -1,4 +1,4 @@
-"""Names of the package can be searched for: a class name is defined in one module."""
+"""Check that class names are unique, so that the names of the package can be searched for."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def find_doubled_classes() -> dict[str, list[str]]:
 
 
 TODAY = 14
-"""Names that are defined twice; the number may fall, not rise."""
+"""The number of names that are defined twice, which may only decrease."""
 
 
 def test_class_names_are_defined_once() -> None:

@@ -1,6 +1,6 @@
-"""The timelines that comments show: `# Drawn by `call`:` and below it what the call returns.
+"""The timelines in comments: `# Drawn by `call`:` and below it the result of the call.
 
-The calls are those of this module; a comment above a schedule's order may use all names of its own module.
+The calls are functions of this module. A comment above the order of a schedule may use all names of its own module.
 """
 
 import importlib
@@ -26,7 +26,7 @@ _CALL = re.compile(r"^( *)# Drawn by `(.+)`:$")
 
 @dataclass(frozen=True)
 class Drawing:
-    """A timeline in a comment: where it stands, the call that draws it, what it shows, and what is defined below it."""
+    """A timeline in a comment: its position, its call, its text, and the name of the definition below it."""
 
     path: Path
     line: int
@@ -38,14 +38,14 @@ class Drawing:
         return f"{self.path.relative_to(ROOT)}:{self.line}"
 
     def anew(self) -> str:
-        """The timeline as it is now."""
+        """Return the timeline that the call draws now."""
         name = ".".join(self.path.relative_to(ROOT).with_suffix("").parts)
         name = name if name.startswith("lightning_pipes") else f"lightning_pipes.{name}"
         return eval(self.call, {**CALLS, **vars(importlib.import_module(name))})
 
 
 def drawings(path: Path) -> list[Drawing]:
-    """The timelines of a source file."""
+    """Return the timelines of a source file."""
     lines = path.read_text(encoding="utf-8").splitlines()
     found = []
     for at, line in enumerate(lines):
@@ -63,7 +63,7 @@ def drawings(path: Path) -> list[Drawing]:
 
 
 def step(order, ranks=3, microbatches=4, f=1, b=2, link=0, batches=None, scale=2, **more):
-    """A window of equal stages in nanoseconds, each `scale` characters wide."""
+    """Draw a window of equal stages with times in nanoseconds, each `scale` characters wide."""
     placement = order.place_stages(ranks) if isinstance(order, Schedule) else tuple(range(ranks))
     plan, costs = uniform(len(placement), microbatches, f, b, link=link, ranks=placement, **more)
     plan = adapt_plan(plan, order)
@@ -71,7 +71,10 @@ def step(order, ranks=3, microbatches=4, f=1, b=2, link=0, batches=None, scale=2
 
 
 def unequal(name):
-    """A batch of 8 samples that the stages cut into 2, 4 and 8 for forward, and into 4, 4 and 8 for backward."""
+    """Draw a batch of 8 samples that the stages cut differently.
+
+    The forwards have 2, 4 and 8 micro-batches on the three stages, and the backwards 4, 4 and 8.
+    """
     order = make_schedule(name, forward=(2, 4, 8), backward=(4, 4, 8))
     plan = solve_plan(Problem(order, 3, 8))
     costs = CostModel.uniform(3, 1e-9, 2e-9, rows=1)
@@ -79,7 +82,7 @@ def unequal(name):
 
 
 def subnets(order, *chosen, microbatches=1, scale=2):
-    """Batches that choose a layer of each stage, by a digit for each."""
+    """Draw batches that choose a layer of each stage, by a digit for each stage."""
     plan, costs = uniform(len(chosen[0]), microbatches, 1, 2)
     blocks = tuple(Span(s, s + 1) for s in range(plan.n_stages))
     uses = [LayerUse.from_names([f"{s}.{c}" for s, c in enumerate(each)], blocks) for each in chosen]
@@ -87,13 +90,13 @@ def subnets(order, *chosen, microbatches=1, scale=2):
 
 
 def jobs(order, rows=(2, 1, 1), stages=3, batches=2, scale=2):
-    """Batches of several jobs, a nanosecond a sample forward and two backward."""
+    """Draw batches of several jobs that take one nanosecond per sample forward and two backward."""
     plan = Plan(tuple(range(stages)), tuple(Cut.even(each, 1, stages) for each in rows), batches=batches)
     return _drawn(order.program(plan), plan, CostModel.uniform(stages, 1e-9, 2e-9, rows=1), None, scale)
 
 
 def iteration(method, rows=(2, 1, 1), stages=3, scale=2, orders=300):
-    """One batch of each of several jobs in the order of a solver."""
+    """Draw one batch of each of several jobs in the order of a solver."""
     plan = Plan(tuple(range(stages)), tuple(Cut.even(each, 1, stages) for each in rows))
     costs = CostModel.uniform(stages, 1e-9, 2e-9, rows=1)
     best = solve_array(problem_from_plan(plan, costs), method, Effort(orders))
@@ -101,7 +104,7 @@ def iteration(method, rows=(2, 1, 1), stages=3, scale=2, orders=300):
 
 
 def joining(batches=(2, 1, 1), resident=2, stages=3, scale=2):
-    """Jobs of a stream with fewer places than jobs."""
+    """Draw the jobs of a stream with fewer resident jobs than jobs in all."""
     costs = CostModel.uniform(stages, 1e-9, 2e-9, rows=1)
     found = stream_jobs([Job(Cut.even(1, 1, stages), count) for count in batches], costs, resident)
     return _drawn(found.program, found.plan, costs, None, scale)

@@ -1,4 +1,4 @@
-"""Advice says what is slow, and claims only what comes true when it is followed."""
+"""Check that advice identifies the slow part and claims only gains that come true."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LATE = Link(bandwidth=1.2e8, latency=5e-3)
 
 
 def followed(times, ranks, arguments, batch, **more) -> RunRecord:
-    """The run of somebody who follows the advice, made anew; the times are of 8 rows, and proportional to rows."""
+    """Return the run after the advice was followed; the times are for 8 rows, and proportional to the rows."""
     m = arguments["microbatches"]
     rows = batch // m
     scaled = [t * rows / 8 for t in times]
@@ -88,7 +88,10 @@ def test_siblings_are_told_of_a_slow_stage_only():
 
 
 def test_a_slow_device_gets_fewer_layers():
-    """All layers are alike, and rank 1 takes 1.5 times as long for its own: what moves away gets faster."""
+    """Check equal layers on ranks of which rank 1 is 1.5 times slower than the others.
+
+    A layer that moves away from rank 1 becomes faster.
+    """
     record = record_of([2] * 12, 3, 12)
     slower = {k: tuple((r, 1.5 * t) for r, t in v) if k[1] == 1 else v for k, v in record.costs.seconds.items()}
     record = replace(record, costs=replace(record.costs, seconds=slower))
@@ -101,7 +104,7 @@ def test_a_slow_device_gets_fewer_layers():
 def test_without_layer_times_it_says_what_equal_stages_would_bring():
     record = record_of(SLOW_THIRD, 4, 8, known=False)
     advice = advise_run(record)
-    even = advise_run(record_of([30 / 12] * 12, 4, 8)).now.seconds  # the same work, evenly
+    even = advise_run(record_of([30 / 12] * 12, 4, 8)).now.seconds  # the same work, evenly distributed
     assert advice.sentence.startswith("Stage 2 takes 2x the time of the others: give it less to do (now partition=")
     assert advice.proposed is None
     said = int(advice.sentence.split("simulated step is ")[1].split("%")[0]) / 100
@@ -124,7 +127,7 @@ def test_a_large_bubble_asks_for_more_micro_batches():
 
 
 def scattered(record: RunRecord) -> RunRecord:
-    """The run with a measured step in which two operations hang, which medians do not show."""
+    """Return the run with a measured step in which two operations hang, which medians do not show."""
     slow = {e.instruction: 0.1 for e in record.measured.computations[3:20:16]}
     order = make_schedule(record.schedule).program(record.plan)
     ran = simulate(order, record.plan, replace(record.costs, each=slow))
@@ -133,7 +136,10 @@ def scattered(record: RunRecord) -> RunRecord:
 
 @pytest.mark.parametrize("times", [[2] * 8, SLOW_THIRD, [2] * 4])
 def test_the_bubble_that_is_told_is_the_measured_one(times):
-    """One word has one value: that of the simulated step is in the table of simulated steps, and nowhere else."""
+    """Check that the sentence reports the measured bubble.
+
+    The bubble of the simulated step is only in the table of simulated steps.
+    """
     record = scattered(record_of(times, 4, 8))
     advice = advise_run(record)
     assert abs(record.bubble - advice.now.bubble) > 0.02
@@ -144,7 +150,10 @@ def test_the_bubble_that_is_told_is_the_measured_one(times):
 
 
 def test_the_advice_is_the_fastest_row_or_says_why_not():
-    """Of many runs: most get a single change, and are told what the fastest one gains on it."""
+    """Check several runs, of which most get a proposal of a single change.
+
+    The advice then states the further gain of the fastest change.
+    """
     others = 0
     for times, ranks, m, known in [
         ([2] * 8, 4, 8, False),
@@ -171,7 +180,7 @@ def test_a_good_run_is_left_alone():
 
 
 def test_fixed_costs_of_a_micro_batch_are_seen():
-    """Layers that take as long for half the rows: more micro-batches must not be proposed."""
+    """Check layers that take the same time for half the rows: more micro-batches must not be proposed."""
     record = record_of([2] * 8, 4, 8)
     layers = tuple(make_layer(each.name, 2.0, 4, fixed=2.0) for each in record.profile.layers)
     advice = advise_run(replace(record, profile=replace(record.profile, layers=layers)))
@@ -220,7 +229,7 @@ def test_progress_is_told():
 
 @pytest.mark.parametrize("short", [1.3, 0.99])
 def test_a_short_last_micro_batch_says_little_of_larger_ones(short):
-    # By chance 4 samples took longer than 7, or hardly less: larger micro-batches would not be free for it.
+    # 4 samples took longer than 7 by chance, or almost as long. This does not make larger micro-batches free.
     record = record_of([10.0] * 4, 2, 5, rows=7, known=False)
     cut = Cut(32, (spans_of(32, 5),) * 2)
     times = {key: ((4, short * at_rows(t, 7)), (7, at_rows(t, 7))) for key, t in record.costs.seconds.items()}

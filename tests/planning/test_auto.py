@@ -1,4 +1,4 @@
-"""The choice of schedule, micro-batches and recomputation: never worse than trying everything."""
+"""Compare the choice of schedule, micro-batches and recomputation with a search through all options."""
 
 from __future__ import annotations
 
@@ -36,8 +36,11 @@ def test_never_worse_than_trying_everything(seed):
 
 
 def test_partitions_of_equal_weight_are_told_apart():
-    """Eight equal layers on four ranks, one of them slow: some stage takes as long as three layers, whatever the cut.
-    Which one that is makes a fifth of a step with kfkb on slow links."""
+    """Check a case in which several partitions have the same weight but different step times.
+
+    There are eight equal layers on four ranks, one of which is slow. With any cut, some stage takes as long as three
+    layers. With kfkb on slow links, the position of this stage changes the step by one fifth.
+    """
     tables = {"forward": ((1, 2e-3), (16, 17e-3)), "backward": ((1, 4e-3), (16, 34e-3))}
     profile = ModelProfile((LayerProfile("", **tables, output=((1, 1e5),)),) * 8)
     devices = tuple(Device(speed=2 / 3 if rank == 1 else 1.0) for rank in range(4))
@@ -50,7 +53,10 @@ def test_partitions_of_equal_weight_are_told_apart():
 
 
 def test_stale_gradients_are_weighed_against_faster_batches():
-    """T(S) W(S) is the least of all that could be tried, and exact gradients win as soon as T rises enough."""
+    """Check that T(S) W(S) is the smallest of all options.
+
+    Exact gradients win if T rises fast enough with the staleness.
+    """
     profile, cluster = equal_layers(12), Cluster((Device(),) * 4)
     exact = choose_option(profile, 4, 16, cluster, recompute=[False])
     assert exact.best.schedule.flushes
@@ -63,7 +69,7 @@ def test_stale_gradients_are_weighed_against_faster_batches():
             if name == "pipedream_2bw" and m < 4:
                 continue
             schedule = make_schedule(name)
-            stages = 1 + -(-3 // m) if name == "pipedream" else 2  # versions that live on the first stage
+            stages = 1 + -(-3 // m) if name == "pipedream" else 2  # weight versions on the first stage
             fit = fit_layers(profile, schedule, solve_plan(Problem(schedule, 4, 16, m)), cluster)
             every.append(iterations(stages) * fit.seconds)
         assert choice.best.seconds * iterations(1) == pytest.approx(min(every))
@@ -97,7 +103,10 @@ def test_nothing_fits():
 
 @pytest.mark.parametrize("between", ["25GB/s", pytest.param("200MB/s", marks=pytest.mark.slow)])
 def test_64_stages_512_microbatches_16_replicas(between):
-    """Of more than 100 options few are simulated; how long that takes is in benchmarks/scaling.py."""
+    """Check that only a few of more than 100 options are simulated.
+
+    The file benchmarks/scaling.py measures the time of this search.
+    """
     profile = named_profile("GPT-2-1.3B", "A100-80G")
     cluster = make_cluster(
         128, 8, "74GiB", {"bandwidth": "300GB/s", "latency": "5us"}, {"bandwidth": between, "latency": "10us"}
@@ -110,7 +119,7 @@ def test_64_stages_512_microbatches_16_replicas(between):
     order = choice.fit.order
     alone = evaluate_plan(profile, order, choice.fit.plan, place.pipeline).seconds
     whole = max(
-        float(place.all_reduce_seconds(rank, np.array(2.0 * size)))  # halves travel as float32
+        float(place.all_reduce_seconds(rank, np.array(2.0 * size)))  # gradients in half precision are sent as float32
         for rank, size in enumerate(profile.layer_arrays.stage_sums("gradients", choice.fit.plan.layers))
     )
     assert alone < choice.fit.seconds <= alone + whole
@@ -132,7 +141,10 @@ def test_progress_goes_forward():
 
 
 def test_warm_ups_for_links_that_are_slow():
-    """Of all links one, which nobody knows who tries schedules by numbers of ranks and micro-batches only."""
+    """Check that the search finds a warm-up for the only slow link.
+
+    Schedules that depend only on the numbers of ranks and micro-batches cannot have it.
+    """
     layer = LayerProfile(
         "layer", ((1, 9.4e-3),), ((1, 18.8e-3),), ((1, 9.4e-3),), ((1, 9.4e-3),), gradient_bytes=1, saved=((1, 1.0),)
     )
@@ -146,7 +158,10 @@ def test_warm_ups_for_links_that_are_slow():
 
 
 def test_a_variant_that_is_too_large_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four ranks and 32 micro-batches; in earnest of 256 ranks and 512."""
+    """Check the limit on the size of an order with four ranks and 32 micro-batches.
+
+    The real limit applies to sizes such as 256 ranks and 512 micro-batches.
+    """
     for module in (plans, options, search):
         monkeypatch.setattr(module, "MAX_FORWARDS", 128)
     choice = choose_option(equal_layers(24), 4, 128, recompute=[False])
@@ -187,7 +202,10 @@ def test_nothing_fits_and_not_all_was_searched(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_orders_are_kept_only_where_they_may_be_improved() -> None:
-    """An order of a large plan takes a hundred megabytes; others are made again when they are asked for."""
+    """Check that only a few orders are stored.
+
+    The order of a large plan takes a hundred megabytes. All other orders are made again on access.
+    """
     choice = choose_option(equal_layers(66), 33, 132, microbatches=[66, 132])
     fits = [option.fit for option in choice.options if option.fit is not None]
     assert len(fits) > search.REFINED
@@ -198,7 +216,10 @@ def test_orders_are_kept_only_where_they_may_be_improved() -> None:
 
 
 def test_memory_of_a_bound_does_not_grow_with_stages_times_layers_squared() -> None:
-    """All pairs of 1282 layers, for each of 256 stages, are 3.4 GB."""
+    """Check the memory of the bound for 1282 layers and 256 stages.
+
+    All pairs of layers for each stage would take 3.4 GB.
+    """
     plan, profile, place = Plan.even(256, 64), equal_layers(1282), Deployment(Cluster((Device(),) * 256))
     tracemalloc.start()
     try:

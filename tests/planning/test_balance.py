@@ -1,4 +1,4 @@
-"""A cut by measured time is taken where it saves something."""
+"""Check that a cut by measured time is used only if it saves enough."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ GPIPE = make_schedule("gpipe")
 
 
 def test_a_slow_layer_moves_the_cut() -> None:
-    """Equal stages take m + p - 1 = 5 times F and B, 12 seconds. Evenly cut, 4 x 5 + 3 forward and 6 + 4 x 10 back."""
+    """Check the predicted steps by hand.
+
+    Equal stages take 12 seconds for F and B, m + p - 1 = 5 times. With an even cut, the forwards take 4 x 5 + 3 and the
+    backwards 6 + 4 x 10.
+    """
     found = balance_layers(profile(4, 1, 1, 1, 1), GPIPE, even_plan(GPIPE, 2, 4, 4), cut(2, 5), place())
     assert found.layers == cut(1, 5)
     assert found.seconds == pytest.approx(5 * 12)
@@ -46,7 +50,11 @@ def test_a_slow_layer_moves_the_cut() -> None:
 
 @pytest.mark.parametrize(("small", "at"), [(0.04, 3), (0.08, 2)])
 def test_less_than_a_twentieth_is_not_worth_it(small: float, at: int) -> None:
-    """Without the small layer the first stage is as fast as the second one is then: it saves half of what it takes."""
+    """Check that a gain below one twentieth keeps the cut.
+
+    The first stage becomes as fast as the second one if the small layer moves, which saves half of the time of this
+    layer.
+    """
     layers = profile(1.0, 1.0, 2 * small, 2.0 - 2 * small)
     found = balance_layers(layers, GPIPE, even_plan(GPIPE, 2, 1000, 1000), cut(3, 4), place())
     assert found.layers == cut(at, 4)
@@ -68,7 +76,7 @@ def test_a_slow_device_gets_less() -> None:
 
 
 def test_memory_is_kept_to() -> None:
-    """GPipe holds four samples, 4 MiB of each layer."""
+    """Check that GPipe's four samples, which take 4 MiB for each layer, fit into the memory of the devices."""
     room = place(Device(8 * MIB), Device())
     found = balance_layers(profile(*[1.0] * 6), GPIPE, even_plan(GPIPE, 2, 4, 4), cut(3, 6), room)
     assert found.layers == cut(2, 6)
@@ -81,7 +89,11 @@ def test_memory_is_kept_to() -> None:
 
 @pytest.mark.parametrize(("small", "at"), [(0.02, 3), (0.2, 2)])
 def test_of_equally_fast_cuts_the_one_with_the_smaller_peak_is_taken(small: float, at: int) -> None:
-    """Stages that begin at layer 2 are equal in time and keep 2 and 8 MiB of a sample; at layer 3 they keep 6 and 4."""
+    """Check that the cut with the smaller peak wins if the times are equal.
+
+    If the second stage begins at layer 2, the stages are equally fast and keep 2 and 8 MiB of a sample. If it begins at
+    layer 3, they keep 6 and 4 MiB.
+    """
     layers = zip(profile(1.0, 1.0, small, 2.0 - small).layers, (1, 1, 4, 4), strict=True)
     known = ModelProfile(tuple(replace(layer, saved=((1, size * MIB),)) for layer, size in layers))
     plan = even_plan(GPIPE, 2, 1000, 1000)
@@ -90,7 +102,7 @@ def test_of_equally_fast_cuts_the_one_with_the_smaller_peak_is_taken(small: floa
 
 
 def test_messages_count() -> None:
-    """A cut where much passes is avoided, although it is the even one."""
+    """Check that the even cut is not used if it lies at a large message."""
     layers = list(profile(1, 1, 1, 1).layers)
     layers[1] = LayerProfile("1", ((1, 1.0),), ((1, 2.0),), output=((1, 1000.0),))
     links = Deployment(Cluster((Device(), Device()), inside=Link(bandwidth=50.0)))
@@ -108,7 +120,11 @@ PIPEDREAM = make_schedule("pipedream")
 
 
 def test_a_stream_is_as_fast_as_its_heaviest_stage() -> None:
-    """Stages of 5 + 3 layers' seconds, three times that there and back, for four micro-batches."""
+    """Check that a stream is as fast as its slowest stage.
+
+    A stage has 4 seconds of layers at best, which take three times as long for forward and backward, for four
+    micro-batches.
+    """
     found = balance_stream(profile(4, 1, 1, 1, 1), PIPEDREAM, even_plan(PIPEDREAM, 2, 4, 4), cut(2, 5), place())
     assert found.layers == cut(1, 5)
     assert found.seconds == pytest.approx(4 * 3 * 4)
@@ -119,7 +135,10 @@ def test_a_stream_is_as_fast_as_its_heaviest_stage() -> None:
 
 
 def test_a_message_may_take_longer_than_a_stage() -> None:
-    """8 bytes a sample at 1 byte a second: whatever the cut, so the even one stays."""
+    """Check a link that is slower than the stages: 8 bytes per sample at 1 byte per second.
+
+    The link takes the same time for every cut, so the even cut stays.
+    """
     slow = Deployment(Cluster((Device(), Device()), inside=Link(bandwidth=1.0)))
     found = balance_stream(profile(4, 1, 1, 1, 1), PIPEDREAM, even_plan(PIPEDREAM, 2, 4, 4), cut(2, 5), slow)
     assert found.layers == cut(1, 5)
@@ -128,13 +147,16 @@ def test_a_message_may_take_longer_than_a_stage() -> None:
 
 
 def problem(**known: Any) -> Problem:
-    """Five layers, the first as long as all others, which are two and three if nothing is known."""
+    """Return a problem with five layers, in which the first takes as long as all others together.
+
+    The fallback is two and three layers.
+    """
     asked = Problem(GPIPE, 2, 4, 4, profile=profile(4, 1, 1, 1, 1), deployment=place(), fallback=cut(2, 5))
     return replace(asked, **known)
 
 
 def test_a_planner_whose_plans_are_balanced() -> None:
-    """As by `balance_layers`, and the layers are then decided."""
+    """Check that the planner uses the cut of `balance_layers` and stores the layers in the problem."""
     found = BalancedPlanner(EvenPlanner()).solve(problem())
     assert found.plan.layers == found.problem.layers == cut(1, 5)
     assert "stages begin at layers [1]: by measured time" in found.why
@@ -153,6 +175,6 @@ def test_a_stream_is_balanced_by_its_heaviest_stage() -> None:
     [({"profile": None}, cut(2, 5)), ({"layers": cut(3, 5)}, cut(3, 5)), ({"fallback": ()}, ())],
 )
 def test_what_is_not_balanced(known: dict[str, Any], layers: tuple[Span, ...]) -> None:
-    """Nothing is known of the layers, they are decided, or nobody says what would be without a profile."""
+    """Check the cases without a balanced cut: no profile, layers that are already decided, and no fallback."""
     found = BalancedPlanner(EvenPlanner()).solve(problem(**known))
     assert (found.plan.layers, found.why) == (layers, "")

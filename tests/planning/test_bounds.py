@@ -1,4 +1,4 @@
-"""No partition and no order beats its bound, and the bounds are not far below the best."""
+"""Check that no partition and no order is faster than its bound, and that the bounds are close to the best."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.ir.programs import split
 
 @dataclass(frozen=True)
 class LateWeights(Schedule):
-    """GPipe with W after all I."""
+    """GPipe that runs all W after all I."""
 
     name: ClassVar[str] = "late"
 
@@ -38,7 +38,7 @@ class LateWeights(Schedule):
 
 @dataclass(frozen=True)
 class Anything(RulePolicy):
-    """Whatever is ready."""
+    """A policy that picks any ready instruction."""
 
     name: ClassVar[str] = "anything"
     alternate: bool = True
@@ -111,7 +111,8 @@ def test_uniform_stages_reach_the_bound():
     layer = LayerProfile("layer", ((1, 1e-3),), ((1, 2e-3),), step=5e-4)
     plan = Plan.even(4, 16)
     bound = step_bound(ModelProfile((layer,) * 8), plan, Deployment(Cluster((Device(),) * 4)))
-    assert bound == pytest.approx((16 + 3) * 6e-3 + 5e-4)  # with the STEP of a layer; the first stage has two
+    # The STEP of one layer counts, although the first stage has two layers.
+    assert bound == pytest.approx((16 + 3) * 6e-3 + 5e-4)
 
 
 def test_more_stages_than_layers():

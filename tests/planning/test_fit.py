@@ -1,4 +1,4 @@
-"""Layers on ranks: against brute force, under memory limits, and on slow devices."""
+"""Compare the layers of each rank with brute force, under memory limits and on slow devices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MIB = 2**20
 
 
 def layer(forward: float, kept: int = 0, output: int = 0, weights: int = 0) -> LayerProfile:
-    """Backward takes twice the forward; bytes are per row."""
+    """Return a layer whose backward takes twice its forward; bytes are per row."""
     return LayerProfile(
         "layer",
         ((0, 0.0), (1, forward)),
@@ -81,7 +81,10 @@ def test_close_to_the_best_of_all_partitions(seed, schedule, settings):
 
 
 def test_a_slow_device_gets_less():
-    """One of four devices 1.5 times slower: the slowest stage is within one layer of work over all speeds."""
+    """Check four devices of which one is 1.5 times slower than the others.
+
+    The time of the slowest stage is within one layer of the total work divided by the total speed.
+    """
     model = ModelProfile((layer(1e-3),) * 44)
     speeds = (1.0, 1 / 1.5, 1.0, 1.0)
     cluster = Cluster(tuple(Device(speed=s) for s in speeds))
@@ -101,7 +104,7 @@ def test_memory_moves_layers_to_where_there_is_room():
     assert free.peak_bytes == (
         4 * MIB + 4 * 2 * MIB,
         4 * MIB + 4 * MIB,
-    )  # weights, and as many micro-batches as it holds
+    )  # weights, and the activations of the micro-batches that the stage holds
     tight = fit_layers(model, make_schedule("1f1b"), plan, Cluster((Device(memory=9 * MIB), Device(memory=20 * MIB))))
     assert [span.rows for span in tight.plan.layers] == [3, 5]
     assert all(peak <= limit for peak, limit in zip(tight.peak_bytes, (9 * MIB, 20 * MIB), strict=True))

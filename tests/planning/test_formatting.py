@@ -1,4 +1,4 @@
-"""What people paste is what the code takes."""
+"""Check that the code accepts the text which users paste from the output."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_bar_after_a_second(stream, shown, monkeypatch):
         before = sys.stderr.getvalue()
         now[0] += 1.05
         told("kfkb", 0.6)
-        told("kfkb", 0.5)  # never back
+        told("kfkb", 0.5)  # the bar never moves back
         after = sys.stderr.getvalue()
     assert before == ""
     assert ("plan: kfkb  60%" in after) is shown

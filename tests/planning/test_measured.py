@@ -1,4 +1,4 @@
-"""Moving averages of what a run costs, on timelines that the simulator makes: virtual clocks only."""
+"""Check moving averages of the costs of a run, on simulated timelines with virtual clocks."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ def test_transfers_are_averaged_over_the_last_steps():
 
 def test_computations_are_reused_until_they_drift():
     averages = Averages(window=2)
-    for f in (90, 20, 20, 20):  # the first one includes what is done once
+    for f in (90, 20, 20, 20):  # the first step includes one-time work
         averages.add(step(f=f * MS)[0])
     assert averages.costs().seconds_at(Kind.F, 0, 1) == pytest.approx(0.020)
     averages.add(step(f=int(20.9 * MS))[0])
@@ -51,8 +51,11 @@ def test_computations_are_reused_until_they_drift():
 
 @pytest.mark.parametrize("jump", [3600 * 1000 * MS, -3600 * 1000 * MS, 30 * MS, -10_000 * MS])
 def test_a_clock_that_jumps(jump):
-    """What rank 1 sends seems to arrive before it was sent, or to have been sent before the step: left out, and what
-    was known before stays."""
+    """Check a clock that jumps during a run.
+
+    Messages of rank 1 then seem to arrive before they were sent, or to have been sent before the step. These
+    measurements are ignored, and the earlier averages stay.
+    """
     averages = Averages()
     averages.add(step(at=10**9)[0])
     before = averages.costs().seconds
@@ -66,7 +69,10 @@ def test_a_clock_that_jumps(jump):
 
 
 def test_where_a_clock_has_jumped_the_other_direction_is_wrong_too():
-    """Rank 1's is set back: what it gets arrives before it was sent, what it sends seems to have waited on its way."""
+    """Check both directions of a link if the clock of rank 1 is set back.
+
+    Messages to rank 1 then arrive before they were sent, and messages from rank 1 seem to have been delayed.
+    """
     plan = Plan.even(3, 2)
     (span, _) = plan.spans(Kind.F, 0)
     forward, back, other = (Instruction(k, s, span=span) for k, s in ((Kind.SF, 0), (Kind.SB, 1), (Kind.SF, 1)))
@@ -94,13 +100,13 @@ def test_sizes_that_were_not_seen_are_extrapolated():
     ]
     averages.add([StepSample.from_events(events, plan)])
     found = averages.costs()
-    assert found.seconds_at(Kind.F, 0, 4) == pytest.approx(0.040)  # in proportion
-    assert found.seconds_at(Kind.SF, 0, 4) == pytest.approx(0.024)  # 4 ms whatever the size
+    assert found.seconds_at(Kind.F, 0, 4) == pytest.approx(0.040)  # in proportion to the samples
+    assert found.seconds_at(Kind.SF, 0, 4) == pytest.approx(0.024)  # 4 ms for any size
     assert found.seconds_at(Kind.SF, 0, 1) == pytest.approx(0.009)
     assert found.seconds_at(Kind.SB, 1, 4) == pytest.approx(0.020)
     assert not averages.has_measured(plan)
     averages.add([StepSample.from_events([(0, F(0, Span(0, 4)), 0, 30 * MS)], plan)])
-    assert averages.costs().seconds_at(Kind.F, 0, 3) == pytest.approx(0.025)  # between two that were seen
+    assert averages.costs().seconds_at(Kind.F, 0, 3) == pytest.approx(0.025)  # between two measured sizes
 
 
 def test_what_is_known():
@@ -157,7 +163,7 @@ def test_bytes_are_those_of_the_base():
 
 
 def test_policies_may_hold_back_forwards():
-    """Their forwards are left out of the lag: that they waited was a choice."""
+    """Check that the lag does not include the forwards of a policy, because their delay may be intended."""
     plan = Plan.even(1, 2)
     a, b = plan.spans(Kind.F, 0)
     events = [(0, F(0, a), 0, 10), (0, B(0, a), 12, 20), (0, F(0, b), 100, 110), (0, B(0, b), 112, 120)]
@@ -166,7 +172,7 @@ def test_policies_may_hold_back_forwards():
 
 
 def both_ways(averages, **times):
-    """Costs after three steps of whole backwards, then three of split ones that take other times."""
+    """Return the costs after three steps with whole backwards and three steps with split ones and other times."""
     whole, split = ({"schedule": KFKB(1)}, {"schedule": ZeroBubble(), **times})
     for how in (whole, split):
         for _ in range(3):
@@ -175,7 +181,7 @@ def both_ways(averages, **times):
 
 
 def test_what_did_not_run_is_priced_by_what_did():
-    """Layers that were measured by themselves say what the parts of a backward take over the whole."""
+    """Check that separately measured layers give the shares of I and W in the whole backward."""
     parts = {0: (0.0, 1.0), 1: (0.6, 0.5), 2: (0.5, 0.5)}
     averages = Averages(window=2, parts=parts)
     for _ in range(3):

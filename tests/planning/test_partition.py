@@ -1,4 +1,4 @@
-"""Partitions against brute force and by hand."""
+"""Compare partitions with brute force and with results by hand."""
 
 from functools import partial
 from itertools import combinations, pairwise
@@ -18,7 +18,7 @@ from lightning_pipes.planning.partition import (
 
 
 def brute_force(weights: list[int], stages: int) -> tuple[int, int]:
-    """The smallest heaviest stage, and the smallest sum of squares among partitions that reach it."""
+    """Return the smallest heaviest load, and the smallest sum of squares of the partitions that reach it."""
     n = len(weights)
     found = []
     for inner in combinations(range(1, n), stages - 1):
@@ -76,7 +76,7 @@ def test_a_layer_goes_to_the_stage_next_to_its_own():
 
 
 def test_many_stages_take_memory_by_their_layers_not_by_all():
-    """Loads are asked for few numbers of layers, and the answer is that of all of them."""
+    """Check that the load function is called for small numbers of layers only, and that the result is still exact."""
     rng = np.random.default_rng(0)
     for n, stages in ((60, 40), (60, 5), (61, 60), (30, 1)):
         sums = np.concatenate([[0.0], np.cumsum(rng.uniform(0.1, 4, n))])

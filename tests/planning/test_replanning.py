@@ -1,4 +1,4 @@
-"""Every operation its own duration, compared with a longest path by hand and with the simulator."""
+"""Compare steps with a different duration for every operation with a longest path by hand and with the simulator."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ def replay(name: str, stages: int, microbatches: int, batches: int, **settings: 
 
 
 def by_hand(forward: np.ndarray, backward: np.ndarray, link: float) -> float:
-    """When 1F1B ends, by the definition: stage s starts its n-th backward after p - s + n forwards; links are free of
-    contention here, for messages are short."""
+    """Return the end of 1F1B by definition.
+
+    Stage s starts its n-th backward after p - s + n forwards. Messages are short, so links have no contention.
+    """
     p, m = forward.shape
     done: dict[tuple[str, int, int], float] = {}
     rows = []
@@ -79,7 +81,10 @@ def test_equal_durations_are_those_of_the_simulator(name: str) -> None:
 
 
 def test_a_stream_is_timed_when_it_is_full() -> None:
-    """Stages of 1, 2 and 1 seconds a batch: the middle one decides, and filling the pipeline does not count."""
+    """Check that a stream is as fast as its slowest stage, without the time to fill the pipeline.
+
+    The stages take 1, 2 and 1 seconds per batch.
+    """
     made, _ = replay("pipedream", 3, 1, 5)
     each = np.array([1.0, 2.0, 1.0]) / 3
     durations = {
@@ -90,7 +95,7 @@ def test_a_stream_is_timed_when_it_is_full() -> None:
     assert made.step_seconds(durations).tolist() == [[pytest.approx(2.5)]]
     slow = np.ones((1, 5, 1)) / 3
     slow[0, 2, 0] += 6.0
-    durations[Kind.F, 0] = slow  # once in five batches everything waits for it
+    durations[Kind.F, 0] = slow  # once in five batches, all stages wait for it
     assert made.step_seconds(durations)[0, 0] > 2.5 + 0.8
 
 
@@ -107,7 +112,7 @@ def test_cases_are_the_same_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_stages_that_cut_a_batch_differently() -> None:
-    """As in UMPipe; one operation at a time is what a model with `each` simulates, too."""
+    """Check unequal micro-batches, as in UMPipe, against the simulator with the durations of single operations."""
     plan = Plan((0, 1), (Cut(4, ((Span(0, 2), Span(2, 4)), (Span(0, 4),))),))
     schedule = make_schedule("umpipe")
     assert isinstance(schedule, Schedule)

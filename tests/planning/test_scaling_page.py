@@ -1,4 +1,4 @@
-"""benchmarks/SCALING.md shows what the planner finds today."""
+"""Check that benchmarks/SCALING.md shows the current results of the planner."""
 
 from __future__ import annotations
 

@@ -8,7 +8,10 @@ from lightning_pipes.planning.staleness import Constants, GradientSample, Iterat
 
 
 def probes(seed: int, steps: int = 6) -> tuple[list[GradientSample], float]:
-    """Of gradient descent on 0.5 w' A w with another noise for each mini-batch; and the largest eigenvalue of A."""
+    """Return samples of gradient descent on 0.5 w' A w, and the largest eigenvalue of A.
+
+    Every mini-batch has different noise.
+    """
     rng = np.random.default_rng(seed)
     values = rng.uniform(0.5, 4.0, 5)
     w, found = rng.normal(size=5), []
@@ -31,7 +34,7 @@ def test_constants_of_a_quadratic() -> None:
 
 
 def test_the_formula() -> None:
-    """T = 2 f0 / (lr (target - 2 lr^2 S^3 L^2 xi^2))."""
+    """Check T = 2 f0 / (lr (target - 2 lr^2 S^3 L^2 xi^2))."""
     constants, lr, target = Constants(3.0, 2.0, 5.0), 0.01, 0.5
     made = Iterations.of_theory(constants, lr, target)
     for stages in (1, 2, 4):

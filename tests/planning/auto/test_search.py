@@ -1,4 +1,4 @@
-"""The planner that chooses the schedule asks the same question as everybody, and answers with more."""
+"""Check the planner that chooses the schedule: it solves the same problem as other planners and decides more."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ def test_a_solution_is_the_best_choice(seed: int) -> None:
 
 
 def test_the_problem_of_a_solution_has_its_plan() -> None:
-    """So batches of other sizes are asked for by it alone."""
+    """Check that the problem of a solution determines its plan.
+
+    Batches of other sizes are then planned from this problem alone.
+    """
     found = AutoPlanner().solve(problem(1))
     assert solve_plan(found.problem) == found.plan
 
@@ -77,7 +80,8 @@ def test_unequal_cuts_are_left_out_if_they_are_not_allowed(monkeypatch: pytest.M
 def test_what_is_asked_for_is_kept() -> None:
     found = AutoPlanner().solve(problem(0, microbatches=2, recompute=True)).problem
     assert (found.microbatches, found.recompute) == (2, True)
-    assert not AutoPlanner().solve(problem(0, deployment=None)).problem.recompute  # with room for all it costs time
+    # recomputation costs time, and there is enough memory
+    assert not AutoPlanner().solve(problem(0, deployment=None)).problem.recompute
     assert AutoPlanner().solve(problem(0, deployment=None, recompute=True)).problem.recompute
     assert all(rows <= 8 for rows in AutoPlanner().profile_sizes(32, 4, 4))
     assert AutoPlanner().most_rows(32, 4, 4) == 8
