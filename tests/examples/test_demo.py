@@ -1,5 +1,7 @@
-"""`make demo` ends balanced, and as fast as was predicted; `benchmarks/demo.py` looks at ten whole runs. The other
-benchmarks print their numbers."""
+"""Check that `make demo` ends balanced and with the predicted speed.
+
+The file `benchmarks/demo.py` measures ten whole runs. The other benchmarks print their numbers.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ NEEDS = {
     "lightning_suite.py": "needs Lightning's own tests",
 }
 QUICK = sorted(path.name for path in (ROOT / "benchmarks").glob("*.py") if not NEEDS.get(path.name))
-"""What prints headline numbers in two minutes on a quiet machine."""
+"""Benchmarks that print headline numbers within two minutes on an idle machine."""
 
 
 @pytest.mark.slow
@@ -49,15 +51,18 @@ def benchmark() -> ModuleType:
 
 
 def busy() -> bool:
-    """Whether other programs compete for the cores now, so that a step takes longer or shorter than a moment ago."""
+    """Return whether other programs use the cores now, so that the time of a step varies."""
     return psutil.cpu_percent(interval=1.0) > 25
 
 
 @pytest.mark.slow
 def test_the_demo_is_balanced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine too: one layer further a stage takes three times as long as the other. Whether a step is as
-    predicted shows where nothing else runs, below."""
-    monkeypatch.delenv("PYTHONPATH", raising=False)  # as users have it
+    """Check the final cut of the demo, also on a busy machine.
+
+    With a cut one layer away, one stage takes three times as long as the other. The predicted speed is only checked on
+    an idle machine, in the test below.
+    """
+    monkeypatch.delenv("PYTHONPATH", raising=False)  # as on users' machines
     demo = benchmark()
     runs = (demo.demo("trainer.limit_train_batches=14", "trainer.limit_val_batches=1") for _ in range(3))
     assert demo.BALANCED in (run.cut for run in runs)

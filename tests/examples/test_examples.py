@@ -1,4 +1,7 @@
-"""The examples run, shortened; most of those in interpreters of their own, which take ten seconds, are slow."""
+"""Run shortened versions of the examples.
+
+Most of the examples that run in separate interpreters take ten seconds and are marked slow.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ SHORT = {
 
 
 def run(script: str, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a script as its users do: under Lightning it starts other ranks by itself."""
+    """Run a script as users do; Lightning starts the other ranks."""
     env = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
     command = [sys.executable, str(ROOT / "examples" / script), *arguments]
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=scale_timeout(120))
@@ -72,7 +75,7 @@ def test_one_stage(model: str, tmp_path: Path) -> None:
 def test_pipeline(model: str, overrides: list[str], tmp_path: Path) -> None:
     check_output(train(tmp_path, model, *overrides), tmp_path / "out")
     made = {path.name for path in tmp_path.iterdir()}
-    assert made == {"out"}  # children write into the same directory, and nowhere else
+    assert made == {"out"}  # child processes write only into the same directory
     assert len([*(tmp_path / "out").rglob("*.ckpt")]) == 2  # the best and the last
     assert {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()} == {".hydra", "checkpoints", "metrics"}
 
@@ -89,12 +92,16 @@ SYSTEMS = [
 
 @pytest.mark.parametrize(("schedule", "overrides"), SYSTEMS)
 def test_every_system(schedule: str, overrides: list[str], tmp_path: Path) -> None:
-    """All five systems, and the choice among schedules, train the same model by a word, and leave the same things."""
+    """Check that all five systems and the choice among schedules train the same model and write the same files.
+
+    The schedule is selected by its name.
+    """
     check_output(train(tmp_path, "gpt", f"schedule={schedule}", *overrides, by=run_in_ranks), tmp_path / "out")
     record = RunRecord.load(tmp_path / "out")
     assert record.plan.n_stages == 2
     assert record.measured is not None
-    chooses = schedule == "auto" or "schedule.k=auto" in overrides  # which may split backwards, as others do
+    # the choice may split backwards, like other schedules
+    chooses = schedule == "auto" or "schedule.k=auto" in overrides
     assert chooses or record.schedule == schedule
 
 
@@ -112,7 +119,7 @@ def test_minimal(tmp_path: Path) -> None:
     [("resnet", 1.0, ["--trials", "6", "--storage", "sqlite:///study.db"]), ("gpt", 5.0, ["--windows", "160"])],
 )
 def test_sweep(model: str, most: float, options: list[str], tmp_path: Path) -> None:
-    """A search with pruning, in the order of trials, and its picture."""
+    """Check a search with pruning, the order of its trials and its picture."""
     found = run("sweep.py", tmp_path, "--model", model, "--epochs", "2", "--out", "out", *options)
     assert found.returncode == 0, found.stdout + found.stderr
     states = re.findall(r"^ +(\d+) (COMPLETE|PRUNED) ", found.stdout, re.M)
@@ -130,7 +137,7 @@ def sweep(cwd: Path, *overrides: str, model: str = "mlp") -> subprocess.Complete
     return run("train.py", cwd, "-m", f"model={model}", *SHORT[model], *array, *overrides)
 
 
-@pytest.mark.slow  # tests/tune/test_multirun.py has the same of smaller modules
+@pytest.mark.slow  # tests/tune/test_multirun.py covers the same for smaller modules
 def test_multirun(tmp_path: Path) -> None:
     found = sweep(tmp_path, "optimizer.lr=1e-2,1e-3", "data.batch_size=16,32")
     assert found.returncode == 0, found.stdout + found.stderr
@@ -267,7 +274,7 @@ def test_every_candidate_for_bytes_sees_the_past_only() -> None:
     x = torch.randint(256, (1, 8))
     changed = x.clone()
     changed[0, 5] += 1
-    for first in range(6):  # each block has another candidate
+    for first in range(6):  # each block has a different candidate
         choices = tuple((first + block) % 6 for block in range(6))
         a, b = net((x, choices)), net((changed % 256, choices))
         assert torch.isclose(a, b, atol=1e-6).all(-1)[0].tolist() == [True] * 5 + [False] * 3
@@ -286,7 +293,7 @@ def test_supernet_of_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_supernet(tmp_path: Path) -> None:
-    """Trained, searched in three ways, the best trained anew, and its picture."""
+    """Check the whole example: training, three searches, training of the best subnet from scratch, and the picture."""
     few = ["search.subnets=30", "search.population=10", "trainer.max_epochs=4", "retrain.epochs=6"]
     found = run("supernet.py", tmp_path, "hydra.run.dir=out", *few)
     assert found.returncode == 0, found.stdout + found.stderr
@@ -301,7 +308,7 @@ def test_supernet(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("examples")
 def test_a_supernet_learns_on_an_ordinary_trainer() -> None:
-    """What shares no step with a pipeline: the same module, stream and search."""
+    """Check the module, the stream and the search without a pipeline."""
     import data
     import supernet
 

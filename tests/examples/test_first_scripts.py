@@ -1,4 +1,4 @@
-"""Scripts from Lightning's documentation, run with nothing but the strategy changed."""
+"""Run scripts from Lightning's documentation in which only the strategy is changed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 
 def run(rank: int, script: str, options: str, dropout: bool, folder: str) -> dict[str, Any]:
-    """What the script has made when its Trainer has `options` too; weights start from random numbers of the rank."""
+    """Return the results of the script with `options` added to its Trainer.
+
+    The weights start from random numbers that depend on the rank.
+    """
     quiet()
     os.chdir(folder)
     torch.manual_seed(rank)
@@ -53,7 +56,7 @@ def switch_dropout_off(patch: pytest.MonkeyPatch) -> None:
     ("script", "dropout"), [("autoencoder.py", False), ("transformer.py", False), ("transformer.py", True)]
 )
 def test_script(script: str, dropout: bool, tmp_path: Path) -> None:
-    """As on one process; with dropout as in a pipeline of one stage, where the masks are the same."""
+    """Compare with one process; with dropout, compare with a pipeline of one stage, which draws the same masks."""
     pipeline = 'strategy=PipelineStrategy("1f1b", microbatches=2)' if dropout else 'strategy="pipeline_1f1b"'
     alone = f"devices=1, {pipeline}" if dropout else "devices=1"
     (expected,) = run_ranks(run, 1, script, alone, dropout, str(tmp_path))

@@ -1,4 +1,4 @@
-"""Programs that tests of several layers run."""
+"""Programs for the tests of several layers."""
 
 from lightning_pipes.ir import STEP, B, F, Kind, Program, Span
 
@@ -6,7 +6,10 @@ ONE = Span(0, 1)
 
 
 def pipedream():
-    """Asynchronous 1F1B on two ranks, one micro-batch a batch: the first rank runs one batch ahead."""
+    """Return asynchronous 1F1B on two ranks with one micro-batch per batch.
+
+    The first rank is one batch ahead.
+    """
 
     def f(stage, batch):
         return F(stage, ONE, batch=batch)
@@ -22,7 +25,7 @@ def pipedream():
 
 
 def split(program):
-    """The same order with B as I, and all W before STEP."""
+    """Return the same order with I instead of B, and with all W before STEP."""
     rows = []
     for row in program.head:
         early = [i._replace(kind=Kind.I) if i.kind is Kind.B else i for i in row if i.kind is not Kind.STEP]

@@ -1,4 +1,4 @@
-"""What must precede what, sample by sample."""
+"""Check the dependencies of instructions sample by sample."""
 
 from itertools import product
 
@@ -14,7 +14,7 @@ def everything(plan):
 
 @for_each("seed", range(20))
 def test_needs_sample_by_sample(seed):
-    """An instruction needs exactly the instructions that made its samples, one hop before."""
+    """Check that an instruction needs exactly the instructions that directly produced its samples."""
     plan = random_plan(seed, split_backward=seed % 3 == 0)
     gradient = Kind.I if plan.split_backward else Kind.B
     for i in everything(plan):
@@ -37,7 +37,7 @@ def test_needs_sample_by_sample(seed):
 
 @for_each("seed", range(10))
 def test_tracker_against_needs(seed):
-    """Whatever order instructions are added in, one is ready exactly when all its needs have ended."""
+    """Check that an instruction is ready exactly when all its needs are done, in any order of additions."""
     import random
 
     plan = random_plan(seed)

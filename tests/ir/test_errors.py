@@ -1,4 +1,4 @@
-"""What is raised for what: plans are one thing, and what somebody gave is another."""
+"""Check the exception types: errors of plans differ from errors of the user's input."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ HOME = Path(lightning_pipes.__file__).parent
 def test_what_was_given(wrong):
     with pytest.raises(InputError) as error:
         wrong()
-    assert isinstance(error.value, PlanError)  # who catches all that is wrong before anything runs, catches it
+    assert isinstance(error.value, PlanError)  # callers that catch every error before a run catch this one
 
 
 def test_a_plan_is_a_plan():

@@ -55,7 +55,7 @@ def test_parts_have_equal_rows():
 
 @pytest.mark.parametrize("batches", [1, 2, 3, 4, 7])
 def test_endless_program_for_any_number_of_batches(batches):
-    """Also for fewer than its head begins."""
+    """Check numbers of batches that include fewer batches than the head starts."""
     plan = Plan((0, 1), (Cut.even(1, 1, 2),), versions=(2, 1))
     program = pipedream().unroll(batches)
     assert not program.is_endless
@@ -78,7 +78,7 @@ def test_a_finite_program_is_itself_however_many_batches():
 
 
 def test_hash_holds_in_another_process():
-    """Strings hash differently there: a hash that was computed here must not be sent along."""
+    """Check that the cached hash is not pickled, because strings have other hashes in another process."""
     program = pipedream()
     hash(program)
     code = (

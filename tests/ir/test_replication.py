@@ -1,4 +1,4 @@
-"""Samples of micro-batches, shared out among the ranks of a stage."""
+"""Check how the samples of a micro-batch are divided among the ranks of a stage."""
 
 from __future__ import annotations
 
@@ -53,4 +53,4 @@ def test_times_and_versions_are_those_of_stages_with_one_rank(name: str) -> None
     own, whole = verify(program, plan), verify(order, base)
     assert (own.versions, own.staleness) == (whole.versions, whole.staleness)
     times = [simulate(p.unroll(6), of, costs).makespan for p, of in ((program, plan), (order, base))]
-    assert times[0] == times[1]  # a computation takes as long for any number of samples here
+    assert times[0] == times[1]  # here, a computation takes the same time for any number of samples

@@ -1,4 +1,4 @@
-"""Each fault is made by hand, alone, in a program that is right otherwise."""
+"""Check every fault separately, in a program that is otherwise correct."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.sim import simulate
 from lightning_pipes.testing.generators import random_plan, tiny_plan
 
-proof = import_module("lightning_pipes.ir.verify")  # a function has its name
+proof = import_module("lightning_pipes.ir.verify")  # the package exports a function of the same name
 PLAN = tiny_plan(2, 2)
 RIGHT = ["F0.0 F0.1 B0.0 B0.1 STEP0", "F1.0 B1.0 F1.1 B1.1 STEP1"]
 ONE = Span(0, 1)
@@ -60,7 +60,7 @@ def test_the_right_program():
         ("F0.0 F0.1 F0.1 B0.0 B0.1 STEP0", ProgramError, r"rank 0: F0\[1:2\] comes more than once"),
         ("F0.0 F0.1 B0.0 B0.1 STEP0 STEP0", ProgramError, r"rank 0: STEP0 comes more than once"),
         ("F0.0 F0.1 B0.0 B0.1 F1.0 STEP0", ProgramError, r"rank 0: F1\[0:1\] does not belong there"),
-        ("F0.0 B0.0 F0.1 B0.1 STEP0", None, ""),  # fine for the first rank
+        ("F0.0 B0.0 F0.1 B0.1 STEP0", None, ""),  # correct for the first rank
         ("B0.0 F0.0 F0.1 B0.1 STEP0", DeadlockError, r"rank 0 waits at .*B0\[0:1\]"),
         ("F0.0 F0.1 B0.0 STEP0 B0.1", DeadlockError, r"rank 0 waits at STEP0 for B0\[1:2\]"),
         ("F0.1 F0.0 B0.0 B0.1 STEP0", None, ""),
@@ -76,7 +76,10 @@ def test_one_fault_on_the_first_rank(first, error, words):
 
 
 def test_a_cycle_between_ranks():
-    """Rank 0 wants the first gradient before it gives the second forward, rank 1 the second forward first."""
+    """Check two ranks that wait for each other.
+
+    Rank 0 needs the first gradient before it sends the second activation, and rank 1 needs the second activation first.
+    """
     with pytest.raises(DeadlockError, match=r"rank 0 waits at RB0\[0:1\].*rank 1 waits at RF1\[1:2\]"):
         verify(program("F0.0 B0.0 F0.1 B0.1 STEP0", "F1.0 F1.1 B1.0 B1.1 STEP1"), PLAN)
 
@@ -149,7 +152,7 @@ def batch(stage, number):
 
 
 def asynchronous(warmups, batches):
-    """PipeDream's order by hand: stage s starts `warmups[s]` batches before its first backward."""
+    """Return PipeDream's order, in which stage s starts `warmups[s]` batches before its first backward."""
     rows = []
     for stage, warmup in enumerate(warmups):
         f, b, step = zip(*(batch(stage, n) for n in range(batches)), strict=True)
@@ -162,7 +165,10 @@ def asynchronous(warmups, batches):
 
 @pytest.mark.parametrize("p", [1, 2, 4])
 def test_asynchronous_versions_and_staleness(p):
-    """Stage s of p keeps p - s versions, p - s - 1 updates late (Narayanan et al. 2019, section 3.3)."""
+    """Check that stage s of p keeps p - s versions and is p - s - 1 updates late (Narayanan et al.
+
+    2019, section 3.3).
+    """
     plan = Plan(tuple(range(p)), (Cut.even(1, 1, p),), batches=8, versions=tuple(range(p, 0, -1)))
     facts = verify(asynchronous(range(p, 0, -1), 8), plan)
     assert facts.versions == tuple(range(p, 0, -1))
@@ -177,7 +183,7 @@ def test_more_versions_than_the_plan_allows():
 
 
 def test_batches_of_subnets_do_not_wait_for_each_others_update():
-    """Where every batch trains layers of its own, neither versions nor steps order them."""
+    """Check batches that train different layers, so that neither versions nor steps order them."""
     plan = Plan((0, 1), (Cut.even(1, 1, 2),), batches=3, shared_weights=False)
     rows = []
     for stage in (0, 1):
@@ -201,7 +207,11 @@ def test_after_reaches_across_ranks():
 
 
 def test_unequal_spans_and_links():
-    """Stage 0 computes 4 x 1 forward, sends 2 x 2, stage 1 computes 1 x 4, and gradients come back as 4, 2, 2 x 2."""
+    """Check a cut in which computations and messages have different sizes.
+
+    Stage 0 computes the forward in 4 micro-batches of 1 sample and sends 2 messages of 2 samples. Stage 1 computes 1
+    micro-batch of 4 samples. The gradients return in 2 messages of 2 samples.
+    """
     cut = Cut(
         4,
         (even_spans(4, 4), even_spans(4, 1)),
@@ -251,7 +261,7 @@ def outcome(program, plan):
 
 
 def change(rows, rng, plan):
-    """One fault, or none, in a random place."""
+    """Return the program with one random change, which is not always a fault."""
     rows = [list(row) for row in rows]
     row = rng.choice(rows)
     at, other = rng.randrange(len(row)), rng.randrange(len(row))
@@ -280,7 +290,10 @@ def change(rows, rng, plan):
 
 @pytest.mark.parametrize("schedule", VARIANTS, ids=lambda schedule: schedule.name)
 def test_the_quick_way_proves_the_same(schedule, monkeypatch):
-    """As a look at every instruction, on right programs and on wrong ones; a quarter of these are right by chance."""
+    """Compare the fast proof with the check of every instruction, for correct and for changed programs.
+
+    About a quarter of the changed programs are still correct.
+    """
     rng, right = random.Random(0), 0
     for ranks, m, rows in ((1, 1, 1), (2, 4, 4), (3, 5, 7), (4, 8, 16)):
         where = schedule.place_stages(ranks)
@@ -309,7 +322,10 @@ def test_irregular_plans_are_looked_at_one_by_one(monkeypatch):
 
 
 def test_needs_are_asked_once_a_kind_and_stage(monkeypatch):
-    """Not for each of 16 x 200 micro-batches: ranks verify at every start, and for each new size of a batch."""
+    """Check that `needs` is not called for each of 16 x 200 micro-batches.
+
+    Ranks verify a program at every start and for each new size of a batch.
+    """
     asked = []
     needs = regular.needs
     monkeypatch.setattr(regular, "needs", lambda i, plan: asked.append(i) or needs(i, plan))

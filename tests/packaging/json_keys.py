@@ -1,4 +1,4 @@
-"""Where the values come from that benchmarks print as JSON: found in their text, without running them."""
+"""The origin of the values that benchmarks print as JSON, found in their source without running them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 DATED = re.compile(r"_of_\d{4}_\d{2}_\d{2}$")
-"""The end of a key whose value is that of an earlier run."""
+"""The end of a key whose value is from an earlier run."""
 SETTINGS = {"stages", "ranks", "seed", "rows", "subnets", "batches", "microbatches"}
-"""Keys that say what was run."""
+"""Keys that describe the run."""
 
 
 @dataclass
 class Module:
-    """The functions of a module, and what is assigned to names, entries and attributes, wherever that is."""
+    """A module's functions and the values that it assigns to names, entries and attributes at any place."""
 
     tree: ast.Module
     returned: dict[str, list[ast.expr]] = field(default_factory=dict)
@@ -25,7 +25,7 @@ class Module:
 
     @classmethod
     def of(cls, text: str) -> Module:
-        """Read one from its text."""
+        """Return the module with this source text."""
         made = cls(ast.parse(text))
         for node in ast.walk(made.tree):
             if isinstance(node, ast.FunctionDef):
@@ -66,7 +66,7 @@ def _printed(name: str, modules: dict[str, Module]) -> Iterator[str]:
 
 
 def _literals(name: str, value: ast.expr, modules: dict[str, Module], seen: set[int]) -> Iterator[str]:
-    """Yield the keys with literal values of a mapping."""
+    """Yield the keys of a mapping that have literal values."""
     if id(value) in seen:
         return
     seen.add(id(value))
@@ -102,7 +102,10 @@ def _is_allowed(key: ast.expr) -> bool:
 
 
 def _is_literal(name: str, value: ast.expr, modules: dict[str, Module]) -> bool:
-    """Whether a value is a number that is not 0, or made of such: also one that has a name, or is an entry."""
+    """Return whether a value is a number other than 0 or consists of such numbers.
+
+    Constants and entries of constant tables count as their values.
+    """
     if isinstance(value, ast.Constant):
         return isinstance(value.value, int | float) and value.value not in (0, True)
     if isinstance(value, ast.UnaryOp):

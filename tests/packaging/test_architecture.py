@@ -1,4 +1,4 @@
-"""What docs/architecture.md says is where it says."""
+"""Check that docs/architecture.md agrees with the source."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ NAMED = re.findall(r"`(\w+(?:\.\w+)+)` (?:and `(\w+(?:\.\w+)+)` )?in `([\w/]+\.p
 
 
 def the_one(place: str) -> list[Path]:
-    """The files that a place in the page means: its folder may leave out what it lies in."""
+    """Return the files that a path in the page refers to; the path may omit its parent folders."""
     return [path for path in HOME.rglob("*") if f"/{path.relative_to(ROOT)}".endswith(f"/{place.rstrip('/')}")]
 
 
@@ -43,7 +43,7 @@ def test_functions_are_there(one, other, place):
 
 
 def test_every_room_is_in_the_table():
-    """Folders below a layer, and strategies; private ones aside."""
+    """Check the folders below each layer except private ones, and the strategies."""
     table = PAGE.split("## Layers and rooms")[1].split("## Where is")[0]
     for layer in ("sim", "engine", "trainer", "arrays", "tune"):
         for room in (HOME / layer).iterdir():

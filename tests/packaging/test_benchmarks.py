@@ -1,4 +1,4 @@
-"""Benchmarks are no tests, and must not be broken by what is changed elsewhere."""
+"""Check that the imports and options of benchmarks work, because no test runs the benchmarks."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ QUICK = {path.name for path in FOLDER.glob("[a-z]*.py")} - {"netlab.py"}
 
 
 def missing(path: Path) -> list[str]:
-    """What a benchmark imports from here that is not there."""
+    """Return the names that a benchmark imports from this repository and that do not exist."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if not isinstance(node, ast.ImportFrom) or node.module is None or node.level:
             continue
         if node.module.partition(".")[0] not in PACKAGES:
-            continue  # from elsewhere
+            continue  # from another package
         place = FOLDER.parent.joinpath(*node.module.split("."))
         sources = [place / "__init__.py"] if place.is_dir() else [place.with_suffix(".py")]
         known = set().union(*map(defined, sources), (path.stem for path in place.glob("*")))
@@ -42,7 +42,7 @@ def missing(path: Path) -> list[str]:
 
 @cache
 def defined(source: Path) -> frozenset[str]:
-    """The names that a module has after its import, as far as its text says; no import, which takes seconds."""
+    """Return the names that a module defines, read from its source because an import takes seconds."""
     if not source.exists():
         return frozenset()
     names: set[str] = set()
@@ -63,7 +63,7 @@ def test_what_a_benchmark_imports_is_there(path):
 
 
 def start_all(rank: int) -> dict[str, tuple[Any, str]]:
-    """How each script ends that is asked for its options, and what it says, in one process."""
+    """Return the exit code and the output of each script with --help, all in one process."""
     ended: dict[str, tuple[Any, str]] = {}
     for path in SCRIPTS:
         sys.argv, out = [str(path), "--help"], io.StringIO()
@@ -84,7 +84,7 @@ def test_all_start() -> None:
 
 
 def test_keys_of_json_are_measured() -> None:
-    """A number of an earlier run has its date in the name: "slowdown_of_2026_11_23"."""
+    """Check that no printed value is a literal, except for dated ones such as "slowdown_of_2026_11_23"."""
     assert literal_keys(FOLDER) == {}
 
 

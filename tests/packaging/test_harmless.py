@@ -1,4 +1,4 @@
-"""Whatever is wrong with us, programs that never asked for us go on."""
+"""Check that programs which do not use the package run even if the package is broken."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ sys.meta_path.insert(0, Breaks())
 
 
 def output_of(code: str, broken: str, error: str = "AttributeError") -> str:
-    """What a program prints where importing one of our modules raises an error."""
+    """Return the errors that a program prints if importing one of our modules raises an error."""
     code = BREAK.replace("BROKEN", repr((broken,))).replace("ERROR", error) + code
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -48,7 +48,7 @@ def test_lightning_can_be_imported(first, error):
 
 @pytest.mark.slow
 def test_a_loader_that_can_t_be_changed():
-    """As of an environment that brings a way of its own to import modules."""
+    """Check an environment with its own import mechanism."""
     code = """
 import importlib.machinery as machinery
 machinery.SourceFileLoader.__getattribute__, get = None, object.__getattribute__

@@ -1,4 +1,4 @@
-"""What training by a built-in schedule need not import."""
+"""Check which packages training with a built-in schedule does not import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imports point down the table of docs/architecture.md, and what must stay light does."""
+"""Check that imports point down the table of docs/architecture.md, and that light modules stay light."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ STANDARD_LIBRARY_ONLY = {"ir"}
 CLOCK_READS = {"monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "time", "time_ns"}
 WAITS_IN_REAL_TIME = {
     "trainer/fork_launcher.py",
-    "arrays/array.py",  # for news of other ranks
+    "arrays/array.py",  # for messages from other ranks
     "arrays/siblings/sibling.py",
-    "engine/messages/bulk_transfer.py",  # for chunks, and for ends that close
-    "engine/messages/links.py",  # between two scans for connections
+    "engine/messages/bulk_transfer.py",  # for chunks, and for connections that close
+    "engine/messages/links.py",  # between two attempts to connect
     "engine/messages/local.py",
     "engine/watch",
     "ir/clock.py",
@@ -86,14 +86,14 @@ WAITS_IN_REAL_TIME = {
     "trainer/private_lightning.py",  # compares with times that Lightning has read
     "trainer/ranks/control.py",
     "tune/studies/leader_store.py",
-    "tune/studies/study.py",  # for the reason of a leader that has ended
+    "tune/studies/study.py",  # for the reason why a leader has ended
 }
-"""Files and rooms that wait for another process, a connection or a thread: in real time."""
+"""Files and folders that wait in real time for another process, a connection or a thread."""
 
 
 @cache
 def imports(path: Path) -> tuple[str, ...]:
-    """Every module that the file imports, also inside functions; relative imports are made absolute."""
+    """Return every module that the file imports, also inside functions, with absolute names."""
     found: list[str] = []
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
         if isinstance(node, ast.Import):
@@ -113,7 +113,7 @@ def files(part: str) -> list[Path]:
 
 
 def ours(module: str) -> str | None:
-    """The part of lightning_pipes that a module name belongs to."""
+    """Return the part of lightning_pipes that a module name belongs to, or None for other packages."""
     first, _, rest = module.partition(".")
     return rest.split(".")[0] or None if first == "lightning_pipes" else None
 
@@ -132,13 +132,16 @@ def complaints(part: str, allowed: set[str]) -> list[str]:
 @pytest.mark.parametrize("part", LAYERS)
 def test_imports_point_down(part: str) -> None:
     allowed = {*LAYERS[: LAYERS.index(part) + 1]}
-    if part == "tune":  # the user's doorway, reached through the package itself
-        allowed |= {"PipelineStrategy", "testing"}  # and processes that compete, to learn from
+    if part == "tune":  # the user's entry point, which imports the package itself
+        allowed |= {"PipelineStrategy", "testing"}  # and competing processes, from which predictors learn
     assert complaints(part, allowed) == []
 
 
 def room(module: str, layer: str) -> str | None:
-    """The room of a layer that a module is in; None for the layer itself, and for other modules."""
+    """Return the folder or file of a layer that contains a module.
+
+    The result is None for the layer itself and for modules outside the layer.
+    """
     parts = module.split(".")
     return parts[2] if parts[:2] == ["lightning_pipes", layer] and len(parts) > 2 else None
 
@@ -157,7 +160,7 @@ def test_rooms_import_from_rooms_below(layer: str) -> None:
 
 
 def dotted(path: Path) -> str:
-    """The module in a file."""
+    """Return the name of the module in a file."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 

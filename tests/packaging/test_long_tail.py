@@ -1,4 +1,4 @@
-"""Tests that are left to `make test-full` exist."""
+"""Check that the tests which only `make test-full` runs exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Hydra finds our plugins by the entry points of pyproject.toml, as from 1.4 on, and in the package hydra_plugins."""
+"""Check that Hydra finds our plugins.
+
+From version 1.4 on it uses the entry points of pyproject.toml, and before that the package hydra_plugins.
+"""
 
 from __future__ import annotations
 

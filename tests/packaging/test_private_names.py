@@ -1,8 +1,8 @@
-"""Private names of other packages are touched in few modules, and each is pinned by a test.
+"""Check that few modules use private names of other packages, and that a test covers each name.
 
-What is seen: imports of private names and from private modules; private attributes of anything, unless one of ours has
-a definition of that name; names in `getattr` and in `__dict__`. What is not: a name that happens to be one of ours,
-too, and an override of a private method, which has a test of its own here for the strategy.
+The check finds imports of private names and from private modules, private attributes of any object unless our code
+defines the name, and names in `getattr` and in `__dict__`. It does not find a private name that our code also defines,
+nor overrides of private methods. For the strategy, a separate test here checks the overrides.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ EVERYWHERE = {
     "_buffers": "as _parameters",
 }
 HIDDEN = {"_full", "_call", "_loop", "_name"}
-"""Of ours, put into `__dict__` by a literal, which no definition says."""
+"""Our names that a literal puts into `__dict__`, where no definition shows them."""
 
 
 def sources() -> list[Path]:
@@ -53,7 +53,7 @@ def is_private(name: object) -> bool:
 
 
 def defined(tree: ast.AST) -> Iterator[str]:
-    """Names that a module defines, also as attributes of its objects."""
+    """Yield the names that a module defines, also as attributes of its objects."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield node.name
@@ -62,19 +62,19 @@ def defined(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             if isinstance(node.value, ast.Name) and node.value.id in ("self", "made", "cls"):
                 yield node.attr
-        elif isinstance(node, ast.keyword) and node.arg:  # as in vars(thing).update(_name=...)
+        elif isinstance(node, ast.keyword) and node.arg:  # for example in vars(thing).update(_name=...)
             yield node.arg
 
 
 def is_dictionary(node: ast.expr) -> bool:
-    """Whether it is the dictionary of an object's attributes."""
+    """Return whether the expression is the dictionary of an object's attributes."""
     if isinstance(node, ast.Call):
         return isinstance(node.func, ast.Name) and node.func.id == "vars"
     return isinstance(node, ast.Attribute) and node.attr == "__dict__"
 
 
 def touched(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Private names that a module imports or asks others for, with the line."""
+    """Yield the line and the name of each private name that a module imports or reads from an object."""
     for node in ast.walk(tree):
         names: list[object] = []
         if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("lightning_pipes"):
@@ -91,7 +91,7 @@ def touched(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def foreign(trees: Mapping[str, ast.AST]) -> list[str]:
-    """Where a private name that nobody of us defines is touched outside of its home."""
+    """Return the places outside the permitted modules that use a private name which our code does not define."""
     modules = {path: tree for path, tree in trees.items() if path not in HOMES}
     own = {name for tree in modules.values() for name in defined(tree)} | HIDDEN | EVERYWHERE.keys()
     return [f"{path}:{n}: {name}" for path, tree in modules.items() for n, name in touched(tree) if name not in own]
@@ -127,7 +127,7 @@ def test_what_is_ours_is_not_meant() -> None:
 
 
 def test_what_the_strategy_overrides() -> None:
-    """Lightning calls these private methods of a strategy, or reads these attributes."""
+    """Check the private methods and attributes of Lightning's strategy that our strategy overrides."""
     of_lightning = {name for kind in ParallelStrategy.__mro__ for name in vars(kind)}
     ours = {name for name in vars(PipelineStrategy) if is_private(name) and name in of_lightning}
     assert ours - {"_abc_impl"} == {"_configure_launcher"}

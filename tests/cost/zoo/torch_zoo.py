@@ -1,4 +1,4 @@
-"""The models of the zoo in torch, written by hand: what formulas are compared with."""
+"""The models of the zoo written in torch, for comparison with the formulas."""
 
 from __future__ import annotations
 

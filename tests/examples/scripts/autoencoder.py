@@ -1,4 +1,4 @@
-"""The first example of Lightning's documentation, on noise in the shape of MNIST: nothing can be downloaded."""
+"""The first example of Lightning's documentation, on noise in the shape of MNIST because nothing can be downloaded."""
 
 import lightning as L
 import torch

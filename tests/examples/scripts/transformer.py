@@ -1,4 +1,4 @@
-"""Lightning's demo of a language model, on random words in the shape of WikiText2: nothing can be downloaded."""
+"""Lightning's demo of a language model, on random words in the shape of WikiText2 because nothing can be downloaded."""
 
 import lightning as L
 import torch

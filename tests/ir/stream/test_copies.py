@@ -1,4 +1,7 @@
-"""Layers that travel: any order that the waits allow finds in every copy what one batch after another would."""
+"""Check layers that move between ranks.
+
+In any valid order, every copy has the version that it would have if the batches ran one after another.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ NAMES = ["0", "1", "2.0", "2.1", "3", "4.0", "4.1", "5", "6.0", "6.1", "7"]
 
 
 def cut_at(*ends: int) -> tuple[Span, ...]:
-    """Of three stages."""
+    """Return the layers of three stages."""
     return Span(0, ends[0]), Span(ends[0], ends[1]), Span(ends[1], 8)
 
 
@@ -43,7 +46,7 @@ def drawn(rng: random.Random) -> LayerUse:
 
 
 def in_any_order(plan: Plan, rng: random.Random) -> list[Instruction]:
-    """All instructions, each as soon as chance takes it."""
+    """Return all instructions in a random order that respects their dependencies."""
     tracker, ready, order = DependencyTracker(plan), [], []
     for rank in range(plan.n_ranks):
         for batch in range(plan.batches):
@@ -56,7 +59,7 @@ def in_any_order(plan: Plan, rng: random.Random) -> list[Instruction]:
 
 
 def wanted_versions(uses: list[LayerUse]) -> tuple[dict[tuple[int, str], int], dict[str, int]]:
-    """Who has stepped a layer last before a batch that uses it, and who at the end."""
+    """Return the batch that last stepped each layer before a batch uses it, and at the end of the stream."""
     wanted: dict[tuple[int, str], int] = {}
     last: dict[str, int] = {}
     for batch, use in enumerate(uses):
@@ -114,7 +117,7 @@ def test_a_rank_alone_knows_what_all_know() -> None:
     for batch, use in enumerate(uses):
         for book in books:
             book.enter(batch, use)
-            if rng.random() < 0.7:  # ranks are at other places
+            if rng.random() < 0.7:  # the ranks progress differently
                 for stage in range(3):
                     book.mark_done(STEP(stage, batch=rng.randrange(batch + 1)))
         assert books[0].batch_transfers(batch) == books[1].batch_transfers(batch) == books[2].batch_transfers(batch)
@@ -146,7 +149,7 @@ def test_what_replaces_a_copy_waits_for_those_who_read_it() -> None:
     assert ledger.enter(3, LayerUse.from_names(["2.0"], LAYERS, steps=[], cut=here)).keys() == {
         F(1, span, batch=3) for span in PLAN.spans(Kind.F, 1)
     }
-    assert ledger.incoming_transfers(3, 1) == ledger.incoming_transfers(2, 1)  # the same parcel
+    assert ledger.incoming_transfers(3, 1) == ledger.incoming_transfers(2, 1)  # the same transfer
 
 
 def test_a_copy_that_nobody_needs_is_known() -> None:

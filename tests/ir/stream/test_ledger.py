@@ -1,4 +1,7 @@
-"""Batches that use different layers: any order that the waits allow reads and writes what one after another would."""
+"""Check batches that use different layers.
+
+In any valid order, they read and write the versions that they would if the batches ran one after another.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ PARTS = ["0", "1", "2.0", "2.1", "3", "4.0.a", "4.0", "4", "5", "6", "7"]
 
 @dataclass(frozen=True)
 class Four(Policy):
-    """Four batches under way at once."""
+    """A policy with four batches in flight."""
 
     depth: int = 4
     name: ClassVar[str] = "four"
@@ -57,13 +60,13 @@ def drawn(rng: random.Random) -> LayerUse:
 
 
 def leaves(names: frozenset[str]) -> Iterator[str]:
-    """The parts that a name stands for which have none of their own."""
+    """Yield the smallest parts of the named layers."""
     for name in names:
         yield from {"2": ["2.0", "2.1"], "4": ["4.0.a", "4.1"], "4.0": ["4.0.a"]}.get(name, [name])
 
 
 def in_any_order(plan: Plan, rng: random.Random) -> list[Instruction]:
-    """All instructions, each as soon as chance takes it."""
+    """Return all instructions in a random order that respects their dependencies."""
     tracker = DependencyTracker(plan)
     ready = []
     for rank in range(plan.n_ranks):
@@ -83,7 +86,7 @@ def test_any_order_reads_what_one_after_another_would(seed: int) -> None:
     rng = random.Random(seed)
     uses = [drawn(rng) for _ in range(9)]
     order = in_any_order(unroll_stream(PLAN, uses, depth=9), rng)
-    wanted: dict[tuple[int, str], int] = {}  # (batch, part): who stepped it last before
+    wanted: dict[tuple[int, str], int] = {}  # (batch, part): the batch that stepped it last
     last: dict[str, int] = {}
     for batch, use in enumerate(uses):
         for stage in range(3):
@@ -92,7 +95,7 @@ def test_any_order_reads_what_one_after_another_would(seed: int) -> None:
             last |= dict.fromkeys(leaves(use.stepped_layers(stage)), batch)
     now: dict[str, int] = {}
     for i in order:
-        if i.kind in (Kind.F, Kind.B):  # what a forward reads stays as it is until its last backward
+        if i.kind in (Kind.F, Kind.B):  # the layers that a forward reads do not change until its last backward
             for part in leaves(uses[i.batch].layers[i.stage]):
                 assert now.get(part, -1) == wanted[i.batch, part], (str(i), part)
         elif i.kind is Kind.STEP:
@@ -103,7 +106,7 @@ def test_any_order_reads_what_one_after_another_would(seed: int) -> None:
 def test_what_is_not_shared_does_not_wait() -> None:
     ledger = Ledger(PLAN, [0])
     assert ledger.enter(0, LayerUse.from_names(["0", "3"], LAYERS)) == {}
-    assert ledger.enter(1, LayerUse.from_names(["1", "3"], LAYERS)) == {}  # stage 1 is another rank's
+    assert ledger.enter(1, LayerUse.from_names(["1", "3"], LAYERS)) == {}  # stage 1 is on another rank
     waits = ledger.enter(2, LayerUse.from_names(["0", "1"], LAYERS))
     assert waits == {F(0, span, batch=2): (STEP(0, batch=0), STEP(0, batch=1)) for span in PLAN.spans(Kind.F, 0)}
 
@@ -133,7 +136,7 @@ def test_versions_say_how_often_and_by_whom() -> None:
     assert list(ledger.uses) == [0, 1]
     ledger.remove_batch(0)
     assert list(ledger.uses) == [1]
-    assert ledger.enter(2, LayerUse.from_names(["0", "1"], LAYERS)) == {}  # all that it waits for is over
+    assert ledger.enter(2, LayerUse.from_names(["0", "1"], LAYERS)) == {}  # every dependency is done
 
 
 def test_says_in_which_order_a_stage_will_probably_turn_to_batches() -> None:
@@ -205,7 +208,7 @@ def test_ready_key_takes_backwards_first_and_the_lowest_batch() -> None:
     assert sorted(ready, key=ready_key) == [ready[2], ready[3], ready[0], ready[1]]
 
 
-# Layers that are read late ----------------------------------------------------------------------------------------
+# Layers with delayed reads ----------------------------------------------------------------------------------------
 
 
 def late(rng: random.Random, delays: dict[str, Delayed]) -> LayerUse:
@@ -215,7 +218,7 @@ def late(rng: random.Random, delays: dict[str, Delayed]) -> LayerUse:
 
 @for_each("seed", range(30))
 def test_any_order_reads_late_layers_as_they_were(seed: int) -> None:
-    """By hand: each STEP puts a version aside, and the one that a batch asked for is there when its forwards run."""
+    """Check by hand that each STEP stores a version, and that a batch's forwards find the version they request."""
     rng = random.Random(seed)
     delays = {name: Delayed(rng.randrange(1, 5)) for name in ("0", "2.1", "5")}
     uses = [late(rng, delays) for _ in range(9)]
