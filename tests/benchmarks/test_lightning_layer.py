@@ -1,4 +1,4 @@
-"""A measurement that something disturbed is called not valid, and has no number."""
+"""Check that a disturbed measurement is marked as invalid and has no number."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from benchmarks.lightning_layer import Pace, Took, explain_invalid, is_disturbed
 
 
 def test_a_layer_that_exceeds_its_pace_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its first forwards take 1 to 10 seconds of a virtual clock, so the pace is 10; one takes 13 later."""
+    """Check the lateness of a layer on a virtual clock.
+
+    The first forwards take 1 to 10 seconds, so the pace is 10. A later forward takes 13.
+    """
     clock = SimpleNamespace(now=0.0)
 
     def perf_counter() -> float:

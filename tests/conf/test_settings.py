@@ -1,4 +1,4 @@
-"""conf/ holds what the code takes, and refuses everything else with a sentence that helps."""
+"""Check that conf/ contains the settings of the code, and that wrong settings are refused with a helpful message."""
 
 from __future__ import annotations
 
@@ -174,14 +174,17 @@ class TestPlainErrors:
     def test_a_child_process_does_not_take_our_switch_for_the_users(self) -> None:
         child = "from lightning_pipes.ir import PlanError; from lightning_pipes.tune.messages import plain_errors\n"
         child += "with plain_errors(): raise PlanError('too many stages')"
-        with plain_errors():  # the child inherits what this sets
+        with plain_errors():  # the child inherits the environment variable that this sets
             found = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True)
         assert "too many stages" in found.stderr
         assert "Traceback" not in found.stderr
 
 
 def test_another_app_gets_the_schemas_and_nothing_else(tmp_path: Path) -> None:
-    """Hydra loads our plugin in every app of the environment; its own groups stay its own."""
+    """Check an app that does not use the package.
+
+    Hydra loads our plugin in every app of the environment, but it must not change the app's own groups.
+    """
     (tmp_path / "schedule").mkdir()
     (tmp_path / "schedule" / "kfkb.yaml").write_text("k: this app means something else\n")
     (tmp_path / "app.yaml").write_text(

@@ -1,4 +1,4 @@
-"""Clusters from settings, by hand."""
+"""Check clusters that are made from settings, by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas of a pipeline: who sits where, and what averaging gradients takes."""
+"""Check replicas of a pipeline: the devices of each rank, and the time to average gradients."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def test_replicas_that_differ_are_as_bad_as_the_worst_at_each_place():
     assert (place.pipeline.link_between(0, 1), place.pipeline.link_between(1, 2)) == (
         BETWEEN,
         INSIDE,
-    )  # 3 -> 4 leaves the host
+        # The connection from device 3 to device 4 leaves the host.
+    )
     assert place.rings == (INSIDE, BETWEEN, BETWEEN)
     odd = replace(cluster, links={(4, 5): Link(1e9, 1e-3)})
     assert Deployment.from_cluster(odd, ranks=3, replicas=2).pipeline.link_between(1, 2) == Link(1e9, 1e-3)
@@ -53,7 +54,7 @@ def test_one_pipeline_averages_nothing():
 def test_a_ring_by_hand():
     place = Deployment.from_cluster(EIGHT, ranks=2, replicas=4)
     size = 2.0 * BUCKET_BYTES
-    whole = 2 * 3 * (size / 4 / 10e9 + 2 * 1e-5)  # each of four sends half as much again, in two buckets
+    whole = 2 * 3 * (size / 4 / 10e9 + 2 * 1e-5)  # each of four ranks sends 1.5 times the size, in two buckets
     assert float(place.all_reduce_seconds(0, np.array(size))) == pytest.approx(whole)
     assert float(place.exposed_seconds(0, np.array(size), np.array(0.0))) == pytest.approx(whole)
     backward = whole / 10
@@ -65,7 +66,10 @@ def test_a_ring_by_hand():
 
 
 def by_bucket(buckets: int, whole: float, backward: float) -> float:
-    """When the last bucket has arrived, one after the other as backward completes them."""
+    """Return the seconds from the end of the backward to the arrival of the last bucket.
+
+    Buckets are sent one after another as the backward completes them.
+    """
     free = 0.0
     for n in range(buckets):
         free = max(free, backward * (n + 1) / buckets) + whole / buckets
@@ -84,7 +88,11 @@ def test_buckets_leave_while_backward_goes_on(buckets, backward):
 
 
 def test_a_step_waits_for_what_the_drain_does_not_hide():
-    """Two stages, one bucket each: the second is done first, and its gradients travel while the first computes."""
+    """Check that a step only waits for the gradients that are not averaged while the pipeline drains.
+
+    There are two stages with one bucket each. The second stage finishes first, and its gradients are sent while the
+    first stage computes.
+    """
     layer = LayerProfile("layer", ((1, 1e-3),), ((1, 2e-3),), gradient_bytes=BUCKET_BYTES)
     profile = ModelProfile((layer, layer))
     plan = Plan.even(2, 4, layers=[Span(0, 1), Span(1, 2)])

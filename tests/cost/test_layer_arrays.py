@@ -1,4 +1,4 @@
-"""Stages priced from arrays, and layer by layer."""
+"""Compare the costs of stages from arrays with sums over single layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_pipes.ir import Kind, Span
 def random_layer(rng: np.random.Generator, name: str) -> LayerProfile:
     def table(numbers: int) -> tuple[tuple[int, float], ...]:
         rows = sorted(rng.choice(np.arange(1, 33), size=numbers, replace=False).tolist())
-        return tuple((r, 1 + 0.1 * r + float(rng.uniform(0, 0.02))) for r in rows)  # nowhere negative
+        return tuple((r, 1 + 0.1 * r + float(rng.uniform(0, 0.02))) for r in rows)  # never negative
 
     sizes = rng.integers(0, 10**12, 3).tolist()
     kinds = {
@@ -37,7 +37,8 @@ def test_stages_are_the_sums_of_their_layers(seed):
     rng = np.random.default_rng(seed)
     *layers, before, after = (random_layer(rng, str(n)) for n in range(9))
     profile = ModelProfile(tuple(layers), before, after)
-    cuts = [Span(0, 2), Span(2, 2), Span(2, 7), Span(7, 7)]  # the second stage is empty, the last but for the loss
+    # the second stage is empty, and the last one has only the loss
+    cuts = [Span(0, 2), Span(2, 2), Span(2, 7), Span(7, 7)]
     speeds = (1.0, 2.0, 0.5, 3.0)
     costs = profile.stage_costs(cuts, speeds)
     parts = [(before, *layers[0:2]), (), layers[2:7], (after,)]

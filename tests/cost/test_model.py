@@ -183,7 +183,10 @@ def events(*times, kind=Kind.F, rows=1, rank=0):
 
 
 def test_measured_transfers_show_what_a_bucket_did():
-    """Everything fits into the bucket, so nothing takes time; the measured model does not save up for it once more."""
+    """Check that measured costs do not apply the token bucket a second time.
+
+    Both messages fit into the bucket, so the measured transfers take no time.
+    """
     plan = tiny_plan(2, 1)
     true = CostModel.uniform(2, 1e-9, 1e-9, message_bytes=10, link=Link(1e9, burst=20))
     timeline = simulate(OneFOneB().program(plan), plan, true)
@@ -228,7 +231,7 @@ def test_nothing_measured():
 
 
 def test_overhead_is_measured() -> None:
-    """From the moment when a computation could start until it does, whatever it waited for."""
+    """Check that the overhead is the time from the moment when a computation could start until it starts."""
     plan = Plan.even(3, 6)
     link = Link(bandwidth=1e9, latency=2e-6)
     costs = CostModel.uniform(3, 1e-3, 2e-3, overhead=1e-4, message_bytes=1000, link=link)

@@ -1,4 +1,4 @@
-"""Units, each by hand."""
+"""Check each unit by hand."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def test_seconds(text, seconds):
         (parse_bytes, "inf", "a size has to be finite"),
         (parse_bytes, math.nan, "is not a size"),
         (parse_rate, "12.5GB", "is not a rate; write it as 12.5GB/s"),
-        (parse_rate, "10Gb/s", "is not a rate"),  # bits or bytes? nobody knows
+        # It is unclear whether this means bits or bytes.
+        (parse_rate, "10Gb/s", "is not a rate"),
         (parse_rate, "0GB/s", "a rate has to be positive"),
         (parse_seconds, "10 minutes", "is not a time"),
         (parse_seconds, "inf", "a time has to be finite"),

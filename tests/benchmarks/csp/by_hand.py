@@ -1,5 +1,7 @@
-"""A stream of subnets once more, written as plainly as can be: every instant at which something ends, everything is
-asked again from the start."""
+"""A simple simulation of a stream of subnets.
+
+At every instant at which a task ends, all conditions are evaluated again from the start.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,14 @@ from benchmarks.papers.csp.emulation.stream import Rules
 
 
 def by_hand(placed: Placed, rules: Rules) -> dict[tuple[str, int, int, int], tuple[int, int]]:
-    """Start and end of each task: "F", "B" (input gradients where rules split) or "W", subnet, stage, micro-batch."""
+    """Return the start and the end of each task.
+
+    A task is "F", "B" (input gradients if backwards are split) or "W", with its subnet, stage and micro-batch.
+    """
     n, stages, m = len(placed.subnets), placed.stages, rules.microbatches
     ran: dict[tuple[str, int, int, int], tuple[int, int]] = {}
-    arrived: dict[tuple[str, int, int, int], int] = {}  # when what a task needs from its neighbour is there
+    # the time at which the input of a task from another stage arrives
+    arrived: dict[tuple[str, int, int, int], int] = {}
     link = {(kind, s): 0 for kind in "FB" for s in range(stages)}
     free = [0] * stages
     last = "W" if rules.split else "B"
@@ -61,7 +67,7 @@ def by_hand(placed: Placed, rules: Rules) -> dict[tuple[str, int, int, int], tup
         return arrived.get(("B", y, s, k), now + 1) <= now
 
     def awaited(y: int, s: int, now: int) -> bool:
-        """Whether a later subnet that has entered waits for its layers there, and only weight gradients are left."""
+        """Return whether a later subnet waits for the layers and only weight gradients are left."""
         later = [x for x in range(y + 1, n) if rules.checks and may_enter(x, s, now)]
         own = [b for b in range(placed.subnets.blocks) if placed.stage_of[y, b] == s]
         return over("B", y, s, now) and any(
@@ -94,7 +100,7 @@ def by_hand(placed: Placed, rules: Rules) -> dict[tuple[str, int, int, int], tup
                 free[s] = now + int(took[kind][y, s]) + rules.overhead
                 ran[kind, y, s, k] = (now, free[s])
                 instants.add(free[s])
-                if kind == last:  # layers of it may go on to other stages
+                if kind == last:  # its layers may move to other stages
                     instants |= {free[s] + rules.moving * int(x) for x in placed.subnets.swap[y]}
         later = [t for t in instants if t > now]
         if not later:

@@ -1,4 +1,4 @@
-"""No order goes below the bounds, and some cases reach them."""
+"""Check that no order is faster than the bounds, and that some cases reach them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_no_subnet_steps_sooner(seed: int, cut) -> None:  # type: ignore[no-unty
 
 
 def longest(placed: Placed, rules: Rules) -> list[list[int]]:
-    """The same for one micro-batch: the longest chain of computations that wait for each other."""
+    """Return the same bound for one micro-batch, as the longest chain of dependent computations."""
     forward, backward = placed.forward + rules.overhead, placed.backward + rules.overhead
     last = placed.stages - 1
 

@@ -1,4 +1,4 @@
-"""The choice of micro-batches."""
+"""Check the choice of the number of micro-batches."""
 
 from __future__ import annotations
 

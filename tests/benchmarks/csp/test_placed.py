@@ -1,4 +1,4 @@
-"""Cuts of subnets, against all cuts there are."""
+"""Compare the cuts of subnets with all possible cuts."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ def subnets(n: int, blocks: int, seed: int, most: int) -> Subnets:
 
 @pytest.mark.parametrize(("blocks", "stages"), [(6, 1), (6, 2), (7, 3), (6, 6), (8, 4)])
 def test_the_slowest_stage_is_as_fast_as_of_any_cut(blocks: int, stages: int) -> None:
-    drawn = subnets(40, blocks, seed=blocks + stages, most=6)  # small times: many cuts are equally good
+    drawn = subnets(40, blocks, seed=blocks + stages, most=6)  # with small times, many cuts are equally good
     placed = balanced(drawn, stages)
     for times, cuts in zip(drawn.forward + drawn.backward, placed.cuts, strict=True):
         every = [(0, *inner, blocks) for inner in combinations(range(1, blocks), stages - 1)]
         slowest = {c: max(times[a:b].sum() for a, b in pairwise(c)) for c in every}
         got = tuple(map(int, cuts))
         assert slowest[got] == min(slowest.values())
-        end = blocks  # every cut, from the last, is the leftmost of those that are best for the blocks before it
+        # Starting from the last cut, every cut is the leftmost of the best cuts for the blocks before it.
+        end = blocks
         for stage in range(stages, 1, -1):
             heads = {(*c[:stage], end) for c in every if all(x < end for x in c[:stage])}
             worst = {c: max(times[a:b].sum() for a, b in pairwise(c)) for c in heads}

@@ -1,4 +1,4 @@
-"""Predictions, by hand."""
+"""Check predictions by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_pipes.sim.predictor import (
 
 
 def queue(**waits: set[int]) -> list[WaitingSubnet]:
-    """q0={1} waits for 1, and so on."""
+    """Return a queue; for example, q0={1} means that subnet 0 waits for subnet 1."""
     return [WaitingSubnet(int(name[1:]), frozenset(each)) for name, each in waits.items()]
 
 
@@ -76,10 +76,11 @@ class TestOneStep:
         assert predictor.before(backward(1), queue(q2={1}, q3=set()), told) == TaskPrediction(
             (2,), (PendingBackward(0, 2),)
         )
-        assert predictor.before(forward(3), queue(q2={1}, q3=set())) == TaskPrediction()  # not yet, and not forgotten
+        # too early, but it is not forgotten
+        assert predictor.before(forward(3), queue(q2={1}, q3=set())) == TaskPrediction()
         assert predictor.before(forward(2), queue(q2=set(), q4=set())) == TaskPrediction((0, 4))
         assert predictor.before(forward(4), queue(q4=set(), q5=set())) == TaskPrediction((5,))
-        assert predictor.before(forward(2, 1), queue(q5=set())) == TaskPrediction((5,))  # once
+        assert predictor.before(forward(2, 1), queue(q5=set())) == TaskPrediction((5,))  # only once
 
     def test_what_has_come_is_not_fetched_again(self) -> None:
         predictor = StepAheadPredictor(last=False)

@@ -1,4 +1,4 @@
-"""What is loaded and dropped."""
+"""Check which layers are loaded and dropped."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def test_drops_what_is_wanted_last_and_of_that_what_was_used_longest_ago() -> No
 
 def test_a_prediction_drops_nothing_that_is_needed_sooner() -> None:
     residents = filled(3, 0, 3, 6)
-    assert residents.next_load(needs(0), [needs(3), needs(1)], there) is None  # 6 alone is too little
+    # dropping only 6 does not free enough memory
+    assert residents.next_load(needs(0), [needs(3), needs(1)], there) is None
     assert residents.next_load(needs(0), [needs(1)], there) == Load(1, -1, (3, 6))
     assert residents.next_load(needs(0), [needs(1), needs(3)], there) == Load(1, -1, (6, 3))
 

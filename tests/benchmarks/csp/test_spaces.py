@@ -1,4 +1,4 @@
-"""The paper's spaces."""
+"""Check the search spaces of the paper."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_pipes.ir import InputError
 
 
 def test_shapes_of_the_paper() -> None:
-    """Table 1."""
+    """Check the shapes of table 1."""
     nlp, cv = [96, 72, 48, 24], [48, 24, 12]
     assert [space_of(f"NLP.c{n}").choices for n in range(4)] == nlp
     assert [space_of(f"CV.c{n}").choices for n in (1, 2, 3)] == cv

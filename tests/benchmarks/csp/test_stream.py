@@ -1,4 +1,4 @@
-"""The compiled loop, against lightning_pipes.sim where it can say the same, and against a plain loop elsewhere."""
+"""Compare the compiled loop with lightning_pipes.sim where it supports the rules, and otherwise with a simple loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.free_costs import FreeCosts
 
 
 def subnets(n: int, blocks: int, choices: int, seed: int) -> Subnets:
-    """With small random times, so that much happens at once."""
+    """Return subnets with small random times, so that many events happen at the same instant."""
     rng = np.random.default_rng(seed)
     forward, backward, swap = (rng.integers(1, 5, (n, blocks)) for _ in range(3))
     return Subnets(rng.integers(0, choices, (n, blocks)), forward * 4, backward * 4, swap)
@@ -42,7 +42,7 @@ def uses_of(placed: Placed) -> list[LayerUse]:
 
 @dataclass(frozen=True)
 class BySubnet(FreeCosts):
-    """Costs that differ from batch to batch."""
+    """Costs that differ between batches."""
 
     placed: Placed
     rules: Rules
@@ -123,7 +123,7 @@ def test_the_compiled_loop_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_steady_state_leaves_out_filling_and_draining() -> None:
-    """Subnets that share nothing: no bubble but at both ends."""
+    """Check subnets without common layers, whose only bubbles are at both ends of the stream."""
     n, stages = 60, 4
     choices = np.tile(np.arange(n)[:, None], (1, 4))
     times = np.full((n, 4), 1000)

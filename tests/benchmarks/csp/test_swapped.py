@@ -1,4 +1,4 @@
-"""Streams whose layers take turns."""
+"""Check streams whose layers are swapped in and out of the device."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_prefetching_is_never_worse_and_the_exact_order_nearly_always_hits(seed:
 
 
 class Wrong:
-    """Predicts what comes last."""
+    """A predictor that only predicts subnets at the end of the stream."""
 
     def __init__(self, placed: Placed) -> None:
         self._last = len(placed.subnets) - 1
@@ -100,7 +100,7 @@ def test_a_wrong_prediction_costs_little(seed: int) -> None:
 
 
 def test_hits_are_those_of_layers_that_are_there() -> None:
-    """One subnet, one stage, F B F B: every layer is missed once, and then hit."""
+    """Check one subnet on one stage with the order F B F B: every access to a layer after the first is a hit."""
     placed = balanced(space_of("NLP.c3").draw(1, 0), 1)
     found = swapped(placed, Rules(2, overhead=0), 3, nothing())
     assert found.tasks == (3 * 48, 4 * 48)

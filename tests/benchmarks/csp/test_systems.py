@@ -1,4 +1,4 @@
-"""The systems that CSP is compared with."""
+"""Check the systems that CSP is compared with."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STAGES = 4
 
 
 def same(n: int) -> Subnets:
-    """Subnets that take equally long on all stages."""
+    """Return subnets that take the same time on all stages."""
     rng = np.random.default_rng(0)
     times = np.full((n, 8), 1_200)
     return Subnets(rng.integers(0, 20, (n, 8)), times, 2 * times, times)
@@ -65,7 +65,7 @@ def test_versions_never_let_a_stale_layer_be_read_and_the_printed_rule_does(seed
     placed, rules = balanced(subnets, STAGES), Rules(2)
     assert stale_reads(run(placed, rules)) == 0
     assert stale_reads(run(placed, rules, by_finished_list(placed, rules.depth))) > 0
-    fixed_there = SYSTEMS["without mirroring"].cut(subnets, STAGES)  # sound where a layer stays on its stage
+    fixed_there = SYSTEMS["without mirroring"].cut(subnets, STAGES)  # correct if layers never change their stage
     assert stale_reads(run(fixed_there, rules, by_finished_list(fixed_there, rules.depth))) == 0
     assert stale_reads(SYSTEMS["ASP"].run(subnets, STAGES, rules)) > 0
     assert stale_reads(SYSTEMS["BSP"].run(subnets, STAGES, rules)) > 0

@@ -1,4 +1,4 @@
-"""Formulas, against subnets that are drawn."""
+"""Compare formulas with random subnets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What benchmarks/papers/jap/figures.py simulates, against sums and bounds that are worked out otherwise."""
+"""Compare the simulations of benchmarks/papers/jap/figures.py with independent sums and bounds."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def random_problem(jobs, stages, seed=0):
 
 
 def most_at_once(ran, stages, jobs):
-    """Activations that each stage has at most, counted from what was recorded."""
+    """Return the largest number of activations on each stage, counted from the recorded events."""
     most = []
     for s in range(stages):
         changes = []
@@ -147,7 +147,11 @@ def test_more_memory_is_never_worse(bench, epoch, model):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("swapped", [False, True])
 def test_as_many_jobs_as_fit(bench, recompute, swapped):
-    """GPT-2, 32 rows: bytes of every stage from the profile, for one job more than fit and for those that do."""
+    """Check the number of jobs that fit, for GPT-2 and 32 rows.
+
+    The bytes of every stage come from the profile. They must fit for this number of jobs, and must not fit for one
+    more.
+    """
     hardware = bench.schemes.Hardware(memory=60 * GIB)
     one = bench.schemes.of_model("GPT-2-1.5B", hardware)
     fit = one.array_size(bench.schemes.Mode(recompute), swapped=swapped)
@@ -173,7 +177,7 @@ def test_siblings_stand_where_a_schedule_has_micro_batches(bench):
         "F1", "F1.0"
     ).replace("B1", "B1.0")
     costs = CostModel.uniform(2, 1e-9, 2e-9)
-    assert simulate(program, plan, costs).makespan == (3 + 2 - 1) * 3  # as three micro-batches
+    assert simulate(program, plan, costs).makespan == (3 + 2 - 1) * 3  # the same as three micro-batches
     waves, turned = bench.schemes.arrayed(Hanayo(waves=1), sizes, 2)
     assert turned.ranks == (0, 1, 1, 0)
     assert [sum(i.kind is Kind.F for i in row) for row in waves.head] == [6, 6]
@@ -187,9 +191,11 @@ def test_switches_that_nothing_hides_are_counted_where_the_job_changes(epoch):
     batches = sum(SMALL["iterations"] * 8 // rows for rows in one.sizes)
     last = (
         8 * one.footprints(one._recomputing)[-1].state / 64e9
-    )  # its backwards follow their forwards in any good order
+        # In any good order, the backwards of the last stage follow their forwards.
+    )
     assert batches * transfer <= without.switching / 1e9 <= batches * (2 * transfer - 0.9 * last)
-    alone = one.in_rounds(1, switch=[1e-3 * (s + 1) for s in range(8)])  # a backward follows its forward everywhere
+    # On one job, a backward follows its forward on every stage.
+    alone = one.in_rounds(1, switch=[1e-3 * (s + 1) for s in range(8)])
     assert alone.switching / 1e9 == pytest.approx(batches * 0.036)
 
 
@@ -214,8 +220,11 @@ def test_replayed_with_room_for_all_is_what_the_stream_says(bench):
 
 
 def test_replayed_by_hand(bench):
-    """One stage, room for one of two jobs: every block but the first job's own backward waits 10 ns for its state, and
-    10 more where one that was written leaves first."""
+    """Check one stage with room for the state of one of two jobs.
+
+    Every block waits 10 ns for its state, except the first job's backward, which follows its forward. It waits 10 ns
+    more if a modified state must be written back first.
+    """
     costs = CostModel.uniform(1, 1e-9, 2e-9)
     plan = Plan((0,), (Cut.even(1, 1, 1),) * 2)
     span = Span(0, 1)
@@ -223,7 +232,7 @@ def test_replayed_by_hand(bench):
     one = bench.replay.replayed(rows, plan, costs, [10], [10], [[0]], 1e9)
     assert one == (10 + 3 + 20 + 3, 30)
     two = bench.replay.replayed(rows, plan, costs, [10], [20], [[0]], 1e9)
-    assert two == (10 + 3 + 7 + 3, 17)  # the second is loaded while the first runs
+    assert two == (10 + 3 + 7 + 3, 17)  # the second state is loaded while the first job runs
 
 
 # Figures --------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""How many jobs fit, counted by putting them there one by one; and E2 by hand."""
+"""Compare the number of jobs that fit with a count that adds them one by one, and check E2 by hand."""
 
 import random
 
@@ -34,7 +34,11 @@ def test_a_slot_alone_switches_nothing():
 
 
 def test_states_move_while_the_shortest_block_runs():
-    """Two stages on one host: 3 GB at 1 GB/s, while a forward of 4 s less 1 s of message runs."""
+    """Check the transfer of states during the shortest block.
+
+    On two stages on one host, 3 GB are transferred at 1 GB/s while a forward runs, which takes 4 s, of which 1 s is for
+    the message.
+    """
     seconds = {(Kind.F, s): ((1, 4.0), (2, 8.0)) for s in range(2)} | {(Kind.B, s): ((1, 9.0),) for s in range(2)}
     costs = CostModel(seconds | {(Kind.SF, 0): ((1, 1.0),), (Kind.SB, 1): ((1, 1.0),)})
     plan = Plan((0, 1), (Cut.even(1, 1, 2), Cut.even(2, 1, 2)))

@@ -1,4 +1,4 @@
-"""Orders of rounds that are those of a schedule for one job, by hand."""
+"""Check the orders of rounds that correspond to a schedule for one job, by hand."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ def test_jobs_are_micro_batches_of_the_schedule():
 
 
 def lend(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor], tuple[int, int, int]]:
-    """The weights of a rank after three batches by 1F1B, with and without lending, and what was held, kept, lent."""
+    """Train three batches with 1F1B, with and without lending.
+
+    Returns the weights of a rank with lending, its weights without lending, and the numbers of held, kept and lent
+    activations.
+    """
     quiet()
     dist.init_process_group("gloo")
 
@@ -56,8 +60,11 @@ def lend(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor], tuple[int, 
 
 
 def test_activations_that_are_lent_come_back():
-    """Of four stages by 1F1B the first would hold four micro-batches: it lends to the last, and none holds more than
-    three with those that it keeps. The first rank has the last stage."""
+    """Check that lending activations does not change the weights and limits the held activations.
+
+    With 1F1B on four stages, the first stage would hold four micro-batches. It lends some to the last stage, so that no
+    stage holds more than three, including the activations that it keeps for others. The first rank has the last stage.
+    """
     results = run_ranks(lend, 4, timeout=90)
     for lent, alone, _ in results:
         for a, b in zip(lent, alone, strict=True):

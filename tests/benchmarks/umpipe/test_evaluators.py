@@ -1,4 +1,4 @@
-"""The paper's array evaluators come to the integers of the loops, on numpy and on torch."""
+"""Check that the paper's array evaluators, in numpy and in torch, give the same integers as the loops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Expected generations beside draws at random, and hits beside what a population has."""
+"""Compare expected generations with random draws, and hits with the contents of a population."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from lightning_pipes.strategies.umpipe.search import SchemeEvolution, evolve_sch
 
 
 def test_expected_generations_are_those_of_draws_at_random():
-    """With one chromosome the mean; with two it is at least that of whichever is found last."""
+    """Compare the mean over random draws with the expected number of generations.
+
+    With one chromosome they agree. With two, the expected number is at least the mean of the one that is found last.
+    """
     rng, options, stages, population = np.random.default_rng(0), 2, 2, 4
     genes = 2 * stages - 1
     waits = []

@@ -1,4 +1,4 @@
-"""The array evaluator beside the event loop."""
+"""Compare the array evaluator with the event loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measured layers as networks: a stage of known times, and tables by hand."""
+"""Check measured layers as networks, with a stage of known times and with tables by hand."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ ONE_IMAGE = torch.ones(1, 1, 28, 28)
 
 
 class Working(torch.autograd.Function):
-    """Takes 4 s of processor time a sample, 1 s for its gradient, and in the first run of a process 10 s more."""
+    """A function that takes 4 s of processor time per sample and 1 s for its gradient.
+
+    The first call in a process takes 10 s more.
+    """
 
     processor_seconds = 0.0
     n_runs = 0

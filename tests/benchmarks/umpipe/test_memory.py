@@ -1,4 +1,4 @@
-"""Peaks beside a count of intervals, and what a front has to be."""
+"""Compare memory peaks with a sum over intervals, and check the properties of a front."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.strategies.umpipe.overlapped.networks import realistic, simulation, u
 
 
 def peaks(run: OverlappedRun, sizes: RowBytes) -> tuple[int, ...]:
-    """At every instant at which something changes, the sum of all that lies on a stage then."""
+    """Return the peak of each stage: the largest sum of all data on the stage at any instant."""
     network = run.network
     width, rows = network.processes, network.rows
     flat = [size for direction in network.sizes_of(run.scheme) for size in direction]
@@ -75,13 +75,16 @@ def test_a_limit_of_each_stage() -> None:
 
 
 def test_the_front_of_equal_stages_is_that_of_1f1b() -> None:
-    """Without links the fastest holds p rows, what 1F1B holds; a stage that holds fewer makes the others wait."""
+    """Check both ends of the front of equal stages without links.
+
+    The fastest scheme holds p rows like 1F1B. If a stage holds fewer rows, the other stages wait.
+    """
     network = uniform(4, 16, forward=1, backward=2)
     only = Network(16, (1,), network.forward[:, 1:], network.backward[:, 1:])
     points = front(only, evaluations=4000)
     assert [(p.value, p.most) for p in points][:1] == [(19 * 3, 4)]
     assert points[-1].most == 1
-    assert points[-1].value == 16 * 4 * 3  # one row after the other
+    assert points[-1].value == 16 * 4 * 3  # one row after another
 
 
 def test_what_the_archive_keeps() -> None:

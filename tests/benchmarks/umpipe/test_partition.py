@@ -1,4 +1,4 @@
-"""Cuts and sizes together beside brute force over both."""
+"""Compare the joint search for cuts and sizes with brute force over both."""
 
 from __future__ import annotations
 

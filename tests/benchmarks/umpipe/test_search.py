@@ -1,4 +1,4 @@
-"""The search beside brute force, CP-SAT and its own starts."""
+"""Compare the search with brute force, with CP-SAT and with its own starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def ran(network: Network, found: Found) -> OverlappedRun:
 
 
 def best_of_all(network: Network, caps: list[int] | None, policies: tuple[Merge, ...] = EAGER) -> int:
-    """Of every scheme, by the array evaluator."""
+    """Return the optimum over all schemes, computed with the array evaluator."""
     genes = np.array([*product(range(len(network.sizes)), repeat=2 * network.processes)])
     if caps is not None:
         sizes = np.array(network.sizes)[genes[:, : network.processes : 2]]
@@ -61,7 +61,7 @@ def test_it_is_no_worse_than_its_starts(seed: int) -> None:
     assert hardly.value <= min(reached + equal)
     found = search(network, starts, evaluations=4000, seed=seed)
     assert found.value <= hardly.value
-    assert found.value < hardly.value or seed % 2  # equal chunks may be best where all is even
+    assert found.value < hardly.value or seed % 2  # equal chunks may be the best if all stages are equal
     assert found == search(network, starts, evaluations=4000, seed=seed)
     assert 4000 <= found.evaluations < 4200
     assert ran(network, found).makespan == found.value
@@ -72,9 +72,12 @@ def test_seconds_are_a_limit_too() -> None:
 
 
 def test_slow_links_take_other_sizes_and_a_longer_warm_up_together() -> None:
-    """What one of them alone does not reach: equal chunks with any warm-up, these sizes with that of 1F1B."""
+    """Check that unequal sizes and a longer warm-up together are better than either of them alone.
+
+    Equal chunks with any warm-up and these sizes with the warm-up of 1F1B are both slower.
+    """
     size = np.array([32, 16, 8, 4, 2, 1])
-    stage, link = 20 + 20 * size, 60 + 10 * size  # a latency, which a small message does not amortise
+    stage, link = 20 + 20 * size, 60 + 10 * size  # the latency is large compared with the time of a small message
     forward, backward = (np.array([m * stage if k % 2 == 0 else link for k in range(7)]) for m in (1, 2))
     network = Network(32, tuple(size.tolist()), forward, backward)
     equal = min(

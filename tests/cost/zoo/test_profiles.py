@@ -1,4 +1,4 @@
-"""Models by name: published sizes, the same models of another library, and profiles that behave as devices do."""
+"""Compare named models with published sizes and with another library, and check that profiles are plausible."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ PUBLISHED = {
     "VGG-19": 143_667_240,
     "ResNet-50": 25_557_032,
     "ResNet-152": 60_192_808,
-    "U-Net": 31_037_698,  # with three channels in, two classes out and batch norm
-    "BERT-large": 336_226_108,  # with both heads, their matrix tied; 335,141,888 without heads
-    "BERT-48": 669_790_012 - 30522 * 1024,  # which is published with the matrix not tied
+    "U-Net": 31_037_698,  # with three input channels, two classes and batch norm
+    "BERT-large": 336_226_108,  # with both heads and a tied matrix; 335,141,888 without heads
+    "BERT-48": 669_790_012 - 30522 * 1024,  # published with an untied matrix
     "GPT-1": 116_534_784,
     "GPT-2": 124_439_808,
     "GPT-2-345M": 354_823_168,
@@ -45,7 +45,7 @@ def test_bert_without_its_heads():
 
 
 def other(name: str) -> tuple[transformers.PreTrainedModel, dict[str, torch.Tensor]]:
-    """The model as the transformers library has it, and one sample."""
+    """Return the model from the transformers library, and one sample."""
     kind = {"attn_implementation": "sdpa", "use_cache": False}
     if name == "BERT-large":
         shape = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
@@ -61,8 +61,11 @@ def other(name: str) -> tuple[transformers.PreTrainedModel, dict[str, torch.Tens
 
 @pytest.mark.parametrize("name", ["GPT-2", "GPT-2-762M", "BERT-large"])
 def test_another_librarys_models(name):
-    """On the meta device torch computes attention by matrix products over all pairs of tokens, and in backward without
-    computing scores again."""
+    """Compare parameters and FLOPs with the transformers library.
+
+    On the meta device, torch computes attention by matrix products over all pairs of tokens, and its backward does not
+    compute the scores again.
+    """
     ours = named_model(name)
     with torch.device("meta"):
         model, sample = other(name)
@@ -80,7 +83,7 @@ def test_another_librarys_models(name):
 
 
 def test_times_by_hand():
-    """The first convolution of VGG-16 on a V100 in float16 with 8 samples, which memory holds up."""
+    """Check the first convolution of VGG-16 on a V100 in float16 with 8 samples, which is limited by memory."""
     layer = named_profile("VGG-16", "V100-16G", rows=(1, 8), dtype="fp16").layers[0]
     inputs, outputs, weights = 3 * 224 * 224 * 2, 64 * 224 * 224 * 2, (64 * 27 + 64) * 2
     flops = 8 * 2 * 64 * 224 * 224 * 27
@@ -90,7 +93,8 @@ def test_times_by_hand():
     assert layer.forward[1] == (8, pytest.approx(10e-6 + product + relu, rel=1e-12))
     gradients = (8 * (inputs + 2 * outputs) + 4 * weights) / (0.8 * 900e9)
     assert layer.weight_backward[1] == (8, pytest.approx(10e-6 + gradients, rel=1e-12))
-    assert layer.input_backward[1] == (8, pytest.approx(5e-6 + 1.5 * relu, rel=1e-12))  # nobody asks for the image's
+    # the gradient of the image is not needed
+    assert layer.input_backward[1] == (8, pytest.approx(5e-6 + 1.5 * relu, rel=1e-12))
     parameters = 64 * 27 + 64
     assert (layer.weight_bytes, layer.gradient_bytes, layer.optimizer_bytes) == tuple(
         parameters * n for n in (2, 2, 12)
@@ -112,8 +116,10 @@ def test_a_profile_of_every_model(name):
 
 
 def test_training_speeds_are_plausible():
-    """GPT-2 XL on an A100 with 40 to 60 % of its peak, as published runs have; ResNet-50 with 500 to 1500 images a
-    second on a V100."""
+    """Compare training speeds with published runs.
+
+    GPT-2 XL reaches 40 to 60 % of the peak of an A100, and ResNet-50 processes 500 to 1500 images per second on a V100.
+    """
     model, profile = named_model("GPT-2-1.5B"), named_profile("GPT-2-1.5B", "A100-80G")
     parts = (*profile.layers, profile.after)
     seconds = sum(at_rows(table, 8) for layer in parts for table in (layer.forward, layer.backward))

@@ -1,4 +1,4 @@
-"""Formulas against torch: FLOPs as its counter counts them, parameters, and bytes as our profiler measures them."""
+"""Compare formulas with torch: FLOPs with its counter, parameters, and bytes with our profiler."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.cost.zoo import torch_zoo as ours
 
 
 def flops(layer: nn.Module, *x: torch.Tensor) -> tuple[int, int, tuple[torch.Tensor, ...]]:
-    """Of forward and of backward, and the output, cut off from its graph."""
+    """Return the FLOPs of forward and backward, and the output, detached from its graph."""
     with FlopCounterMode(display=False) as forward:
         given = layer(x[0] if len(x) == 1 else x)
     out = given if isinstance(given, tuple) else (given,)
@@ -164,8 +164,10 @@ def real(x: SymbolicTensor, rows: int) -> torch.Tensor:
 
 
 def as_products(shape: LayerShape, causal: bool) -> LayerShape:
-    """As torch does attention on the meta device: by matrix products over all pairs of tokens, and backward without
-    computing scores again."""
+    """Return the shape with attention as torch computes it on the meta device.
+
+    It uses matrix products over all pairs of tokens, and the backward does not compute the scores again.
+    """
     skipped = (TOKENS + 1) / (2 * TOKENS) if causal else 1.0
     operations = (
         replace(o, flops=(o.flops[0] / skipped, 2 * o.flops[0] / skipped, 0.0)) if o.name == "attention" else o
@@ -194,8 +196,11 @@ def test_fused_attention():
 
 @pytest.mark.parametrize("name", SMALL)
 def test_bytes_are_those_that_the_profiler_measures(name):
-    """Float32 on the CPU, where a dropout mask is as wide as an activation. Statistics of batch normalisation, which do
-    not grow with the samples, are left out by the formulas."""
+    """Compare the bytes of the formulas with the profiler, in float32 on the CPU.
+
+    There, a dropout mask is as wide as an activation. The formulas omit the statistics of batch normalization, which do
+    not grow with the number of samples.
+    """
     torch.manual_seed(0)
     x, layers, make = SMALL[name]
     found = record_layers(layers, x, ShapeTape(4, mask_itemsize=4))
@@ -207,7 +212,7 @@ def test_bytes_are_those_that_the_profiler_measures(name):
         assert rows * shape.output == layer.output[0][1], shape.name
         assert shape.parameters * 4 == layer.gradient_bytes, shape.name
         assert shape.parameters * 4 + shape.buffer_bytes == layer.weight_bytes, shape.name
-        if name != "U-Net":  # gradients of what is joined are copied where they end a layer
+        if name != "U-Net":  # gradients of joined tensors are copied at the end of a layer
             assert shape.working_bytes(rows) == pytest.approx(layer.working[0][1], rel=0.02), shape.name
 
 
@@ -216,7 +221,7 @@ def test_half_the_bytes_where_numbers_are_half_as_wide():
     wide, narrow = (record_layers(layers, replace(x, itemsize=size), ShapeTape(size)) for size in (4, 2))
     assert [n.output for n in narrow] == [w.output / 2 for w in wide]
     assert narrow[0].saved == wide[0].saved / 2
-    where = 24 * 16 * 16 * INT64  # max pooling's indices stay as they are
+    where = 24 * 16 * 16 * INT64  # the indices of max pooling keep their size
     assert narrow[1].saved - where == (wide[1].saved - where) / 2
 
 
