@@ -165,9 +165,9 @@ def asynchronous(warmups, batches):
 
 @pytest.mark.parametrize("p", [1, 2, 4])
 def test_asynchronous_versions_and_staleness(p):
-    """Check that stage s of p keeps p - s versions and is p - s - 1 updates late (Narayanan et al.
+    """Check that stage s of p keeps p - s versions and is p - s - 1 updates late.
 
-    2019, section 3.3).
+    See Narayanan et al. 2019, section 3.3.
     """
     plan = Plan(tuple(range(p)), (Cut.even(1, 1, p),), batches=8, versions=tuple(range(p, 0, -1)))
     facts = verify(asynchronous(range(p, 0, -1), 8), plan)
@@ -209,8 +209,8 @@ def test_after_reaches_across_ranks():
 def test_unequal_spans_and_links():
     """Check a cut in which computations and messages have different sizes.
 
-    Stage 0 computes the forward in 4 micro-batches of 1 sample and sends 2 messages of 2 samples. Stage 1 computes 1
-    micro-batch of 4 samples. The gradients return in 2 messages of 2 samples.
+    Stage 0 runs 4 forwards of 1 sample and sends 2 messages of 2 samples. Stage 1 runs 1 forward and 1 backward of 4
+    samples. The gradients return in 2 messages of 2 samples, and stage 0 runs 2 backwards.
     """
     cut = Cut(
         4,

@@ -1,4 +1,4 @@
-"""Check that the imports and options of benchmarks work, because no test runs the benchmarks."""
+"""Check the imports and the options of the benchmarks, which changes of the package must not break."""
 
 from __future__ import annotations
 

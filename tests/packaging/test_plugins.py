@@ -1,6 +1,6 @@
-"""Check that Hydra finds our plugins.
+"""Check that Hydra finds the same plugins by entry points and in the package hydra_plugins.
 
-From version 1.4 on it uses the entry points of pyproject.toml, and before that the package hydra_plugins.
+Hydra reads the entry points of pyproject.toml from version 1.4 on.
 """
 
 from __future__ import annotations

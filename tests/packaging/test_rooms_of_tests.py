@@ -33,7 +33,7 @@ def modules(package: Path) -> dict[str, set[Path]]:
 def misplaced(tests: Path, package: Path) -> list[str]:
     """Return tests in a folder that the package does not have, and tests that are not in the folder of their module.
 
-    A test of several modules may be at the top of a layer if no module has its name.
+    A test of several modules may be at the top of a layer if no module of the layer has its name.
     """
     of, wrong = modules(package), []
     for path in sorted(tests.rglob("test_*.py")):

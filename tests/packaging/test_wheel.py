@@ -1,4 +1,4 @@
-"""Check the contents of the source distribution and of the wheel built from it, and the needs of an installation."""
+"""Check the contents of the source distribution and of the wheel built from it, and installations of each source."""
 
 from __future__ import annotations
 

@@ -52,8 +52,7 @@ def test_a_slow_layer_moves_the_cut() -> None:
 def test_less_than_a_twentieth_is_not_worth_it(small: float, at: int) -> None:
     """Check that a gain below one twentieth keeps the cut.
 
-    The first stage becomes as fast as the second one if the small layer moves, which saves half of the time of this
-    layer.
+    If the small layer moves, both stages take the same time. This saves approximately the share `small` of a step.
     """
     layers = profile(1.0, 1.0, 2 * small, 2.0 - 2 * small)
     found = balance_layers(layers, GPIPE, even_plan(GPIPE, 2, 1000, 1000), cut(3, 4), place())
@@ -76,7 +75,10 @@ def test_a_slow_device_gets_less() -> None:
 
 
 def test_memory_is_kept_to() -> None:
-    """Check that GPipe's four samples, which take 4 MiB for each layer, fit into the memory of the devices."""
+    """Check that the cut respects the memory of the devices.
+
+    GPipe holds four samples, which take 4 MiB for each layer.
+    """
     room = place(Device(8 * MIB), Device())
     found = balance_layers(profile(*[1.0] * 6), GPIPE, even_plan(GPIPE, 2, 4, 4), cut(3, 6), room)
     assert found.layers == cut(2, 6)
@@ -122,8 +124,8 @@ PIPEDREAM = make_schedule("pipedream")
 def test_a_stream_is_as_fast_as_its_heaviest_stage() -> None:
     """Check that a stream is as fast as its slowest stage.
 
-    A stage has 4 seconds of layers at best, which take three times as long for forward and backward, for four
-    micro-batches.
+    With the best cut, both stages have 4 seconds of forwards for each of the four micro-batches. Forward and backward
+    together take three times as long.
     """
     found = balance_stream(profile(4, 1, 1, 1, 1), PIPEDREAM, even_plan(PIPEDREAM, 2, 4, 4), cut(2, 5), place())
     assert found.layers == cut(1, 5)

@@ -52,7 +52,7 @@ def test_every_draw_is_a_simulation_of_its_own(order, regime, kernel):
 
 
 def test_rare_slow_operations_cost_a_pipeline_more_than_their_share():
-    """Check that the pipeline loses more than the mean of a stage, which grows by one half.
+    """Check that a step grows by more than one half, although the mean time of each stage grows by one half.
 
     At each moment, the pipeline waits for the slowest stage.
     """

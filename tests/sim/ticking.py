@@ -13,10 +13,10 @@ class Ticking:
     All times are whole nanoseconds, and computations take at least 1.
 
     Args:
-      takes: the time of each computation, and for each send the time that it occupies the wire.
-      latency: the time from the last byte of a message on the wire to its arrival.
-      blocks: if True, a rank continues to compute only after all of its messages have left.
-      shares: if True, two ranks share one wire for both directions.
+        takes: the time of each computation, and for each send the time that it occupies the wire.
+        latency: the time from the last byte of a message on the wire to its arrival.
+        blocks: if True, a rank continues to compute only after all of its messages have left.
+        shares: if True, two ranks share one wire for both directions.
     """
 
     def __init__(self, program: Program, plan: Plan, takes, latency, *, blocks: bool, shares: bool) -> None:

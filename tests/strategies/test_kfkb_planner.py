@@ -30,8 +30,8 @@ def points(found):
 def test_the_largest_micro_batches_that_fit():
     """Check the largest micro-batch for each k.
 
-    The first stage holds 4 k micro-batches of b samples at 10 bytes a sample. With 240 bytes left after the weights, 4
-    k b <= 24.
+    The first stage holds 4 k micro-batches of b samples, and a sample takes 10 bytes. The weights leave 240 bytes, so
+    4 k b <= 24.
     """
     plan, costs = problem()
     assert points(memory_curve(plan, costs, 100 + 240)) == [

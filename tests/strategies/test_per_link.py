@@ -55,7 +55,7 @@ def test_full_speed_with_half_the_activations():
     """
     plan, costs = one_slow_link()
     program = PerLink(extra_for(plan, costs)).program(plan)
-    assert simulate(program, plan, costs).makespan == (24 + 3) * 60 + 2 * 60  # one message in each direction is visible
+    assert simulate(program, plan, costs).makespan == (24 + 3) * 60 + 2 * 60  # one message in each direction adds to it
     assert verify(program, plan).peak_spans == (6, 5, 2, 1)
     best = min((KFKB(k).program(plan) for k in range(1, 25)), key=lambda p: simulate(p, plan, costs).makespan)
     assert simulate(best, plan, costs).makespan > 2300

@@ -17,7 +17,7 @@ PAGES = sorted(HOME.glob("*/README.md"))
 def test_page_shows_what_its_code_prints(page):
     """Run each Python block of a page and compare its output with the text block that follows it.
 
-    Blocks without such a neighbor are ignored.
+    Other blocks are ignored.
     """
     pairs = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     for code, shown in pairs:

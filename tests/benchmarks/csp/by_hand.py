@@ -67,7 +67,7 @@ def by_hand(placed: Placed, rules: Rules) -> dict[tuple[str, int, int, int], tup
         return arrived.get(("B", y, s, k), now + 1) <= now
 
     def awaited(y: int, s: int, now: int) -> bool:
-        """Return whether a later subnet waits for the layers and only weight gradients are left."""
+        """Return whether a later subnet that may enter waits for the layers and only weight gradients are left."""
         later = [x for x in range(y + 1, n) if rules.checks and may_enter(x, s, now)]
         own = [b for b in range(placed.subnets.blocks) if placed.stage_of[y, b] == s]
         return over("B", y, s, now) and any(

@@ -189,10 +189,8 @@ def test_switches_that_nothing_hides_are_counted_where_the_job_changes(epoch):
     assert without.time > with_.time
     transfer = 8 * sum(f.state for f in one.footprints(one._recomputing)) / 64e9
     batches = sum(SMALL["iterations"] * 8 // rows for rows in one.sizes)
-    last = (
-        8 * one.footprints(one._recomputing)[-1].state / 64e9
-        # In any good order, the backwards of the last stage follow their forwards.
-    )
+    # In any good order, the backwards of the last stage follow their forwards.
+    last = 8 * one.footprints(one._recomputing)[-1].state / 64e9
     assert batches * transfer <= without.switching / 1e9 <= batches * (2 * transfer - 0.9 * last)
     # On one job, a backward follows its forward on every stage.
     alone = one.in_rounds(1, switch=[1e-3 * (s + 1) for s in range(8)])
@@ -208,7 +206,7 @@ def test_saved_switches_are_changes_that_an_order_does_not_have(bench, method):
     assert counted == np.dot(changes, [1, 10, 100, 1000])
 
 
-# States that take turns -----------------------------------------------------------------------------------------------
+# Swapped states -------------------------------------------------------------------------------------------------------
 
 
 def test_replayed_with_room_for_all_is_what_the_stream_says(bench):

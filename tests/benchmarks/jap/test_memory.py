@@ -36,8 +36,8 @@ def test_a_slot_alone_switches_nothing():
 def test_states_move_while_the_shortest_block_runs():
     """Check the transfer of states during the shortest block.
 
-    On two stages on one host, 3 GB are transferred at 1 GB/s while a forward runs, which takes 4 s, of which 1 s is for
-    the message.
+    The two stages are on one host, and 3 GB are transferred at 1 GB/s. The shortest block takes just as long: a forward
+    of 4 s, less 1 s for its message.
     """
     seconds = {(Kind.F, s): ((1, 4.0), (2, 8.0)) for s in range(2)} | {(Kind.B, s): ((1, 9.0),) for s in range(2)}
     costs = CostModel(seconds | {(Kind.SF, 0): ((1, 1.0),), (Kind.SB, 1): ((1, 1.0),)})

@@ -37,10 +37,9 @@ def test_jobs_are_micro_batches_of_the_schedule():
 
 
 def lend(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor], tuple[int, int, int]]:
-    """Train three batches with 1F1B, with and without lending.
+    """Return the weights of a rank after three batches with 1F1B, with and without lending.
 
-    Returns the weights of a rank with lending, its weights without lending, and the numbers of held, kept and lent
-    activations.
+    The last element of the result has the numbers of held, kept and lent activations.
     """
     quiet()
     dist.init_process_group("gloo")

@@ -32,7 +32,7 @@ def test_realistic_ones() -> None:
     assert by_size[512] == [1020, 305, 1020, 305, 1020, 305, 1020]
     assert by_size[256] == [520, 155, 520, 155, 520, 155, 520]
     assert by_size[4] == [28, 7, 28, 7, 28, 7, 28]
-    assert by_size[1] == [28, 6, 28, 6, 28, 6, 28]  # links have no constant part
+    assert by_size[1] == [28, 6, 28, 6, 28, 6, 28]  # links have no minimum time for small sizes
     assert network.backward[0, 0] == 2020
     assert (np.diff(network.forward) <= 0).all()
     assert not np.array_equal(realistic(4, 512, 2).forward, realistic(4, 512, 3).forward)

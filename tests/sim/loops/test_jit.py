@@ -1,4 +1,4 @@
-"""Check when numba is used, and that it leaves no files or threads behind."""
+"""Check when numba is used, and where its compiled code is cached."""
 
 import os
 import subprocess

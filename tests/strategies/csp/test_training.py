@@ -79,8 +79,8 @@ def fit(rank: int, ranks: int) -> tuple[dict[str, np.ndarray], int]:
         callbacks=[cut],
     )
     trainer.fit(module, DataLoader(Batches(), batch_size=None))
-    # With an order that is decided at run time, the ranks of a stage could decide differently.
     if ranks == 2:
+        # The order is decided at run time, so the ranks of one stage could decide differently.
         trainer = make_trainer(devices=2, strategy=PipelineStrategy("csp", data_parallel=[2]), max_epochs=1)
         with pytest.raises(PipelineError, match="with a fixed order"):
             trainer.fit(new_module(), DataLoader(Batches(), batch_size=None))

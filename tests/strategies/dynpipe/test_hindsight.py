@@ -42,9 +42,9 @@ def test_what_soon_goes_is_not_followed() -> None:
 
 
 def test_more_looks_where_they_served_better() -> None:
-    """Check windows in which partition 1 is mostly better, but must not be chosen permanently.
+    """Check windows in which partition 1 is mostly better but is not a candidate to stay with.
 
-    Four or more windows identify it.
+    Decisions after two windows are too uncertain here, and decisions after four or more are better.
     """
     chance = np.random.default_rng(0)
     looks = np.array([[1.3, 1.0] if chance.random() < 0.7 else [1.0, 1.3] for _ in range(32)])

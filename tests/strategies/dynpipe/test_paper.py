@@ -28,7 +28,7 @@ def test_two_stages_are_exact() -> None:
 
 
 def test_as_printed_the_first_stage_is_never_the_slowest() -> None:
-    """Check that the printed formula is impossible, because a stage takes at least its own time."""
+    """Check that the printed formula ignores a slow first stage, although no batch can pass a stage faster."""
     assert paper_seconds([5.0, 1.0], [1.0], printed=True) == 3.5
     assert paper_seconds([5.0, 1.0], [1.0]) == 5.0
     assert extend_pipeline(1.0, 5.0, 1.0, printed=True) == 5.0

@@ -232,7 +232,7 @@ def shared_core(others: int, since: int, seed: int, work: float, quantum: float 
     core of rank 0 runs one more from batch `since` on.
 
     Args:
-      work: processor seconds of an operation.
+        work: processor seconds of an operation.
     """
 
     def slowdown_of(rank: int, first: int, batches: int) -> np.ndarray:
@@ -250,8 +250,8 @@ def test_a_neighbour_takes_half_of_a_core(others: int, seed: int) -> None:
     """Check the experiment of benchmarks/dynpipe.py on a virtual clock.
 
     There are two stages of 24 layers in all and a window of 5 batches. A program starts on the core of stage 0 at batch
-    18, and layers must have moved by batch 40. With two more programs on either core, the new program takes a third
-    less of the stage's share, and layers must still move.
+    18, and layers must have moved by batch 40. If two more programs run on either core, the new program makes the
+    operations only about a third slower, and layers must still move.
     """
     work = 12 * 0.9e-3
     world = Neighbourhood(

@@ -60,7 +60,7 @@ def test_plans_tell_which_layers_it_is() -> None:
 
 
 def test_a_correction_that_went_too_far_is_taken_back() -> None:
-    """Check twelve random partitions: the correction that explains one partition must also fit all others."""
+    """Check that a correction which explains one of twelve random partitions is undone if others contradict it."""
     true, chance = layered_model([0.01] * 24), np.random.default_rng(0)
     seen: list[tuple[Plan, Observation]] = []
     for _ in range(12):

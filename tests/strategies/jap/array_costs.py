@@ -18,12 +18,12 @@ class ArrayCosts(FreeCosts):
     before it.
 
     Attributes:
-      problem: times of the blocks; every job is cut into one span.
-      stays: pairs (job, stage) in which the backward of the job directly follows its forward, so that the stage does not
-        switch to another job.
+        problem: times of the blocks; every job is cut into one span.
+        stays: pairs (job, stage) in which the backward of the job directly follows its forward, so that the stage does
+            not switch to another job.
 
     Raises:
-      InputError: if a backward begins before its gradient has arrived.
+        InputError: if a backward begins before its gradient has arrived.
     """
 
     problem: ArrayProblem

@@ -46,7 +46,7 @@ def test_against_trying_all(seed: int) -> None:
 
 
 def test_what_bounds_come_from_is_a_good_start() -> None:
-    """Check that a descent from the choices behind the bound improves them and often reaches the bound."""
+    """Check that a descent from the choices behind the bound never makes them worse and often reaches the bound."""
     met = 0
     for seed in range(8):
         choices = drawn(seed, 3, (1, 2, 4, 8), 16)

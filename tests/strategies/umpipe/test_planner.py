@@ -134,7 +134,7 @@ def test_layers_and_cut_together() -> None:
 
 
 def two_a_rank(schedule: Schedule | UM1F1B, *kinds: tuple[float, float]) -> Problem:
-    """Return a problem with two layers per rank, of which each is a stage."""
+    """Return a problem with two layers per rank, each of which is a stage."""
     return problem(schedule, *kinds, ranks=len(kinds) // 2)
 
 

@@ -64,12 +64,8 @@ def test_caps_bound_what_is_in_flight(seed: int) -> None:
     assert all(peak <= cap for peak, cap in zip(run.peak_rows, caps, strict=True))
     assert run.makespan >= free.makespan
     assert in_simulator(run).makespan == run.makespan
-    least = run_overlapped(
-        network,
-        network.equal_scheme(0),
-        [1] * 4,
-        # A chunk of all samples may start if the stage holds nothing.
-    )
+    # A chunk of all samples may start if the stage holds nothing.
+    least = run_overlapped(network, network.equal_scheme(0), [1] * 4)
     assert least.peak_rows == (16,) * 4
 
 
