@@ -80,7 +80,7 @@ def test_it_finds_what_a_search_through_everything_finds(n: int, slow: float) ->
     """Compare both modes of the search with the search through all pipelines.
 
     The paper's recursion minimizes its own formula, in which an additional stage never helps the earlier stages. The
-    default mode orders the candidates by a bound instead.
+    default mode selects the best assignments by a lower bound and simulates them.
     """
     of = pricing(slow=slow)
     ours = choose_stages(of, stages=[n]).options[0]
