@@ -1,4 +1,4 @@
-"""Rows of the compatibility table, run with a schedule on so many processes, and what came of it."""
+"""Run rows of the compatibility table with a schedule on a number of processes, and verify their results."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ plain_run = cache(lambda name: on_one_process(ROWS[name]))
 
 
 def is_slow(name: str) -> bool:
-    """Whether a row is left to the slow tests: nine of ten, and what takes long."""
+    """Return whether only the slow tests run a row: nine of ten rows, and the rows that take long."""
     return ROWS[name].slow or list(ROWS).index(name) % 10 != 0
 
 
 @cache
 def together(schedule: str, ranks: int, area: str, slow: bool) -> dict[str, list[Found]]:
-    """What each rank found, by row; the rows of an area that should work share processes until one fails."""
+    """Return the results of each rank, by row, for the rows of an area that are not expected to fail.
+
+    The rows share processes. After a row that ends with an error, the remaining rows run in new processes.
+    """
     names = [
         name
         for name, row in ROWS.items()
@@ -34,14 +37,17 @@ def together(schedule: str, ranks: int, area: str, slow: bool) -> dict[str, list
     while left := [name for name in names if name not in found]:
         try:
             found.update(launch(left, schedule, ranks))
-        except RanksFailedError as error:  # no end, most likely; the rest would take as long
+        except RanksFailedError as error:  # probably a timeout, which the remaining rows could repeat
             found.update({name: [{"error": str(error)}] * ranks for name in left})
     return found
 
 
 def launch(names: list[str], schedule: str, ranks: int) -> dict[str, list[Found]]:
-    """What each rank found, by row, up to the first row that ends with an error."""
-    rows = sum(150 if ROWS[name].slow else 5 for name in names)  # seconds a rank: ten times what quiet cores need
+    """Run rows in new processes, and return the results of each rank by row.
+
+    The last of these rows is the first one that ends with an error.
+    """
+    rows = sum(150 if ROWS[name].slow else 5 for name in names)  # seconds per rank: ten times the need of idle cores
     with TemporaryDirectory() as folder:
         timeout = ranks * (15 + rows)
         by_rank = run_ranks(on_a_rank, ranks, names, SCHEDULES[schedule], ranks, folder, timeout=timeout)
@@ -49,7 +55,7 @@ def launch(names: list[str], schedule: str, ranks: int) -> dict[str, list[Found]
 
 
 def found_by(name: str, schedule: str, ranks: int) -> list[Found]:
-    """What each rank found of one row."""
+    """Return the results of each rank for one row."""
     row = ROWS[name]
     if row.not_yet:
         return launch([name], schedule, ranks)[name]
@@ -57,7 +63,7 @@ def found_by(name: str, schedule: str, ranks: int) -> list[Found]:
 
 
 def verify(name: str, ranks: list[Found]) -> None:
-    """Asserts that the ranks found what the plain run did, or failed as the row says."""
+    """Assert that the ranks got the results of the plain run, or the error or warning that the row specifies."""
     row = ROWS[name]
     refused = row.refused or row.refused_on.get(len(ranks), "")
     plain = {} if refused else plain_run(name)
@@ -77,7 +83,7 @@ def verify(name: str, ranks: list[Found]) -> None:
 
 
 def result(name: str, ranks: list[Found]) -> str:
-    """How a row ended: by what the ranks found, whatever the row says of itself."""
+    """Return the outcome of a row: works, warned, refused or fails."""
     try:
         verify(name, ranks)
     except AssertionError:
@@ -88,10 +94,10 @@ def result(name: str, ranks: list[Found]) -> str:
 
 
 def ended_early(found: Found) -> bool:
-    """Whether the run on a rank ended with an error."""
+    """Return whether the run on a rank ended with an error."""
     return "error" in found
 
 
 def _ends_alike(row: Row) -> bool:
-    """Whether one process ends with an error, too."""
+    """Return whether the row specifies that the plain run ends with an error, too."""
     return bool(row.raises)

@@ -1,4 +1,4 @@
-"""Rows for what random modules have found, see tests/fuzz."""
+"""Rows about bugs that random modules have found, see tests/fuzz."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.trainer.lit import LitOutside
 
 
 class Unfrozen(LitOutside):
-    """What is around the layers, and one of them, train from the third step on."""
+    """A module whose inlet, outlet and third layer are frozen during the first two steps."""
 
     def __init__(self) -> None:
         super().__init__(optimizer="sgd")
@@ -28,7 +28,10 @@ class Unfrozen(LitOutside):
 
 
 class NotAllOptimized(LitOutside):
-    """Clips by the norm of all gradients; those of what no optimizer has add up from batch to batch."""
+    """A module that clips gradients by the norm of all parameters, although its optimizer has only some of them.
+
+    The gradients of the other parameters are never cleared, so they accumulate from batch to batch.
+    """
 
     def on_after_backward(self) -> None:
         torch.nn.utils.clip_grad_norm_(self.parameters(), 0.5)
@@ -38,7 +41,7 @@ class NotAllOptimized(LitOutside):
 
 
 class Running(LitOutside):
-    """Layers add a running mean of their inputs to these."""
+    """A module in which two layers add a running mean of their inputs to these inputs."""
 
     def __init__(self) -> None:
         super().__init__()

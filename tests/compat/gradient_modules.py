@@ -1,4 +1,4 @@
-"""Modules of rows about gradients, norms and steps of optimizers, and code that looks at several samples at a time."""
+"""Modules of rows about gradients, norms, optimizer steps, and code that depends on several samples at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 from tests.trainer.lit import WIDTH, Lit, LitOutside
 
 MOST = 0.05
-"""Norm to which these modules clip: less than that of any batch."""
+"""Norm to which these modules clip gradients. The gradients of every batch have a larger norm."""
 
 
 def all_of(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -36,7 +36,7 @@ class ClipsInStep(LitOutside):
 
 
 class ClipsBetweenClosureAndStep(LitOutside):
-    """Runs the closure by itself, as one who logs the norm does."""
+    """A module that calls the closure before the optimizer step, so that it can log the gradient norm."""
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         loss = optimizer_closure()
@@ -79,7 +79,7 @@ class ScalesByOwnNormInStep(LitOutside):
 
 
 class KeepsParameters(Lit):
-    """Parameters in a list from the beginning, which a hook clips."""
+    """A module that stores some of its parameters in a list when it is created."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,10 @@ class ClippingSGD(SGD):
 
 
 class Lamb(Optimizer):
-    """Scales the step of each tensor by its norm, and with `whole` all gradients by the norm of all, as LAMB does."""
+    """An optimizer that scales the step of each tensor by the ratio of weight norm to gradient norm, as LAMB does.
+
+    If `whole` is set, it also divides all gradients by the norm of all gradients.
+    """
 
     def __init__(self, params: Any, lr: float = 0.05, whole: bool = False) -> None:
         super().__init__(params, {"lr": lr})
@@ -147,7 +150,10 @@ class Lamb(Optimizer):
 
 
 class SAM(Optimizer):
-    """Sharpness-aware minimisation: two closures, and a norm over all gradients."""
+    """Sharpness-aware minimization (SAM), which calls the closure twice.
+
+    If `norm` is set, the perturbation is divided by the norm of all gradients.
+    """
 
     def __init__(self, params: Any, base: Any = SGD, rho: float = 0.05, norm: bool = True, **settings: Any) -> None:
         super().__init__(params, {"rho": rho, **settings})
@@ -174,7 +180,7 @@ class SAM(Optimizer):
 
 
 class NoisySGD(SGD):
-    """Stochastic gradient Langevin dynamics."""
+    """SGD that adds noise to the weights, as in stochastic gradient Langevin dynamics."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -185,7 +191,7 @@ class NoisySGD(SGD):
 
 
 class LitBy(LitOutside):
-    """Trained by the optimizer that `make(parameters)` gives."""
+    """A module that is trained by the optimizer that `make(parameters)` returns."""
 
     def __init__(self, make: Callable[[Any], Optimizer]) -> None:
         super().__init__()
@@ -210,7 +216,7 @@ def with_step_hook(parameters: Any) -> Optimizer:
 
 
 class LitBefore(LitOutside):
-    """Code before the layers by `before(module, x)`."""
+    """A module that applies `before(module, x)` to its input before the layers."""
 
     def __init__(self, before: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -259,7 +265,7 @@ class Layer(nn.Module):
 
 
 class LitInLayer(Lit):
-    """A layer that does this after its weights."""
+    """A module in which one layer applies the function `work` after its weights."""
 
     def __init__(self, work: Callable[[torch.Tensor], torch.Tensor], at: int = 4) -> None:
         super().__init__()
@@ -309,7 +315,7 @@ class BackwardHookOnLayers(Lit):
 
 
 class ClampsGradients(LitOutside):
-    """Hooks on parameters that are not linear."""
+    """A module that registers nonlinear hooks on its parameters."""
 
     def on_fit_start(self) -> None:
         for p in self.parameters():
@@ -332,7 +338,7 @@ class ClampsGradientsFromTheStart(LitOutside):
 
 
 class StepsInBackward(Lit):
-    """Each weight is stepped as soon as its gradient is there."""
+    """A module that updates each weight as soon as its gradient is accumulated."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -354,7 +360,7 @@ class MasksGradients(LitOutside):
             p.register_hook(lambda g: g * (g > 0))
 
 
-# ---- hooks that make weights anew
+# ---- hooks that change weights, gradients, layers or parameter groups
 
 
 class Resets(LitOutside):
@@ -420,7 +426,7 @@ class AddsGroup(LitOutside):
 
 
 class Penalises(Lit):
-    """A gradient penalty: the layers' gradient by their input."""
+    """A module with a gradient penalty, which needs the gradient of the layers with respect to their input."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch

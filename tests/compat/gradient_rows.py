@@ -1,4 +1,4 @@
-"""Rows about gradients, norms and steps of optimizers, and about code that looks at several samples at a time."""
+"""Rows about gradients, norms, optimizer steps, and code that depends on several samples at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LightningModules whose hooks read what layers keep: counters, statistics, lists; and states of optimizers."""
+"""LightningModules whose hooks read values that layers store, such as counters, statistics and lists."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.trainer.lit import WIDTH
 
 
 class Keeping(nn.Module):
-    """Counts its calls, and keeps statistics of its latest batch."""
+    """A layer that counts its calls, and stores statistics of its latest batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Keeping(nn.Module):
 
 
 def read(module: Any) -> float:
-    """A number by what all layers keep."""
+    """Return a number that depends on the stored values of all layers."""
     layers = [layer for layer in module.model if isinstance(layer, Keeping)]
     return float(sum((n + 1) * (layer.calls + layer.usage.sum() + len(layer.mode)) for n, layer in enumerate(layers)))
 
@@ -48,7 +48,7 @@ class Kept(Annealed):
 
 
 class ReadByHooks(Kept):
-    """Reads it after each batch, and sets learning rates by it before each step."""
+    """A module that reads these values after each batch, and sets learning rates from them before each step."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         for group in optimizer.param_groups:
@@ -68,7 +68,7 @@ class ReadByCallback(pl.Callback):
 
 
 class ReadLists(Kept):
-    """Reads the lists that layers have filled, and clears them."""
+    """A module that reads the lists filled by its layers at the end of an epoch, and clears them."""
 
     def on_train_epoch_end(self) -> None:
         layers = list(self.model[:5])
@@ -80,7 +80,11 @@ class ReadLists(Kept):
 
 
 class InPlace(nn.Module):
-    """Counts its calls in place: in buffers, a tensor, a dict and an object; scales by the first of them."""
+    """A layer that counts its calls in place, and scales its output by the count.
+
+    Args:
+        where: the place of the counter: the attribute of a buffer or tensor, "dict", or "object".
+    """
 
     def __init__(self, where: str) -> None:
         super().__init__()
@@ -91,7 +95,7 @@ class InPlace(nn.Module):
 
     @property
     def count(self) -> float:
-        """How often it was called."""
+        """The number of calls."""
         match self.where:
             case "dict":
                 return float(self.table["n"])
@@ -111,7 +115,7 @@ class InPlace(nn.Module):
 
 
 class Summing(nn.Module):
-    """Adds up a number of each sample."""
+    """A layer that adds up a number from each sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +128,7 @@ class Summing(nn.Module):
 
 
 class ReadsSums(Annealed):
-    """Reads the sums of all layers, which the step scales the loss by."""
+    """A module whose hook reads the sums of all layers, and sets the scale of the next loss from them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,10 +139,10 @@ class ReadsSums(Annealed):
 
 
 class Growing(nn.Module):
-    """Adds up a number of each sample, and scales by what it has added up before.
+    """A layer that adds up a number from each sample, and scales its output by the sum over earlier batches.
 
     Args:
-        where: the attribute that has the sums.
+        where: the attribute whose sum scales the output.
     """
 
     def __init__(self, where: str) -> None:
@@ -152,7 +156,7 @@ class Growing(nn.Module):
 
     @property
     def sum(self) -> float:
-        """All that was added up."""
+        """The sum of all numbers in the attribute `where`."""
         return sum(map(float, (torch.as_tensor(leaf).sum() for leaf in pytree.tree_leaves(getattr(self, self.where)))))
 
     def forward(self, x: Any) -> Any:
@@ -171,7 +175,7 @@ class Growing(nn.Module):
 
 
 class Grows(Annealed):
-    """Layers that add up in training and in evaluation, which hooks read after each batch."""
+    """A module whose layers add up values in training and in evaluation. Hooks read the sums after each batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +189,10 @@ class Grows(Annealed):
 
 
 class Loaded(nn.Module):
-    """Counts how many samples of the latest batch have which largest value, and adds a bias that hooks set by that."""
+    """A layer that counts the samples of the latest batch by the index of their largest value.
+
+    It adds a bias to its output, which hooks set from these counts.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +209,10 @@ class Loaded(nn.Module):
 
 
 class BalancesLoads(Annealed):
-    """Layers whose biases follow the loads of the latest batch, and a step that counts its samples and labels."""
+    """A module whose hook adjusts the biases of layers to the loads of the latest batch.
+
+    Its step stores the number of samples and the sum of the labels, which the hook reads, too.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +231,7 @@ class BalancesLoads(Annealed):
 
 
 class Deviating(nn.Module):
-    """Keeps the standard deviation of what it returns for a batch."""
+    """A layer that stores the standard deviation of its output, and scales the next output by it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,7 +244,7 @@ class Deviating(nn.Module):
 
 
 class Deviations(Annealed):
-    """A layer of the first stage keeps what is no mean, sum or extreme over samples."""
+    """A module whose first layer stores a value that is not a mean, a sum or an extreme over samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,14 +252,17 @@ class Deviations(Annealed):
 
 
 class Thing:
-    """An object of the user's."""
+    """A user-defined object with a counter."""
 
     def __init__(self) -> None:
         self.n = 0
 
 
 class CountsInPlace(Annealed):
-    """Layers that count their calls, and where `reads` a hook that sets what the next step reads by that."""
+    """A module whose layers count their calls in place.
+
+    If `reads` is set, a hook sets the scale of the next step from these counts.
+    """
 
     def __init__(self, where: str, reads: bool = False) -> None:
         super().__init__()
@@ -263,7 +276,7 @@ class CountsInPlace(Annealed):
 
 
 class KeepsOutput(nn.Module):
-    """Keeps what it has returned, with its gradient."""
+    """A layer that stores a large tensor together with its graph, and returns a slice of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -275,7 +288,7 @@ class KeepsOutput(nn.Module):
 
 
 class ReadsLargeOutputs(Annealed):
-    """A hook reads tensors that are too large to be sent to all ranks."""
+    """A module whose hook reads tensors that are too large to send to all ranks."""
 
     def __init__(self) -> None:
         super().__init__()

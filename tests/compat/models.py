@@ -1,4 +1,4 @@
-"""LightningModules of the rows that are about how a model is built: layer lists, and models of other libraries."""
+"""LightningModules of rows about the structure of a model: lists of layers, and models of other libraries."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CLASSES = 3
 
 
 class Mixing(nn.Module):
-    """A layer with several arguments: a mask for all samples, a value for each, a plain number."""
+    """A layer with several arguments: a mask for all samples, values for each sample, and a plain number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,10 @@ class Mixing(nn.Module):
 
 
 class LitList(Lit):
-    """A list of layers in a loop, between parameters that get gradients through the arguments of all layers."""
+    """A module that runs a list of layers in a loop, between other parameters.
+
+    These parameters get gradients through the arguments of all layers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +55,7 @@ class LitList(Lit):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.inlet(x)
-        # As long as a batch of validation, but not cut: it is the same for all samples.
+        # The mask has the length of the last batch, but must not be split: it is the same for all samples.
         mask = torch.ones(WIDTH, WIDTH, dtype=x.dtype).tril()
         gates = torch.sigmoid(self.gate(x)), self.shift
         for layer in self.layers:
@@ -61,7 +64,7 @@ class LitList(Lit):
 
 
 class LitIndexed(LitList):
-    """Another scale for each layer, one loop in two parts."""
+    """A module that passes different arguments to each layer, and runs its layers in two loops."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.inlet(x)
@@ -77,7 +80,7 @@ class LitIndexed(LitList):
 
 
 class Attending(nn.Module):
-    """Returns what comes next, and something that only one layer further back made, as T5 does."""
+    """A layer that returns its output and a bias, which only the first layer creates, as in T5."""
 
     def __init__(self, first: bool) -> None:
         super().__init__()
@@ -90,7 +93,7 @@ class Attending(nn.Module):
 
 
 class LitUnpacked(LitList):
-    """Layers that return tuples, and a skip from the first half to the second in the user's loop."""
+    """A module whose layers return tuples, and whose loop has skips from the first layers to later ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +116,7 @@ class LitUnpacked(LitList):
 
 
 class LitBetween(LitList):
-    """The same operation between all layers, in the user's code."""
+    """A module that applies the same operation after each layer, in its own code."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.inlet(x)
@@ -123,7 +126,10 @@ class LitBetween(LitList):
 
 
 class LitCompiledList(LitList):
-    """Layers of a list, compiled in both ways; the backend is one that needs no compiler."""
+    """A module with a list of layers that are compiled by `torch.compile` or by `layer.compile`.
+
+    The backend "eager" needs no compiler.
+    """
 
     def configure_model(self) -> None:
         for n, layer in enumerate(self.layers):
@@ -140,7 +146,7 @@ class LitCompiledWhole(Lit):
 
 
 class Down(nn.Module):
-    """Halves the width and keeps what was there for the layer that widens it again."""
+    """A layer that halves the width, and passes on its input for the layer that widens it again."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -162,11 +168,14 @@ class Up(nn.Module):
 
 
 class LitReplicas(Lit):
-    """As many samples a step on one process as on all replicas, and what is logged is the mean over them."""
+    """A module that trains on as many samples per step on one process as on all replicas.
+
+    The logged values are means over the replicas.
+    """
 
     @property
     def rows(self) -> int:
-        """Samples of a process in a step."""
+        """The number of samples per process in a step."""
         return ROWS if self.trainer.world_size > 1 else REPLICAS * ROWS
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -188,7 +197,7 @@ class LitReplicas(Lit):
 
 
 class LitFullySharded(LitReplicas):
-    """Shards its layers over the replicas of their stage by FSDP2."""
+    """A module that shards its layers over the replicas of their stage with FSDP2."""
 
     def configure_model(self) -> None:
         if self.device_mesh is not None:
@@ -207,7 +216,7 @@ class LitUNet(Lit):
 
 
 class Remembering(nn.Module):
-    """Leaves what it gets in a dict, or takes it from there."""
+    """A layer that stores its input in a dict, or adds the tensor that it takes from the dict."""
 
     def __init__(self, memory: dict[str, Any], leaves: bool) -> None:
         super().__init__()
@@ -232,7 +241,7 @@ class LitHiddenSkip(Lit):
 
 
 class Table(nn.Module):
-    """Made by whoever comes first, in a module that all layers have."""
+    """A module that all layers share. The first layer that calls it for a width creates the table."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,7 +266,7 @@ class Configured(nn.Module):
 
 
 class LitShared(Lit):
-    """Settings, an activation and a table that all layers have."""
+    """A module whose layers share settings, an activation and a table."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -268,7 +277,7 @@ class LitShared(Lit):
 
 
 class Language(Lit):
-    """Any model that gives logits over tokens for each position."""
+    """Base class for models that return logits over tokens for each position."""
 
     tokens = True
 
@@ -278,7 +287,7 @@ class Language(Lit):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         mask = (tokens % 4 != 3).long()
-        mask[:, 0] = 1  # the others are padded here and there
+        mask[:, 0] = 1  # some of the other tokens count as padding
         return self.net(input_ids=tokens, attention_mask=mask).logits
 
     def error(self, batch: Any) -> torch.Tensor:
@@ -325,7 +334,7 @@ class LitGPT2(Language):
 
 
 def padded_labels() -> TensorDataset:
-    """Tokens, and the same as labels, of which others than the first two do not count here and there."""
+    """Return tokens, and the same tokens as labels, some of which are -100 after the first two positions."""
     (tokens, lengths), behind = data(tokens=True).tensors, torch.arange(5)
     return TensorDataset(tokens, tokens.masked_fill(behind[None] > 1 + lengths[:, None], -100))
 
@@ -342,7 +351,7 @@ class LitSummedLabels(LitGPT2):
 
 
 class LitWeighs(LitGPT2):
-    """A mean over tokens of which labels do not tell."""
+    """A module whose loss is a weighted mean over tokens. The weights do not depend on the labels."""
 
     def error(self, batch: Any) -> torch.Tensor:
         each = F.cross_entropy(self(batch[0]).flatten(0, 1), batch[0].flatten(), reduction="none")
@@ -353,7 +362,7 @@ class LitWeighs(LitGPT2):
 
 
 class LitCheckpointed(LitGPT2):
-    """Layers run again before backward, as the library has it."""
+    """A module with the library's gradient checkpointing, which runs layers again before their backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -361,7 +370,7 @@ class LitCheckpointed(LitGPT2):
 
 
 class LitRouted(Language):
-    """Experts, whose router adds a loss of its own to that of the model."""
+    """A mixture of experts whose router adds its own loss to the loss of the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -388,7 +397,7 @@ class LitRouted(Language):
 
 
 class Experts(nn.Module):
-    """Two experts; the layer keeps a loss of its router, a mean over samples."""
+    """A layer with two experts that stores the loss of its router, which is a mean over samples."""
 
     router_loss: torch.Tensor
 
@@ -404,7 +413,7 @@ class Experts(nn.Module):
 
 
 class LitExperts(Lit):
-    """A step that adds what its layers keep to the loss."""
+    """A module whose step adds the losses that its layers store."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -420,14 +429,14 @@ class LitExperts(Lit):
 
 
 class LitCaching(LitGPT2):
-    """The step wants a cache."""
+    """A module whose step requests a cache of keys and values."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.net(input_ids=tokens, use_cache=True).logits
 
 
 class LitBert(Language):
-    """Labels for whole sequences."""
+    """A model that predicts one label for each sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -452,7 +461,7 @@ class LitBert(Language):
 
 
 class LitLlama(Language):
-    """Rotary embeddings, which all layers get in a tuple."""
+    """A model with rotary embeddings, which all layers receive in a tuple."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -471,7 +480,7 @@ class LitLlama(Language):
 
 
 class LitFlex(LitLlama):
-    """Attention with a BlockMask, which the model makes before its layers."""
+    """A model whose attention uses a BlockMask, which the model creates before its layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -483,7 +492,7 @@ class LitFlex(LitLlama):
 
 
 def make_block_mask(batch_size: int, q_length: int, kv_length: int, **given: Any) -> BlockMask:
-    """What `flex_attention_mask` of transformers makes, which compiles it."""
+    """Return the mask that `flex_attention_mask` of transformers creates, but without compiling it."""
     padding = given["attention_mask"].bool()
 
     def is_seen(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
@@ -493,7 +502,10 @@ def make_block_mask(batch_size: int, q_length: int, kv_length: int, **given: Any
 
 
 def attend_by_block_mask(layer: nn.Module, q: Any, k: Any, v: Any, mask: Any, **given: Any) -> tuple[Any, None]:
-    """FlexAttention; where it needs gradients, which it has on GPUs only, another attention with its mask."""
+    """Compute FlexAttention, or another attention with the same mask if gradients are needed.
+
+    FlexAttention computes gradients only on GPUs.
+    """
     assert isinstance(mask, BlockMask)
     if torch.is_grad_enabled():
         seen = create_mask(mask.mask_mod, *mask.shape, device="cpu")
@@ -504,10 +516,10 @@ def attend_by_block_mask(layer: nn.Module, q: Any, k: Any, v: Any, mask: Any, **
 
 
 def add_adapter(base: type[Language], kind: str) -> Language:
-    """Return a module with adapters of peft in layers whose own weights are frozen."""
+    """Return a module with peft adapters in its layers, whose own weights are frozen."""
     from peft import IA3Config, LoraConfig, get_peft_model
 
-    conv = base is LitGPT2  # whose Conv1D layers have transposed weights
+    conv = base is LitGPT2  # the Conv1D layers of GPT-2 have transposed weights
     layers = ["c_attn"] if conv else ["q_proj", "v_proj"]
     lora = {"r": 4, "task_type": "CAUSAL_LM", "target_modules": layers, "fan_in_fan_out": conv}
     configs = {
@@ -521,7 +533,10 @@ def add_adapter(base: type[Language], kind: str) -> Language:
 
 
 def adapter_saved(trainer: Any, module: Any, folder: Path) -> Any:
-    """The file of the adapter alone, which plain peft reads into the base: its outputs are those of the module."""
+    """Save the adapter alone, and return the contents of its file.
+
+    The base model into which plain peft loads this file must have the outputs of the module.
+    """
     from peft import PeftModel
     from safetensors.torch import load_file
 
@@ -545,7 +560,7 @@ def no_peft() -> str:
 
 
 class LitT5(Language):
-    """The encoder's layers; its first one makes a position bias for all."""
+    """A T5 model. The first layer of its encoder creates a position bias for all layers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""LightningModules and callbacks of the rows: ordinary ones, which know nothing of pipelines."""
+"""Ordinary LightningModules and callbacks of the rows, written without regard to pipelines."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ from tests.trainer.lit import WIDTH, Lit, LitTied, data, plain_values
 
 
 class Endless(IterableDataset[Any]):
-    """The samples without a length."""
+    """The samples as an iterable dataset, which has no length."""
 
     def __iter__(self) -> Any:
         return iter(data())
 
 
 class LitFloat(Lit):
-    """In whatever precision the Trainer asks for."""
+    """A module that computes in the precision of its weights, which the Trainer sets."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.model(x.to(next(self.model.parameters()).dtype))
 
 
 class LitFloat8(LitFloat):
-    """Layers that multiply in float8, emulated."""
+    """A module whose layers multiply in emulated float8."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def no_torchao() -> str:
 
 
 class BareTransformerEngine(TransformerEnginePrecision):
-    """Lightning's plugin, which can be made where Transformer Engine is not installed."""
+    """A version of Lightning's plugin that can be created if Transformer Engine is not installed."""
 
     def __init__(self) -> None:
         self.weights_dtype = self.fallback_compute_dtype = torch.float64
@@ -80,7 +80,7 @@ class LitManyLoaders(Lit):
 
 
 class LitTwoLoaders(Lit):
-    """Batches of two loaders at a time, in a dict."""
+    """A module whose batches are dicts with one batch from each of two loaders."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return F.cross_entropy(self(batch["a"][0] + batch["b"][0]), batch["a"][1])
@@ -91,12 +91,15 @@ def two_loaders() -> dict[str, Any]:
 
 
 def with_a_worker() -> DataLoader[Any]:
-    """Forked, as torch does by itself on Linux; a rank would start it afresh, because ranks are started so."""
+    """Return a loader with a forked worker, which is torch's default on Linux.
+
+    A rank would otherwise spawn its workers, because ranks are spawned themselves.
+    """
     return DataLoader(data(), batch_size=8, num_workers=1, multiprocessing_context="fork")
 
 
 class LitReloading(Lit):
-    """Other data in every epoch."""
+    """A module that loads different data in every epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,14 +121,14 @@ class LitInference(Lit):
 
 
 class NanBackward(nn.Module):
-    """Finite forward, gradients that are not numbers."""
+    """A layer whose forward is finite, but whose gradients are NaN."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + torch.sqrt(x * 0.0)
 
 
 class LitNan(Lit):
-    """Not a number in the backward of the first stage."""
+    """A module in which the backward of the first stage produces NaN."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +151,7 @@ class LitRaising(Lit):
 
 
 class LitWith(Lit):
-    """Optimizers and schedulers as `configure(module)` makes them."""
+    """A module with the optimizers and schedulers that `configure(module)` returns."""
 
     def __init__(self, configure: Any) -> None:
         super().__init__()
@@ -186,7 +189,7 @@ class LitNorms(Lit):
 
 
 class Norms(Callback):
-    """Logs the norms of all gradients, and a value of its own."""
+    """A callback that logs the norms of all gradients, and a value of its own."""
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         module.log_dict({f"norms/{name}": norm for name, norm in grad_norm(module, norm_type="inf").items()})
@@ -202,7 +205,7 @@ class LitOneCycle(Lit):
 
 
 class LitSized(Lit):
-    """A batch size that can be looked for."""
+    """A module with a `batch_size` that the batch size finder can set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +219,7 @@ class LitSized(Lit):
 
 
 class LitRate(Lit):
-    """A learning rate that can be looked for."""
+    """A module with an `lr` that the learning rate finder can set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +230,7 @@ class LitRate(Lit):
 
 
 class LateFinder(LearningRateFinder):
-    """Looks for a learning rate again when an epoch starts."""
+    """A learning rate finder that runs at the start of epochs 0 and 2."""
 
     def on_fit_start(self, *_: Any) -> None:
         pass
@@ -238,7 +241,7 @@ class LateFinder(LearningRateFinder):
 
 
 class LitManual(Lit):
-    """Accumulates gradients and clips them by itself, with two optimizers."""
+    """A module that accumulates and clips gradients in its own code, with two optimizers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,7 +261,7 @@ class LitManual(Lit):
 
 
 class Net(nn.Module):
-    """Layers that are not a child of the LightningModule."""
+    """A network with layers that are not a direct child of the LightningModule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,7 +279,7 @@ class LitNested(Lit):
 
 
 class Pair(nn.Module):
-    """Passes a tuple on, one of it from the first layer to the last."""
+    """A layer that takes and returns a tuple. One of its tensors passes unchanged through all layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -318,7 +321,7 @@ class LitDict(Lit):
 
 
 class LitCompiled(Lit):
-    """Every layer compiled by itself; the backend is one that needs no compiler."""
+    """A module with individually compiled layers. The backend "eager" needs no compiler."""
 
     def __init__(self) -> None:
         super().__init__(layers=4)
@@ -326,7 +329,7 @@ class LitCompiled(Lit):
 
 
 class LitInductor(Lit):
-    """Every layer compiled by itself to machine code."""
+    """A module with layers that are individually compiled to machine code."""
 
     def __init__(self) -> None:
         super().__init__(layers=4)
@@ -334,25 +337,28 @@ class LitInductor(Lit):
 
 
 def inducing(folder: Path) -> dict[str, Any]:
-    """Options for that: what is compiled goes to the run's folder, in this process, for one shape."""
-    torch.compiler.reset()  # other rows have compiled, too, and there is a limit for all
+    """Return Trainer options for `LitInductor`, after preparing the compiler of this process.
+
+    Compiled code goes to the run's folder. Without validation, layers are compiled for training only.
+    """
+    torch.compiler.reset()  # other rows have also compiled, and the number of compilations is limited per process
     os.environ.update(TORCHINDUCTOR_CACHE_DIR=str(folder / f"rank-{os.getpid()}"), TORCHINDUCTOR_COMPILE_THREADS="1")
     return {"limit_val_batches": 0, "num_sanity_val_steps": 0}
 
 
 def induced(trainer: pl.Trainer, folder: Path) -> bool:
-    """Whether this process has compiled something to machine code."""
+    """Return whether this process has compiled code with inductor."""
     return any((folder / f"rank-{os.getpid()}").rglob("*.so"))
 
 
 def no_compiler() -> str:
-    """The reason why inductor can't be used here."""
+    """Return the reason why inductor cannot run on this machine, or an empty string."""
     compilers = (os.environ.get("CXX"), "g++", "clang++", "c++")
     return "" if any(which(name) for name in compilers if name) else "inductor needs a C++ compiler"
 
 
 class LitDictBatch(Lit):
-    """Batches that are dicts with tensors, strings and a number for all."""
+    """A module whose batches are dicts of tensors, strings, and a number that is the same for all samples."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         assert len(batch["names"]) == len(batch["x"])
@@ -371,7 +377,7 @@ class LitBatchNorm(Lit):
 
 
 class LitConfigured(Lit):
-    """Makes its layers in configure_model, and does so once."""
+    """A module that creates its layers in `configure_model`, and only once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -383,7 +389,7 @@ class LitConfigured(Lit):
 
 
 class LitOfNet(Lit):
-    """Gets its network as an argument, as the common templates do."""
+    """A module that gets its network as an argument, as in common templates."""
 
     def __init__(self, net: nn.Module, criterion: nn.Module, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -396,7 +402,7 @@ class LitOfNet(Lit):
 
     @staticmethod
     def load_last(trainer: pl.Trainer, module: Any, folder: Path) -> Any:
-        """The weights of a module that is loaded again, and of the network among its arguments."""
+        """Return the weights of the module loaded from the checkpoint, and of the network in its hyperparameters."""
         loaded = LitOfNet.load_from_checkpoint(trainer.checkpoint_callback.best_model_path, weights_only=False)
         return dict(loaded.state_dict()), dict(loaded.hparams["net"].state_dict())
 
@@ -418,7 +424,7 @@ class LitSkipping(Lit):
 
 
 class Data(pl.LightningDataModule):
-    """Keeps which of its hooks ran."""
+    """A data module that records which of its hooks ran."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -442,7 +448,7 @@ def log_lambda(trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
 
 
 class StepTimer(Timer):
-    """Every step takes a second, and there are four."""
+    """A timer that counts one second per step, and stops training after four."""
 
     def __init__(self) -> None:
         super().__init__(timedelta(seconds=4))
@@ -457,7 +463,7 @@ class StepTimer(Timer):
 
 
 class Writer(BasePredictionWriter):
-    """Keeps what it is given to write."""
+    """A prediction writer that records the predictions it receives."""
 
     def __init__(self) -> None:
         super().__init__("batch_and_epoch")
@@ -471,14 +477,14 @@ class Writer(BasePredictionWriter):
 
 
 class LitTwice(Lit):
-    """Passes the layers twice a step."""
+    """A module whose step calls the layers twice."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return F.cross_entropy(self(batch[0]) + self(-batch[0]), batch[1])
 
 
 class LitNorm(Lit):
-    """Group normalisation, which looks at each sample alone."""
+    """A module with group normalization, which normalizes each sample separately."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -486,7 +492,7 @@ class LitNorm(Lit):
 
 
 class Reader(Callback):
-    """Logs what it reads from outputs and metrics."""
+    """A callback that logs values from outputs and metrics."""
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         module.log("doubled", 2 * outputs["loss"], on_step=True, on_epoch=False)
@@ -497,7 +503,7 @@ class Reader(Callback):
 
 
 class Mourner(Callback):
-    """Keeps what ended the run."""
+    """A callback that records the exception that ended the run."""
 
     def __init__(self) -> None:
         self.errors: list[str] = []
@@ -511,7 +517,7 @@ def trainable(module: Any) -> list[nn.Parameter]:
 
 
 class Thaw(BaseFinetuning):
-    """The first layer learns from the second epoch on."""
+    """A callback that trains the first layer only from the second epoch on."""
 
     def freeze_before_training(self, module: Any) -> None:
         self.freeze(module.model[0])
@@ -522,7 +528,10 @@ class Thaw(BaseFinetuning):
 
 
 class LitBackbone(Lit):
-    """A backbone, which is cut, and a head outside of it, which has weights that equal some of the first stage's."""
+    """A module with a backbone, which is cut, and a head outside of it.
+
+    Some weights of the head are equal to weights of the first stage.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -540,7 +549,7 @@ class LitBackbone(Lit):
 
 
 class Bar(TQDMProgressBar):
-    """Keeps what it shows."""
+    """A progress bar that records the metrics it shows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -552,7 +561,7 @@ class Bar(TQDMProgressBar):
 
 
 class Summary(ModelSummary):
-    """Keeps how many parameters it counts."""
+    """A model summary that records the total number of parameters."""
 
     totals: list[int]
 
@@ -565,7 +574,7 @@ class Summary(ModelSummary):
 
 
 class RichSummary(RichModelSummary):
-    """The same with `rich`."""
+    """The same as `Summary`, but with `rich`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -585,7 +594,7 @@ def tensorboard(folder: Path, **settings: Any) -> dict[str, Any]:
 
 
 def tensorboard_graph(trainer: pl.Trainer, folder: Path) -> Any:
-    """How many operations the graph has, once."""
+    """Return the number of nodes in the logged graph, or None on ranks other than 0."""
     if not trainer.is_global_zero:
         return None
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -596,7 +605,10 @@ def tensorboard_graph(trainer: pl.Trainer, folder: Path) -> Any:
 
 
 def tensorboard_rows(trainer: pl.Trainer, folder: Path) -> Any:
-    """All scalars by name, and how many event files there are."""
+    """Return the number of runs, the number of event files, and all scalars by name.
+
+    Ranks other than 0 return None.
+    """
     if not trainer.is_global_zero:
         return None
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -614,12 +626,12 @@ def lacks(package: str) -> str:
 def mlflow(folder: Path) -> dict[str, Any]:
     from lightning.pytorch.loggers import MLFlowLogger
 
-    os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # all ranks would make the tables of one database
+    os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # with a database, every rank would create its tables
     return {"logger": MLFlowLogger("runs", save_dir=str(folder / "mlruns"))}
 
 
 def mlflow_rows(trainer: pl.Trainer, folder: Path) -> Any:
-    """All values by name, and how many runs there are."""
+    """Return the number of runs and all logged values by name, or None on ranks other than 0."""
     if not trainer.is_global_zero:
         return None
     logger: Any = trainer.logger
@@ -638,7 +650,7 @@ def wandb(folder: Path) -> dict[str, Any]:
 
 
 def wandb_rows(trainer: pl.Trainer, folder: Path) -> Any:
-    """The last value of each name, and how many runs there are."""
+    """Return the number of runs and the last value of each name, or None on ranks other than 0."""
     if not trainer.is_global_zero:
         return None
     logger: Any = trainer.logger
@@ -647,11 +659,14 @@ def wandb_rows(trainer: pl.Trainer, folder: Path) -> Any:
     return len(list(folder.rglob("run-*.wandb"))), plain_values(last)
 
 
-# ---- what users override
+# ---- methods that users override
 
 
 class LitTransfers(Lit):
-    """Every hook on a batch's way to the device: a type of its own, scaled samples, and a random mixture of them."""
+    """A module that overrides every hook between the loader and the device.
+
+    The hooks scale the samples, move the tensors, and mix random pairs of samples during training.
+    """
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return batch[0] * 2, batch[1]
@@ -668,7 +683,7 @@ class LitTransfers(Lit):
 
 
 class LitOwnSteps(Lit):
-    """Clears gradients and moves learning rates itself."""
+    """A module that clears gradients and steps its learning rate scheduler in its own code."""
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
         optimizer.zero_grad(set_to_none=False)
@@ -684,7 +699,7 @@ class LitBringsCallbacks(Lit):
 
 
 class LitAsks(Lit):
-    """Asks Trainer, strategy and optimizer for this and that."""
+    """A module that calls methods of the Trainer, the strategy, the optimizer and the scheduler."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -702,7 +717,7 @@ class LitAsks(Lit):
 
 
 class LitCollects(Lit):
-    """Keeps what the steps have computed for the end of the epoch."""
+    """A module that collects the losses of all steps until the end of the epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -724,7 +739,7 @@ class LitSkipsAnEpoch(Lit):
 
 
 class LitHooks(Lit):
-    """Keeps which hooks ran, and in which order."""
+    """A module that records the order in which its hooks run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -753,7 +768,7 @@ class Sample(NamedTuple):
 
 
 class LitNestedBatch(Lit):
-    """Batches that are named tuples with dicts and lists inside."""
+    """A module whose batches are named tuples with dicts and lists inside."""
 
     def loss(self, batch: Any) -> torch.Tensor:
         (y, weights), names = batch.more["targets"], batch.more["names"]
@@ -789,7 +804,7 @@ def dataclass_samples() -> DataLoader[Any]:
 
 
 class EverySecond(Sampler[int]):
-    """A sampler of the user's own."""
+    """A user-defined sampler."""
 
     def __len__(self) -> int:
         return 11
@@ -820,7 +835,7 @@ def sparse_embedding() -> Any:
 
 
 class LitSparseMomentum(Lit):
-    """Momentum of sparse gradients, which is sparse too, and sparse matrices in attributes."""
+    """A module with sparse gradients, sparse momentum, and sparse matrices in attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -846,7 +861,7 @@ class LitSparseMomentum(Lit):
 
 
 class LitSparseOutside(Lit):
-    """A sparse embedding in front of the container."""
+    """A module with a sparse embedding in front of the container."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -865,7 +880,7 @@ def bounded_embedding() -> Any:
 
 
 class LitParametrized(Lit):
-    """Weights that are computed from others."""
+    """A module with weights that are computed from other parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -875,7 +890,7 @@ class LitParametrized(Lit):
 
 
 class LitSpectral(Lit):
-    """A norm that is estimated by one more iteration in every forward."""
+    """A module with spectral normalization, which iterates its estimate of the norm in every forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -883,7 +898,7 @@ class LitSpectral(Lit):
 
 
 class LitLazy(Lit):
-    """Layers that learn their sizes from a first forward."""
+    """A module with lazy layers, which infer their sizes in the first forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -902,7 +917,7 @@ class Magnitude(nn.Module):
 
 
 class LitComplex(Lit):
-    """Complex numbers from the first layer to the last."""
+    """A module with complex numbers between its layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -911,7 +926,7 @@ class LitComplex(Lit):
 
 
 class Checkpointed(nn.Module):
-    """Gives its activations up, and computes them again for the backward."""
+    """A layer that discards its activations and computes them again for the backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -934,7 +949,7 @@ class LitSyncBatchNorm(Lit):
 
 
 class LitGraph(Lit):
-    """Shows what goes in and out of its layers."""
+    """A module with an example input, from which loggers trace the graph of its layers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The registry of the rows; each module that adds some is imported by `rows`."""
+"""The registry of rows. The module `rows` imports every module that adds rows to it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ ROWS: dict[str, Row] = {}
 
 
 def row(area: str, name: str, trainer: Any = None, **settings: Any) -> None:
-    """Adds a row; `trainer` is a dict of options, or a function of the run's folder that makes one."""
+    """Add a row to the registry.
+
+    Args:
+        area: the section of the table.
+        name: the name of the row, which must be unique.
+        trainer: options of the Trainer, or a function that takes the run's folder and returns them.
+        settings: other attributes of the `Row`.
+    """
     if isinstance(trainer, dict):
         options = trainer
         settings["trainer"] = lambda folder: dict(options)
@@ -21,5 +28,6 @@ def row(area: str, name: str, trainer: Any = None, **settings: Any) -> None:
 
 
 def batches(train: Any = None, val: Any = None) -> dict[str, Any]:
+    """Return the usual loaders, with other ones for training or validation if they are given."""
     given = {"train_dataloaders": train, "val_dataloaders": val}
     return {**loaders(), **{k: v for k, v in given.items() if v is not None}}

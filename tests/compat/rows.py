@@ -1,4 +1,4 @@
-"""The rows of the compatibility table; those of other modules are imported at the end."""
+"""The rows of the compatibility table. Rows of other modules are imported at the end."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def averaged(folder: Path) -> dict[str, Any]:
 
 
 def pruned(folder: Path) -> dict[str, Any]:
-    """Half of what is left of each weight goes after each epoch; what stays begins anew."""
+    """Return options that prune half of the remaining weights after each epoch, and reset the weights that are kept."""
     options = checkpointing(folder, save_last=True, save_top_k=-1)
     pruning = cb.ModelPruning("l1_unstructured", amount=0.5, use_global_unstructured=False)
     return {**options, "callbacks": [pruning, *options["callbacks"]]}
@@ -79,10 +79,10 @@ def shuffled(seed: int | None = 5) -> DataLoader[Any]:
 
 
 def profiled(trainer: pl.Trainer, folder: Path) -> dict[str, int]:
-    """How often the actions ran that every strategy has."""
+    """Return the number of calls of each profiled action that every strategy has."""
     counts = {action: len(seconds) for action, seconds in trainer.profiler.recorded_durations.items()}
     shared = ("[LightningModule]", "[Callback]", "run_training_epoch", "run_training_batch", "optimizer_step")
-    own = ("setup", "_step", "configure_")  # of the strategy, which is another, and what it calls in other numbers
+    own = ("setup", "_step", "configure_")  # calls of the strategy, whose number differs between strategies
     return {a: n for a, n in counts.items() if a.startswith(shared) and not any(part in a for part in own)}
 
 
@@ -96,7 +96,7 @@ def traced_ranks(ranks: list[Found], plain: Found) -> None:
 
 
 def rank_in_trace(trainer: pl.Trainer, folder: Path) -> Any:
-    """The rank that this rank's trace for Perfetto names."""
+    """Return the rank that this rank's Perfetto trace names."""
     if trainer.world_size == 1:
         return None
     trace = json.loads(next(folder.glob(f"fit-profile-{trainer.global_rank}-*.json")).read_text())
@@ -105,7 +105,7 @@ def rank_in_trace(trainer: pl.Trainer, folder: Path) -> Any:
 
 
 def profile_written(trainer: pl.Trainer, folder: Path) -> bool:
-    """Whether each rank has written a profile with the work of its steps."""
+    """Return whether this rank has written a profile that contains its training steps."""
     rank = f"-{trainer.global_rank}" if trainer.world_size > 1 else ""
     return "training_step" in (folder / f"fit-profile{rank}.txt").read_text()
 
@@ -169,7 +169,7 @@ def in_memory(folder: Path) -> dict[str, Any]:
 
 
 def saved_in_memory(trainer: pl.Trainer, folder: Path) -> Any:
-    """What a file system in the memory of rank 0 has."""
+    """Return the checkpoints in the in-memory file system of rank 0."""
     if not trainer.is_global_zero:
         return None
     store = filesystem("memory")
@@ -324,7 +324,7 @@ precision("16-mixed", half, strategy=ONE, tolerance=1e-6, reason="on CPU by plug
 
 
 def saved(trainer: pl.Trainer, folder: Path) -> Any:
-    """All checkpoints of a run, by file name, and which were best."""
+    """Return all checkpoints of a run by file name, and the best and last checkpoint of each callback."""
     if not trainer.is_global_zero:
         return None
     found = {}
@@ -355,7 +355,7 @@ def unfreezing(folder: Path) -> dict[str, Any]:
 
 
 def finetuned(trainer: pl.Trainer, module: Any, folder: Path) -> Any:
-    """What the callback keeps of the optimizers, and which weights train."""
+    """Return the names of the trainable weights, and the state of the finetuning callback."""
     trained = [name for name, p in module.named_parameters() if p.requires_grad]
     return trained, callback(trainer, cb.BaseFinetuning).state_dict()
 
@@ -504,7 +504,7 @@ callbacks(
 
 
 def files(trainer: pl.Trainer, folder: Path) -> Any:
-    """What the loggers have written; only once, though all processes could."""
+    """Return the number of lines in each file that loggers wrote, or None on ranks other than 0."""
     if not trainer.is_global_zero:
         return None
     found = {}

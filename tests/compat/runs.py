@@ -1,4 +1,4 @@
-"""One row of the compatibility table, and a Trainer run of it of which everything is kept."""
+"""A row of the compatibility table, and the Trainer runs that collect its results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.trainer.lit import Lit, data, differences, plain_values, quiet
 from tests.trainers import make_trainer
 
 Found = dict[str, Any]
-"""What a run leaves behind on one rank, by what it is; `error` alone tells that and how it ended early."""
+"""Results of a run on one rank, by name. The key `error` exists only if the run ended with an error."""
 
 
 def loaders() -> dict[str, Any]:
@@ -40,28 +40,36 @@ def loaders() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Row:
-    """A feature, and the run that shows it.
+    """A feature, and the run that demonstrates it.
 
     Attributes:
-        trainer: options of the Trainer, made anew for every run because callbacks remember; gets the run's folder.
-        watch: what is compared besides the weights and logs: gets the Trainer after the run and the folder; None is
-            not compared, so files are looked at on global rank zero only.
-        check: asserts more about the ranks' and the plain run's findings.
+        area: the section of the table.
+        name: the name of the feature in the table.
+        module: creates the LightningModule.
+        trainer: takes the run's folder and returns options of the Trainer. It is called for every run, because
+            callbacks
+            have state.
+        loaders: returns the loaders for `Trainer.fit`.
+        evaluate_on: returns the loader for evaluation.
+        watch: takes the Trainer after the run and the run's folder, and returns another value to compare. On ranks
+            other
+            than 0, None is not compared, so that only rank 0 needs to read files.
+        check: asserts more about the results of the ranks and of the plain run.
         strategy: settings of PipelineStrategy, or a registered name.
-        cuts: the layers at which later stages begin, by number of processes, where that matters.
-        evaluate: validates, tests and predicts too, on what `evaluate_on` gives.
-        then: goes on after training, with the Trainer, the module and the folder; what it returns is compared.
-        resume: trains twice as long in a second run, from the checkpoint of the first.
-        tolerance: of all comparisons.
-        differs: what is not compared at all.
-        raises: both runs end with an error that says this.
-        refused: the pipeline ends with an error that says this, on every rank.
-        refused_on: the same for one number of processes.
-        warned: a rank of the pipeline warns of this, for what it trains is something else; only that is compared.
-        reason: for the table: why it is refused, or what does not work yet; what else is to be known.
-        not_yet: the row is expected to fail.
-        lacks: the reason why it can't be run on this machine; empty if it can.
-        slow: whether it takes long.
+        cuts: the first layers of stages 1, 2, ..., by the number of processes; empty if they do not matter.
+        evaluate: whether the run also validates, tests and predicts.
+        then: takes the Trainer, the module and the folder after training, and returns another value to compare.
+        resume: whether a second run resumes from the checkpoint of the first, and doubles the number of epochs.
+        tolerance: the tolerance of all comparisons.
+        differs: names of results that are not compared.
+        raises: a part of the error message with which both runs end.
+        refused: a part of the error message with which the pipeline ends on every rank.
+        refused_on: the same, by the number of processes.
+        warned: a part of a warning from a rank of the pipeline, which trains differently. Nothing else is compared.
+        reason: a note for the table: why the feature is refused, what does not work yet, or another remark.
+        not_yet: whether the row is expected to fail.
+        lacks: returns the reason why the row cannot run on this machine, or an empty string.
+        slow: whether the row takes long.
     """
 
     area: str
@@ -90,7 +98,7 @@ class Row:
 
 
 class Keeper(Callback):
-    """What a user's callback sees: outputs, learning rates, metrics."""
+    """A callback that records the outputs, learning rates and metrics that callbacks of users receive."""
 
     def __init__(self) -> None:
         self.outputs: list[Any] = []
@@ -106,7 +114,10 @@ class Keeper(Callback):
 
 
 def train(row: Row, strategy: Callable[[], Any], ranks: int, folder: Path) -> Found:
-    """One run of a row with `strategy()`, and a second one from its checkpoint where the row resumes."""
+    """Run a row with `strategy()` and return its results.
+
+    If the row resumes, a second run starts from the checkpoint of the first.
+    """
     quiet()
     found: Found = {}
     trainer: pl.Trainer | None = None
@@ -131,7 +142,7 @@ def train(row: Row, strategy: Callable[[], Any], ranks: int, folder: Path) -> Fo
             found["then"] = plain_values(row.then(trainer, module, folder))
     except Exception as error:
         found["error"] = f"{type(error).__name__}: {error}"
-    if torch.are_deterministic_algorithms_enabled():  # the setting imports a compiler, a third of a second
+    if torch.are_deterministic_algorithms_enabled():  # this call imports a compiler, which takes a third of a second
         torch.use_deterministic_algorithms(False)
     torch.autograd.set_detect_anomaly(False)
     found["written"] = written.getvalue()
@@ -157,12 +168,12 @@ def train(row: Row, strategy: Callable[[], Any], ranks: int, folder: Path) -> Fo
 
 
 def _is_partial(value: Any) -> bool:
-    """Whether another rank has the values of a tensor, or some of them."""
+    """Return whether some or all values of a tensor are on other ranks."""
     return isinstance(value, torch.Tensor) and (value.is_meta or is_distributed(value))
 
 
 def made(row: Row, keeper: Keeper, strategy: Any, ranks: int, folder: Path, epochs: int) -> tuple[Any, pl.Trainer]:
-    """The row's module and its Trainer."""
+    """Return the module and the Trainer of a row."""
     pl.seed_everything(3, verbose=False)
     options: dict[str, Any] = {
         "max_epochs": epochs,
@@ -181,7 +192,7 @@ def made(row: Row, keeper: Keeper, strategy: Any, ranks: int, folder: Path, epoc
 
 
 def rows_of_csv(path: Path) -> list[dict[str, float]]:
-    """The logged rows; what was measured about the machine counts as 0."""
+    """Return the logged rows, with measurements of the machine replaced by 0."""
     if not path.exists():
         return []
     with open(path) as file:
@@ -192,7 +203,7 @@ def rows_of_csv(path: Path) -> list[dict[str, float]]:
 
 
 def pipeline(row: Row, schedule: dict[str, Any], ranks: int) -> Any:
-    """The row's strategy, with the schedule where it leaves that open."""
+    """Return the strategy of a row. The row's own schedule takes precedence over the given one."""
     if isinstance(row.strategy, str):
         return row.strategy
     cut = {"partition": row.cuts[ranks]} if row.cuts else {}
@@ -200,7 +211,7 @@ def pipeline(row: Row, schedule: dict[str, Any], ranks: int) -> Any:
 
 
 def on_a_rank(rank: int, names: list[str], schedule: dict[str, Any], ranks: int, folder: str) -> list[Found]:
-    """Runs rows one after the other in the same process, up to the first that ends with an error."""
+    """Run rows one after another in this process, up to the first one that ends with an error."""
     from tests.compat.rows import ROWS
 
     results: list[Found] = []
@@ -215,7 +226,7 @@ def on_a_rank(rank: int, names: list[str], schedule: dict[str, Any], ranks: int,
 
 
 def on_one_process(row: Row) -> Found:
-    """The plain run of a row; the caller's random numbers stay as they were."""
+    """Run a row without a pipeline and return its results. The caller's random state is restored afterwards."""
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     folder = Path(tempfile.mkdtemp())
     try:
@@ -228,13 +239,13 @@ def on_one_process(row: Row) -> Found:
 
 
 def compare(row: Row, ranks: Iterable[Found], plain: Found) -> list[str]:
-    """Where the ranks' findings are not those of the plain run."""
+    """Return the differences between the results of the ranks and of the plain run."""
     wrong: list[str] = []
     for rank, found in enumerate(ranks):
         if "error" in found:
             return [*wrong, f"rank {rank}: {found['error']}"]
         for what in sorted(plain.keys() - {"written", "warnings"} - row.differs):
             if rank > 0 and (what not in found or (what == "watched" and found[what] is None)):
-                continue  # what is written by global rank zero only
+                continue  # written on global rank zero only
             wrong += [f"rank {rank}, {d}" for d in differences(found.get(what), plain[what], row.tolerance, what)]
     return wrong

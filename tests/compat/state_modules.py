@@ -1,4 +1,4 @@
-"""LightningModules of the rows about what modules keep besides weights."""
+"""LightningModules of rows about the state of modules other than weights."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.trainer.lit import WIDTH, Lit
 
 
 def modes(trainer: pl.Trainer, folder: Path) -> dict[str, bool]:
-    """Whether each module that is on this rank trains."""
+    """Return whether each module on this rank is in training mode, by name."""
     module = trainer.lightning_module
     return {name: part.training for name, part in module.named_modules() if "metric" not in name}
 
 
 class FrozenNorms(Lit):
-    """Batch normalisation with fixed statistics, no dropout, and layers that train around them."""
+    """A module whose normalization and dropout layers are in eval mode, while its weights are trained."""
 
     def __init__(self) -> None:
         super().__init__(dropout=0.5)
@@ -34,7 +34,7 @@ class FrozenNorms(Lit):
 
 
 class PartlyFrozen(Lit):
-    """The dropout in each layer is off; what follows the layers is in eval mode, too."""
+    """A module in which the dropout inside each layer, and the code after the layers, are in eval mode."""
 
     def __init__(self) -> None:
         super().__init__(dropout=0.5)
@@ -50,7 +50,7 @@ class PartlyFrozen(Lit):
 
 
 class Annealed(Lit):
-    """Reads `beta` before, in and after the layers; how it is set is up to who derives from this."""
+    """A module that scales its input and its loss by `beta`, which subclasses set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class AnnealedByEpoch(Annealed):
 
 
 class AnnealedByMetric(Annealed):
-    """A curriculum from what was logged."""
+    """A module that sets `beta` from logged metrics."""
 
     def on_validation_epoch_end(self) -> None:
         self.beta = float(self.trainer.callback_metrics["val_loss"]) / 10
@@ -88,7 +88,7 @@ class AnnealedByMetric(Annealed):
 
 
 class AnnealedByBatch(Annealed):
-    """From what validation steps keep, in `on_validation_batch_end`."""
+    """A module whose validation steps store losses, from which `on_validation_batch_end` sets `beta`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class AnnealedByBatch(Annealed):
 
 
 class SetsBeta(pl.Callback):
-    """A callback that sets attributes of the module from what steps have kept there."""
+    """A callback that sets `beta` from a metric, and from the loss that each step stores in the module."""
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         module.beta = float(module.last_loss)
@@ -129,7 +129,7 @@ class KeepsLoss(Annealed):
 
 
 class Thawing(Lit):
-    """Freezes and thaws layers in hooks, the first and the last one above all."""
+    """A module that freezes and unfreezes layers in hooks, including the first and the last one."""
 
     def on_train_epoch_end(self) -> None:
         self.model[0].requires_grad_(False)
@@ -145,7 +145,7 @@ class Thawing(Lit):
 
 
 class Hooked(Lit):
-    """Registers hooks on layers of all stages at the end of the first epoch, and takes one away."""
+    """A module that registers hooks on layers of all stages at the end of the first epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class Hooked(Lit):
 
 
 class Config:
-    """Settings that layers and the module have."""
+    """Settings that a module and its layers share."""
 
     def __init__(self) -> None:
         self.scale = 1.0
@@ -177,7 +177,7 @@ class Scaled(nn.Module):
 
 
 class LitConfig(Annealed):
-    """Layers read settings that a hook changes."""
+    """A module whose layers read settings that a hook changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class LitConfig(Annealed):
 
 
 class LitConfigBySteps(LitConfig):
-    """Layers read settings that the step changes after the layers."""
+    """A module whose layers read settings that the step changes after it has called the layers."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -198,11 +198,11 @@ class LitConfigBySteps(LitConfig):
         return loss
 
 
-# ---- what steps set
+# ---- values that steps set
 
 
 class Counting(Annealed):
-    """Warms up by a counter of steps, as an integer, a float and a buffer."""
+    """A module that scales its loss by counters of steps and samples: integers, a float and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ class Counting(Annealed):
 
 
 class Averaging(Annealed):
-    """Running averages: of the loss, of what comes out of the layers, in attributes and in buffers."""
+    """A module with running averages of its loss, inputs and outputs, in attributes and in buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,7 +249,10 @@ class Averaging(Annealed):
 
 
 class Summing(Annealed):
-    """Counts right answers and samples, and reads their share at the end of the epoch and in the next steps."""
+    """A module that counts correct answers and samples, and collects its outputs.
+
+    It logs statistics of them at the end of an epoch, and scales the next losses by them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -279,7 +282,7 @@ class Summing(Annealed):
 
 
 class Largest(Annealed):
-    """Keeps the largest and smallest answer of all batches, and scales by them."""
+    """A module that stores the largest and the smallest logit of all batches, and scales its loss by them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -296,7 +299,10 @@ class Largest(Annealed):
 
 
 class Spread(Annealed):
-    """Keeps the standard deviation of a batch, which is no mean over samples, and scales the next batch by it."""
+    """A module that stores the standard deviation of a batch's logits, and scales the next loss by it.
+
+    A standard deviation is not a mean over samples.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -311,7 +317,7 @@ class Spread(Annealed):
 
 
 class SumsLosses(Annealed):
-    """Adds up the losses of samples, and scales the next batch by the sum."""
+    """A module that adds up the losses of samples, and scales the next batch by the sum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -324,11 +330,11 @@ class SumsLosses(Annealed):
         return loss
 
 
-# ---- what layers leave
+# ---- values that layers store
 
 
 class Expert(nn.Module):
-    """Leaves an auxiliary loss as `aux`, numbers and a list."""
+    """A layer that stores an auxiliary loss, a list of losses, and a mean in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -346,7 +352,7 @@ class Expert(nn.Module):
 
 
 class Experts(Annealed):
-    """Adds what layers have left to the loss."""
+    """A module that adds the values stored by its layers to its loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -363,7 +369,7 @@ class Experts(Annealed):
 
 
 class BufferedExpert(nn.Module):
-    """Leaves auxiliary losses in a buffer of its own and in one of a module in it, which is not saved."""
+    """A layer that stores auxiliary losses in its own buffer, and in an unsaved buffer of a submodule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -380,7 +386,7 @@ class BufferedExpert(nn.Module):
 
 
 class BufferedExperts(Annealed):
-    """Adds what layers have left in buffers to the loss."""
+    """A module that adds the buffers of its layers to its loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -395,7 +401,7 @@ class BufferedExperts(Annealed):
 
 
 class AddsUp(nn.Module):
-    """Adds to what it has left, until the step takes that."""
+    """A layer that adds to its stored loss until the step resets it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -409,7 +415,10 @@ class AddsUp(nn.Module):
 
 
 class TakesLosses(Annealed):
-    """Takes what layers have added up, and leaves them nothing; a hook reads what there is after a batch."""
+    """A module that adds the losses stored by its layers to its own loss, and resets them.
+
+    A hook logs the sum that is left after each batch.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -427,7 +436,7 @@ class TakesLosses(Annealed):
 
 
 class SharedLosses(Annealed):
-    """Layers append to a list of the module, which is cleared before them."""
+    """A module whose layers append to a list of the module, which each step clears before it calls them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -454,7 +463,7 @@ class Appending(nn.Module):
 
 
 class Collected(Annealed):
-    """Forward hooks collect activations of all stages, for a loss of features."""
+    """A module whose forward hooks collect activations of all stages, from which it computes a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -480,7 +489,7 @@ class Collected(Annealed):
 
 
 class Doubling(nn.Module):
-    """Returns one tensor twice."""
+    """A layer that returns the same tensor twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -493,7 +502,7 @@ class Doubling(nn.Module):
 
 
 class Adding(nn.Module):
-    """Changes one of two tensors in place."""
+    """A layer that changes one of its two inputs in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -521,7 +530,7 @@ class Aliased(Annealed):
 
 
 class Viewing(Doubling):
-    """Returns a tensor and a view of it."""
+    """A layer that returns a tensor and a view of it."""
 
     def forward(self, x: Any) -> Any:
         h, _ = super().forward(x)
@@ -546,7 +555,7 @@ class AliasedView(Annealed):
 
 
 class Warming(nn.Module):
-    """Counts its calls, and scales by them."""
+    """A layer that counts its calls, and scales its output by the count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -564,11 +573,11 @@ class WarmingUp(Annealed):
         self.model = nn.Sequential(*(Warming() for _ in range(5)), nn.Linear(WIDTH, 3))
 
 
-# ---- random generators of the module's own
+# ---- random generators that belong to the module
 
 
 class Noisy(nn.Linear):
-    """Scales what it returns by a number of a generator, which others may have, too."""
+    """A layer that scales its output by a number from a generator, which other layers may share."""
 
     def __init__(self, generator: np.random.Generator) -> None:
         super().__init__(WIDTH, WIDTH)
@@ -579,7 +588,7 @@ class Noisy(nn.Linear):
 
 
 class OwnGenerators(Lit):
-    """Draws from generators of its own before and after the layers, and in hooks."""
+    """A module that draws from its own generators before and after the layers, and in hooks."""
 
     def __init__(self, shared: bool = False) -> None:
         super().__init__()
@@ -602,6 +611,6 @@ class OwnGenerators(Lit):
 
 
 def drawn_next(trainer: pl.Trainer, folder: Path) -> list[float]:
-    """What hooks of all batches have drawn, and what comes next."""
+    """Return the numbers that hooks drew in all batches, and the next number."""
     module = trainer.lightning_module
     return [*module.drawn, module.draw()]

@@ -1,4 +1,4 @@
-"""Rows about what modules keep besides weights: modes of layers, attributes, buffers, what layers leave."""
+"""Rows about the state of modules other than weights: modes, attributes, buffers, and values that layers store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules of rows about what steps log, return, differentiate and take from their batch."""
+"""Modules of rows about the values that steps log and return, gradients within steps, and parts of batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BOTH = {"on_step": True, "on_epoch": True}
 
 
 class LogsReduced(Lit):
-    """Constants, numbers of samples, sums and means, each by every reduction."""
+    """A module that logs constants, numbers of samples, sums and means, each with every reduction."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -45,7 +45,7 @@ class LogsReduced(Lit):
 
 
 class LogsSpread(Lit):
-    """Logs what is no mean, sum or extreme of its micro-batches'."""
+    """A module that logs and returns statistics that are not a mean or a sum over micro-batches."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
@@ -54,7 +54,7 @@ class LogsSpread(Lit):
 
 
 class LogsLater(Lit):
-    """Logs an event by a number that is 0 for a long time."""
+    """A module that logs a number that is 0 in the first batches."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.log("events", float(self.global_step > 4), reduce_fx="sum", **BOTH)
@@ -62,7 +62,7 @@ class LogsLater(Lit):
 
 
 class ReturnsNumbers(Lit):
-    """Ints, flags, counts, words, shapes and lists besides the loss."""
+    """A module that returns integers, flags, counts, words, shapes and lists together with its loss."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -87,7 +87,11 @@ class ReturnsNumbers(Lit):
 
 
 class PassesLoss(nn.Module):
-    """Adds an auxiliary loss to the one that comes with its input."""
+    """A layer that adds its auxiliary loss to the loss that it receives with its input.
+
+    Args:
+        linear: whether the auxiliary loss is a mean over samples.
+    """
 
     def __init__(self, linear: bool) -> None:
         super().__init__()
@@ -101,7 +105,7 @@ class PassesLoss(nn.Module):
 
 
 class LeavesLoss(PassesLoss):
-    """Leaves it in an attribute."""
+    """A layer that stores its auxiliary loss in an attribute."""
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
         h, self.loss = super().forward(h)
@@ -109,7 +113,7 @@ class LeavesLoss(PassesLoss):
 
 
 class PassesLosses(Lit):
-    """Layers hand an auxiliary loss on."""
+    """A module whose layers pass on the sum of their auxiliary losses."""
 
     def __init__(self, linear: bool) -> None:
         super().__init__()
@@ -127,7 +131,7 @@ class PassesLosses(Lit):
 
 
 class LeavesLosses(Lit):
-    """Layers of the last stage leave an auxiliary loss in an attribute."""
+    """A module in which a layer of the last stage stores an auxiliary loss in an attribute."""
 
     def __init__(self, linear: bool) -> None:
         super().__init__()
@@ -140,7 +144,7 @@ class LeavesLosses(Lit):
 
 
 def with_table(samples: Any) -> dict[str, Any]:
-    """A batch with weights of classes, of which there are as many as samples."""
+    """Return a batch with class weights. The number of classes is equal to the number of samples."""
     x, y = torch.utils.data.default_collate(samples)
     return {"x": x, "y": y, "by_class": torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)}
 
@@ -156,7 +160,7 @@ class LooksUpBefore(Lit):
 
 
 class ReturnsOdd(Lit):
-    """Returns no loss that can be trained by."""
+    """A module whose step returns a value that is not a loss with gradients."""
 
     def __init__(self, make: Any) -> None:
         super().__init__()
@@ -167,7 +171,7 @@ class ReturnsOdd(Lit):
 
 
 class WithoutLayers(Lit):
-    """Its steps of evaluation do not call the layers."""
+    """A module whose evaluation steps do not call the layers."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("sum", batch[0].sum() * (batch_idx + 1), batch_size=len(batch[0]))
@@ -181,7 +185,7 @@ class WithoutLayers(Lit):
 
 
 class Storage(TorchCheckpointIO):
-    """Keeps the options that it is given."""
+    """A checkpoint plugin that records its storage options."""
 
     def __init__(self) -> None:
         self.options: list[Any] = []
@@ -191,7 +195,7 @@ class Storage(TorchCheckpointIO):
 
 
 def fit_by_a_copy(trainer: pl.Trainer, module: Any, folder: Path) -> Any:
-    """Train on with a copy of the Trainer."""
+    """Train for another epoch with a copy of the Trainer, and return the results."""
     other = copy.deepcopy(trainer)
     other.fit_loop.max_epochs = 3
     again = Lit().double()
@@ -205,7 +209,7 @@ def save_with_options(trainer: pl.Trainer, module: Any, folder: Path) -> None:
 
 
 class FailsByItself(Lit):
-    """Ends with an error of its own, after the layers."""
+    """A module whose step raises its own error after the layers, in the second batch."""
 
     failed = False
 
@@ -218,7 +222,7 @@ class FailsByItself(Lit):
 
 
 class PenalisesUnused(Lit):
-    """A gradient penalty that takes None for zero."""
+    """A module with a gradient penalty that counts a missing gradient as zero."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -229,7 +233,7 @@ class PenalisesUnused(Lit):
 
 
 class PenalisesAround(Lit):
-    """A gradient penalty with a skip around the layers, through which a part of the gradient flows."""
+    """A module with a gradient penalty and a skip around the layers, through which a part of the gradient flows."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -240,7 +244,7 @@ class PenalisesAround(Lit):
 
 
 class PenalisesKeptWeights(Lit):
-    """A penalty on the gradients of weights that were put into a list when the module was made."""
+    """A module with a penalty on the gradients of weights that it stored in a list when it was created."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,7 +257,7 @@ class PenalisesKeptWeights(Lit):
 
 
 class PenalisesOutput(LitOutside):
-    """A penalty on the gradient by what the layers return: within one stage."""
+    """A module with a penalty on the gradient with respect to the output of the layers, within one stage."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -266,7 +270,7 @@ class PenalisesOutput(LitOutside):
 
 
 class PenalisesBefore(LitOutside):
-    """A penalty on the gradient of the code before the layers."""
+    """A module with a penalty on the gradient of the code before the layers."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -278,7 +282,7 @@ class PenalisesBefore(LitOutside):
 
 
 class BackwardInStep(Lit):
-    """Calls backward to perturb its input."""
+    """A module that calls `backward` in its step, and penalizes the gradient of its input."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -290,7 +294,7 @@ class BackwardInStep(Lit):
 
 
 class GradInValidation(Lit):
-    """Saliency in validation."""
+    """A module that computes gradients with respect to its input (saliency) in validation."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         with torch.inference_mode(False), torch.enable_grad():
@@ -302,7 +306,7 @@ class GradInValidation(Lit):
 
 
 class Remembered(Lit):
-    """What optimizers remember, in hooks."""
+    """A module whose hook reads or changes the state of its optimizer in the way that `use` specifies."""
 
     use = "norm"
 
@@ -343,7 +347,10 @@ class Remembered(Lit):
 
 
 class WeighsByMistakes(Annealed):
-    """Weighs classes by how often a validation has mistaken them: the mean is one over weights from then on."""
+    """A module that weights classes by the number of mistakes in validation.
+
+    After the first validation, its loss is a mean over these weights, not over samples.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -360,7 +367,7 @@ class WeighsByMistakes(Annealed):
 
 
 class MixesSamples(Annealed):
-    """Trains on mixtures of two samples of a batch, drawn at random."""
+    """A module that trains on random mixtures of two samples of a batch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -370,7 +377,7 @@ class MixesSamples(Annealed):
 
 
 class Contrasts(Annealed):
-    """Compares each sample with all others of its batch."""
+    """A module that compares each sample with all other samples of its batch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, _ = batch
@@ -379,7 +386,7 @@ class Contrasts(Annealed):
 
 
 class ChangesWeights(Lit):
-    """Its training_step changes weights by `change`, before or after the layers."""
+    """A module whose `training_step` changes weights with `change`, before or after the layers."""
 
     def __init__(self, change: Any, after: bool = False) -> None:
         super().__init__(optimizer="sgd")
@@ -423,7 +430,7 @@ def assign_weights(module: Any) -> None:
 
 
 class ChangesAround(LitOutside):
-    """Its training_step changes weights by `change`, before or after the layers."""
+    """A module with parameters around its layers, whose `training_step` changes weights like `ChangesWeights`."""
 
     def __init__(self, change: Any, after: bool = False) -> None:
         super().__init__(optimizer="sgd")
@@ -474,7 +481,7 @@ def average_inlet(module: Any) -> None:
 
 
 class ChangesItself(nn.Linear):
-    """A layer whose forward changes its weight by `change` in training."""
+    """A layer that changes its weight with `change` in every forward of training."""
 
     def __init__(self, change: Any) -> None:
         super().__init__(WIDTH, WIDTH)
@@ -487,7 +494,7 @@ class ChangesItself(nn.Linear):
 
 
 class ChangesInside(Lit):
-    """A layer of it changes its own weight by `change`."""
+    """A module in which one layer changes its own weight with `change`."""
 
     def __init__(self, change: Any) -> None:
         super().__init__(optimizer="sgd")
@@ -517,10 +524,13 @@ def replace_last(module: Any) -> None:
 
 
 class Generates(pl.LightningModule):
-    """Validates and predicts by greedy decoding: the layers are called again on what they made, and so is the head.
+    """A module that validates and predicts by greedy decoding.
+
+    It calls the layers and the head again for each generated token.
 
     Args:
-        caches: whether layers keep keys and values, so that each call after the first one is for one token.
+        container: the type of the container of layers.
+        caches: whether layers store keys and values, so that each call after the first one processes one token.
     """
 
     def __init__(self, container: type[nn.Sequential | nn.ModuleList], caches: bool = False) -> None:
@@ -573,7 +583,7 @@ class Generates(pl.LightningModule):
 
 
 class CausalBlock(nn.Module):
-    """Causal attention over all tokens, of which earlier ones may be remembered."""
+    """A layer with causal attention over all tokens, which can store the keys and values of earlier tokens."""
 
     def __init__(self, caches: bool) -> None:
         super().__init__()
@@ -591,10 +601,12 @@ class CausalBlock(nn.Module):
 
 
 class SemiSupervised(LitOutside):
-    """Labels what it is sure of itself, and learns from it on other views: the layers are called three times.
+    """A module that trains on labelled samples, and on unlabelled samples if it is sure of their labels.
+
+    It calls the layers three times per step: on labelled samples, and on two views of unlabelled samples.
 
     Args:
-        joined: whether one call gets all inputs.
+        joined: whether one call of the layers gets all inputs.
     """
 
     def __init__(self, joined: bool = False) -> None:
@@ -615,17 +627,21 @@ class SemiSupervised(LitOutside):
 
 
 def two_loaders(rows: int, size: int) -> dict[str, Any]:
-    """Batches of 8 samples with labels, and of `size` without; the shorter ones come again."""
+    """Return a training loader that combines batches of 8 labelled and `size` unlabelled samples.
+
+    The loader with fewer batches starts again.
+    """
     unlabelled = TensorDataset(data(rows).tensors[0])
     both = {"labelled": DataLoader(data(), 8), "unlabelled": DataLoader(unlabelled, size)}
     return batches(CombinedLoader(both, "max_size_cycle"))
 
 
 class ChangesInput(LitOutside):
-    """The first layer adds in place to a tensor that the loss reads after it.
+    """A module whose first layer adds in place to a tensor that the loss reads later.
 
     Args:
-        trained: whether the layer adds weights, and the step computes its input, so that gradients go both ways.
+        trained: whether the layer adds a parameter and the step computes the layer's input, so that gradients flow
+            through both.
     """
 
     def __init__(self, trained: bool) -> None:

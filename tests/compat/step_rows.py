@@ -1,4 +1,4 @@
-"""Rows about what steps log, return, differentiate and take from their batch."""
+"""Rows about the values that steps log and return, gradients within steps, and parts of batches."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.trainer.lit import data
 
 
 def quiet_about_training(ranks: list[Found]) -> None:
-    """Asserts that no rank warns of a training that differs."""
+    """Assert that no rank warns that its training differs from one process."""
     assert [text for found in ranks for text in found["warnings"] if "differ" in text or "mix" in text] == []
 
 
 def warned_on_rank_0(ranks: list[Found], what: str) -> None:
-    """Asserts that the output of rank 0 has a warning, also if another rank found it, and no other output has it."""
+    """Assert that the warning appears in the output of rank 0 only, even if another rank gave it."""
     assert [any(what in text for text in found["warnings"]) for found in ranks] == [True] + [False] * (len(ranks) - 1)
 
 

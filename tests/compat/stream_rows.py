@@ -1,4 +1,4 @@
-"""Rows of the compatibility table about hooks while batches overlap, and stages step at other times."""
+"""Rows about hooks in training with overlapping batches, where stages step at different times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.trainer.lit import Lit
 
 
 class KeepsWeights(Lit):
-    """A list of all weights from before fit, of which a hook averages each by itself."""
+    """A module that stores a list of its weights before fit. A hook averages each of these weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class KeepsWeights(Lit):
 
 
 class AveragesWeights(Lit):
-    """The same, of the weights that the module shows."""
+    """A module with a hook that averages the weights from `named_parameters`."""
 
     average: Any = None
 
@@ -38,7 +38,7 @@ class AveragesWeights(Lit):
 
 
 class CountsGradients(Lit):
-    """Counts weights with a gradient after their step."""
+    """A module that counts the weights that have a gradient after their step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class CountsGradients(Lit):
 
 
 class DecaysRates(Lit):
-    """Makes the learning rate smaller in each step by what it was."""
+    """A module that reduces the current learning rate by a factor in each step."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         for group in optimizer.param_groups:
@@ -61,7 +61,7 @@ class DecaysRates(Lit):
 
 
 class SetsRates(DecaysRates):
-    """Sets the learning rate of each step by the number of steps."""
+    """A module that sets the learning rate of each step from the number of steps."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""Supernets of the compatibility table, trained by schedule csp: what their hooks do while subnets overlap."""
+"""Supernets of the compatibility table with different hooks, which run while subnets overlap (schedule "csp")."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def stream(seed: int = 1) -> SubnetStream:
 
 
 class LitSupernet(pl.LightningModule):
-    """An ordinary supernet: each batch trains one candidate of each block."""
+    """An ordinary supernet. Each batch trains one candidate of each block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class LeavesStepsOut(LitSupernet):
 
 
 class SetsRates(LitSupernet):
-    """Sets the learning rate of each batch before its step, and clears gradients as usual."""
+    """A supernet that sets the learning rate of each batch before its step, and clears gradients as usual."""
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         for group in optimizer.param_groups:
@@ -75,7 +75,7 @@ class ZeroesGradients(LitSupernet):
 
 
 class ScalesGradients(LitSupernet):
-    """Changes gradients in both hooks that come before the step, in place and by another tensor."""
+    """A supernet that changes gradients in the hooks before the step, in place and by assignment."""
 
     def on_after_backward(self) -> None:
         for p in self.net.parameters():
@@ -109,7 +109,7 @@ class ClampsWeights(LitSupernet):
 
 
 class ClampsData(LitSupernet):
-    """As in a Wasserstein GAN."""
+    """A supernet that clamps its weights through `data`, as a Wasserstein GAN does."""
 
     def on_train_batch_end(self, *_: Any) -> None:
         for p in self.parameters():
@@ -131,7 +131,10 @@ class ClampsAtEpochs(LitSupernet):
 
 
 class ClampsInTheOptimizer(LitSupernet):
-    """What the refusal of the others recommends."""
+    """A supernet that clamps its weights in a hook of the optimizer.
+
+    The errors of the other supernets that clamp weights recommend this way.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +154,7 @@ def clamp(optimizer: Any, *_: Any) -> None:
 
 
 class DecaysAll(LitSupernet):
-    """Trained by an optimizer that decays all weights, whether or not a batch uses them."""
+    """A supernet with an optimizer that decays all weights, including weights that a batch does not use."""
 
     def configure_optimizers(self) -> Any:
         return DecayingSGD(self.parameters(), lr=0.1)
@@ -180,7 +183,7 @@ class FreezesAtEpochs(LitSupernet):
 
 
 class LeavesOut(LitSupernet):
-    """Does not name a layer that its batches train."""
+    """A supernet whose `layers_of_batch` omits a layer that its batches train."""
 
     def layers_of_batch(self, batch: Any) -> Any:
         found = self.net.layers_of(batch[-1])
@@ -192,7 +195,7 @@ class SaysNothing(LitSupernet):
 
 
 class DrawsByRank(LitSupernet):
-    """Draws the subnet of a batch by itself, another one on each rank."""
+    """A supernet that draws the subnet of a batch in its own code, and a different one on each rank."""
 
     def subnet(self, batch: Any) -> Subnet:
         return Subnet([(self.global_rank + batch[-1].id + n) % CANDIDATES for n in range(BLOCKS)], batch[-1].id)
@@ -206,14 +209,14 @@ class DrawsByRank(LitSupernet):
 
 
 class StreamByRank(LitSupernet):
-    """Each rank has a stream of its own."""
+    """A supernet with a different stream of subnets on each rank."""
 
     def train_dataloader(self) -> Any:
         return stream(seed=self.global_rank).pair_with(DataLoader(data(8 * BATCHES), batch_size=8))
 
 
 class CountsStates(LitSupernet):
-    """Sets the learning rate by how many weights the optimizer has stepped."""
+    """A supernet that sets the learning rate from the number of weights that have an optimizer state."""
 
     def on_train_batch_end(self, *_: Any) -> None:
         (optimizer,) = self.trainer.optimizers
@@ -229,7 +232,7 @@ class CountsAtEpochs(LitSupernet):
 
 
 class LooksForStates(LitSupernet):
-    """Sets the learning rate by how many weights of the batch were stepped before."""
+    """A supernet that sets the learning rate from the number of a batch's weights that were stepped before."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         known = sum(p in optimizer.state for p in self.net.parameters() if p.grad is not None)
@@ -238,7 +241,7 @@ class LooksForStates(LitSupernet):
 
 
 class DecaysStates(LitSupernet):
-    """Halves the averages of all weights between two batches."""
+    """A supernet that halves the running averages of all weights between two batches."""
 
     def on_train_batch_end(self, *_: Any) -> None:
         (optimizer,) = self.trainer.optimizers
@@ -248,7 +251,7 @@ class DecaysStates(LitSupernet):
 
 
 class DecaysOwnStates(LitSupernet):
-    """Halves the averages of the weights that a batch has trained, before its step."""
+    """A supernet that halves the running averages of the weights that a batch has trained, before their step."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         for group in optimizer.param_groups:
@@ -258,7 +261,7 @@ class DecaysOwnStates(LitSupernet):
 
 
 class NormOfGroups(LitSupernet):
-    """Divides gradients by a norm of its own over the optimizer's groups."""
+    """A supernet that divides gradients by a norm that it computes over the optimizer's groups."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         every = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -268,7 +271,7 @@ class NormOfGroups(LitSupernet):
 
 
 class AnnealsInHooks(LitSupernet):
-    """Hooks set before each batch what its step and its optimizer hook read."""
+    """A supernet whose hook sets, before each batch, values that the step and another hook read."""
 
     shift: torch.Tensor
 
@@ -294,7 +297,7 @@ class AnnealsInHooks(LitSupernet):
 
 
 class SetsBeforeSteps(LitSupernet):
-    """A hook before the step sets what the next batch reads."""
+    """A supernet whose hook before the step sets a value that the next batch reads."""
 
     scale = 1.0
 
@@ -306,7 +309,7 @@ class SetsBeforeSteps(LitSupernet):
 
 
 class LayersCount(LitSupernet):
-    """Candidates count their calls, and scale by that."""
+    """A supernet whose candidates count their calls, and scale their outputs by the count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -325,7 +328,7 @@ class Counting(nn.Module):
 
 
 class AveragesWeights(LitSupernet):
-    """Keeps an average of the weights over batches, and takes it in the end."""
+    """A supernet that averages its weights over batches, and replaces them by the averages at the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -343,7 +346,7 @@ class AveragesWeights(LitSupernet):
 
 
 class CountsSteps(LitSupernet):
-    """Hooks set something between batches, and read a list of the steps at the end of an epoch."""
+    """A supernet that sets a number before each batch, and reads a list of its steps at the end of an epoch."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Rows of the compatibility table about supernets, trained by schedule csp."""
+"""Rows of the compatibility table about supernets, which are trained with schedule "csp"."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ supernet = partial(
     row,
     "Supernets",
     loaders=nets.subnet_loaders,
-    differs=frozenset({"outputs"}),  # of the latest subnet that is known
+    differs=frozenset({"outputs"}),  # hooks get the outputs of the latest subnet that are available
 )
 CSP: dict[str, Any] = {"schedule": "csp", "schedule_args": {}}
 BALANCED: dict[str, Any] = {"schedule": "csp", "schedule_args": {"balanced": True}}

@@ -1,8 +1,11 @@
-"""Runs the rows and writes what came of it to docs/compatibility.md:
+"""Run the rows of the compatibility table and write the outcomes to docs/compatibility.md.
+
+Usage:
 
     python -m tests.compat.table [SCHEDULE RANKS [AREA ...]]
 
-Without arguments all columns, else one, or some areas of it; what was not run again stays as it was written.
+Without arguments, all columns are run. Otherwise, only one column or some of its areas are run, and the other outcomes
+stay as they are in the document.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from tests.compat.runs import Row
 
 PATH = Path(__file__).parents[2] / "docs" / "compatibility.md"
 Results = dict[str, dict[Column, str]]
-"""By row and column."""
+"""Outcomes by row and column."""
 
 HEAD = """# Compatibility
 
@@ -35,9 +38,9 @@ column, `make test-full` all.
 
 
 def table(results: Results) -> str:
-    """Return the text of docs/compatibility.md: by area, and there by result.
+    """Return the text of docs/compatibility.md, grouped by area and then by outcome.
 
-    Rows with the same result in every column are a list, the others a table.
+    Rows with the same outcome in every column form lists. The other rows form a table.
     """
     counts = Counter(cell for row in ROWS for cell in results.get(row, {}).values())
     names = [f"{schedule} on {ranks}" for schedule, ranks in COLUMNS]
@@ -76,7 +79,7 @@ def _item(row: Row) -> str:
 
 
 def written() -> Results:
-    """Return the results that docs/compatibility.md has."""
+    """Return the outcomes in docs/compatibility.md."""
     found: Results = {}
     names = {_item(row)[2:]: row.name for row in ROWS.values()}
     outcome = ""
@@ -93,7 +96,7 @@ def written() -> Results:
 
 
 def run(columns: list[Column], areas: list[str]) -> None:
-    """Runs all rows of these areas in these columns, and writes the document after every area."""
+    """Run all rows of these areas in these columns, and write the document after every area."""
     for schedule, ranks in columns:
         for area in areas:
             names = [name for name, row in ROWS.items() if row.area == area and not row.lacks()]

@@ -1,4 +1,4 @@
-"""Every row of docs/compatibility.md, against what is written there, and the document itself."""
+"""Tests that compare the outcome of every row with docs/compatibility.md, and the document with the rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from tests.compat.table import PATH, table, written
 
 
 def marked(schedule: str, ranks: int) -> list[Any]:
-    """All rows with this schedule: slow but for a tenth of them with one, and expected to fail where they say so."""
+    """Return test cases for all rows in one column.
+
+    Nine of ten rows are slow tests, and all rows if this is not the first column. Rows with `not_yet` are expected to
+    fail.
+    """
     cases = []
     for name, row in ROWS.items():
         slow = [] if (schedule, ranks) == COLUMNS[0] and not is_slow(name) else [pytest.mark.slow]

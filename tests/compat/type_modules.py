@@ -33,7 +33,7 @@ class EntryList(list[Any]):
 
 
 class State:
-    """An object that refers to itself, and pickles what it wants to."""
+    """An object that refers to itself, and defines its own pickled state."""
 
     def __init__(self, y: Any, aux: Any) -> None:
         self.y, self.aux, self.owner = y, aux, self
@@ -107,7 +107,7 @@ class ScalingLayer(nn.Module):
 
 
 class ReturnsMarked(Lit):
-    """Layers return tensors with an attribute, or of a subclass."""
+    """A module whose layers return tensors with an attribute, or tensors of a subclass."""
 
     def __init__(self, subclass: bool) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class ReturnsMarked(Lit):
 
 
 class Graphs:
-    """Several graphs merged to one, as graph libraries do."""
+    """Several graphs merged into one, as in graph libraries."""
 
     def __init__(self, **tensors: torch.Tensor) -> None:
         self._store = tensors
@@ -131,7 +131,7 @@ class Graphs:
 
 
 def merged_graphs(as_dict: bool, rows: int) -> DataLoader[Any]:
-    """Batches of graphs of 2, 3, 4, 2, ... nodes, each a circle."""
+    """Return batches of merged graphs with 2, 3, 4, 2, ... nodes. Each graph is a circle."""
 
     def merge(samples: list[Any]) -> Any:
         edges, owners, first = [], [], 0
@@ -154,7 +154,7 @@ def merged_graphs(as_dict: bool, rows: int) -> DataLoader[Any]:
 
 
 class Convolution(nn.Module):
-    """Adds the values of neighbors."""
+    """A layer that adds the values of neighboring nodes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class Convolution(nn.Module):
 
 
 class ConvolvesGraphs(pl.LightningModule):
-    """A graph network, in a loop over a ModuleList or in an nn.Sequential."""
+    """A graph network whose layers are in a ModuleList, called in a loop, or in an nn.Sequential."""
 
     def __init__(self, loop: bool) -> None:
         super().__init__()

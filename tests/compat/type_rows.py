@@ -1,4 +1,4 @@
-"""Rows about the types of what layers return."""
+"""Rows about the types of values that layers return."""
 
 from __future__ import annotations
 

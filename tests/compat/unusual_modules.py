@@ -17,7 +17,7 @@ Transform = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
 
 class LitLoss(Lit):
-    """Logs the loss alone, and trains by it."""
+    """A module that logs and returns only its loss."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = self.loss(batch)
@@ -26,7 +26,7 @@ class LitLoss(Lit):
 
 
 class Features(LitLoss):
-    """Penalizes what `features(layers, x)` computes in a step, next to the call of all layers."""
+    """A module that penalizes the result of `features(layers, x)` in addition to its usual loss."""
 
     def __init__(self, features: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def by_name(layers: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 class TwoSlices(LitLoss):
-    """Calls the layers in two slices, one after the other."""
+    """A module that calls its layers in two slices, one after the other."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.model[4:](self.model[:4](x))
@@ -62,12 +62,12 @@ class TwoSlices(LitLoss):
 
 
 class Transforms(LitLoss):
-    """Two layers, or the code after the layers, call transforms of torch.func.
+    """A module in which two layers, or the code after the layers, call transforms of torch.func.
 
     Args:
         transform: takes a module and its input.
-        where: "layers" for two layers that call it on a linear one, "step" for the step with a linear one after the
-            layers, "all" for the step with all layers.
+        where: the module that is transformed: "layers" for linear modules inside two layers, "step" for a linear module
+            after the layers, "all" for the container of all layers.
     """
 
     def __init__(self, transform: Transform, where: str) -> None:
@@ -88,7 +88,7 @@ class Transforms(LitLoss):
 
 
 class Transformed(nn.Module):
-    """A layer that calls a transform of torch.func on a linear one."""
+    """A layer that calls a transform of torch.func on a linear module."""
 
     def __init__(self, transform: Transform) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ def mapped(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 class ComplexLayer(nn.Module):
-    """A layer with complex weights, as of a Fourier operator; it returns real numbers."""
+    """A layer with complex weights that returns real numbers, as in Fourier operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class ComplexLayer(nn.Module):
 
 
 class ComplexWeights(LitLoss):
-    """Has a layer with complex weights on each of two stages."""
+    """A module with one layer with complex weights on each of two stages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,10 @@ def loaders_of_eights() -> dict[str, Any]:
 
 
 class Recurrent(LitLoss):
-    """Keeps the states of recurrent cells from batch to batch, in a list of tuples: truncated backpropagation."""
+    """A module that passes the states of recurrent cells from batch to batch, in a list of tuples.
+
+    This is truncated backpropagation through time.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +185,7 @@ def loaders_of_sequences() -> dict[str, Any]:
 
 
 class Packing(LitLoss):
-    """Packs padded sequences in its step, in front of the layers, or in the first layer."""
+    """A module that packs padded sequences in its step, before the layers, or in its first layer."""
 
     def __init__(self, in_layers: bool) -> None:
         super().__init__()
@@ -236,7 +239,7 @@ def loaders_of_index_lists() -> dict[str, Any]:
 
 
 class ReadsLoader(LitLoss):
-    """Scales its loss by the batch size and the length of the Trainer's loader."""
+    """A module that scales its loss by the batch size and the length of the Trainer's loader."""
 
     def loss(self, batch: Any) -> torch.Tensor:
         loader: Any = self.trainer.train_dataloader
@@ -245,10 +248,10 @@ class ReadsLoader(LitLoss):
 
 
 class BackwardHooks(LitLoss):
-    """Full backward hooks on layers that have no parts, from the start or from a hook on.
+    """A module with full backward hooks on layers that have no submodules.
 
     Args:
-        later: whether they are registered when training starts.
+        later: whether the hooks are registered when training starts, not when the module is created.
     """
 
     def __init__(self, later: bool) -> None:
@@ -268,7 +271,7 @@ class BackwardHooks(LitLoss):
 
 
 class TwoNames(LitLoss):
-    """Has two attributes that name one sparse tensor, of which its step replaces one."""
+    """A module with two attributes that refer to one sparse tensor. Its step replaces one of them."""
 
     def __init__(self) -> None:
         super().__init__()
