@@ -1,4 +1,4 @@
-"""Trains random modules in a pipeline and in one plain process, and says what came of it."""
+"""Train random modules in a pipeline and in one plain process, and compare the results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.trainer.lit import differences, plain_values, quiet
 EQUAL, REFUSED, WARNED, ALIKE, WRONG = "equal", "refused", "warned", "fails alike", "WRONG"
 TOLERANCE = 1e-9
 EACH = 60.0
-"""Seconds for a module and its rank; a busy machine takes ten times what a quiet one does."""
+"""Seconds per module and rank. A busy machine needs ten times as long as a quiet one."""
 _OWN = re.compile(r"/(lightning_pipes|strategies)/")
 _PASSED_ON = re.compile(r"/(lightning_utilities|lightning/(fabric|pytorch)/utilities|warnings\.py)")
 
@@ -42,8 +42,14 @@ Found = dict[str, Any]
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a module came out in a pipeline, beside one plain process, what its ranks warned of, and how often its
-    planner had layers move."""
+    """The outcome of a module in a pipeline, compared with one plain process.
+
+    Attributes:
+        kind: `EQUAL`, `REFUSED`, `WARNED`, `ALIKE` (both runs fail with the same error) or `WRONG`.
+        text: an error, a warning or a difference that explains the kind.
+        warned: all warnings of the ranks.
+        moved: the number of times that layers moved.
+    """
 
     kind: str
     text: str = ""
@@ -52,7 +58,7 @@ class Verdict:
 
 
 def loaded(made: Made) -> types.ModuleType:
-    """The module's script, as if it had been imported; tracebacks show its lines."""
+    """Execute the script of a module like an import, and return it. Tracebacks show its lines."""
     text, name = source(made), f"<module {made.seed}>"
     linecache.cache[name] = (len(text), None, text.splitlines(True), name)
     script = types.ModuleType(f"fuzzed_{made.seed}")
@@ -63,7 +69,7 @@ def loaded(made: Made) -> types.ModuleType:
 
 @contextmanager
 def own_warnings() -> Iterator[list[str]]:
-    """Warnings that lightning_pipes gives in the block; none is printed."""
+    """Collect the warnings that lightning_pipes gives in the block, without printing any warnings."""
     caught: list[str] = []
     quiet()
 
@@ -85,10 +91,10 @@ def own_warnings() -> Iterator[list[str]]:
 def train(
     made: Made, strategy: Callable[[], Any], ranks: int, folder: str, lr: float = 0.05, moved: Any = None
 ) -> Found:
-    """What a run leaves behind on this rank; `error` alone if it ended early.
+    """Run a module and return its results on this rank, or its error if it ended early.
 
     Args:
-        moved: of `KeepsCuts`, for the plain run of a stream.
+        moved: `KeepsCuts.moved` of the pipeline, for the plain run of a stream.
     """
     try:
         found = _trained(made, strategy, ranks, folder, lr, moved or {})
@@ -141,24 +147,24 @@ def _trained(made: Made, strategy: Callable[[], Any], ranks: int, folder: str, l
 
 
 RATES = (0.05, 0.02, 0.01)
-"""Learning rates of the siblings of an array; a run by itself has the first."""
+"""Learning rates of the siblings of an array. A single run has the first one."""
 
 
 def alone(made: Made, folder: str, moved: Any = None) -> list[Found]:
-    """The plain runs, one for each sibling."""
+    """Return the results of the plain runs, one for each sibling."""
     rates = RATES[: max(1, made.base.siblings)]
     with own_warnings():
         return [train(made, lambda: "auto", 1, f"{folder}/{n}", rate, moved) for n, rate in enumerate(rates)]
 
 
 def in_pipeline(made: Made, folder: str) -> list[Found]:
-    """The run on this rank, or that of each sibling."""
+    """Return the results of the run, or of each sibling, on this rank."""
     strategy = partial(PipelineStrategy, **settings(made))
     jobs: list[Callable[[], Found]] = [
         partial(train, made, strategy, made.base.ranks, f"{folder}/{n}", rate)
         for n, rate in enumerate(RATES[: max(1, made.base.siblings)])
     ]
-    with own_warnings() as warned:  # of all siblings: what catches warnings is one for the process
+    with own_warnings() as warned:  # shared by all siblings: warnings can be caught only for the whole process
         if made.base.siblings:
             array: Any = JobArray(made.base.siblings, progress=False)
             values = {outcome.index: outcome.value for outcome in array.run(jobs)}
@@ -172,7 +178,7 @@ def settings(made: Made) -> dict[str, Any]:
 
 
 def on_a_rank(rank: int, cases: Sequence[Made], folder: str) -> list[list[Found]]:
-    """On one rank: all of the modules, one after another in one process, also after those that fail."""
+    """Run all modules on one rank, one after another in one process, even after a module fails."""
     found = []
     for number, made in enumerate(cases):
         Path(folder, f"rank{rank}").write_text(f"{number}")
@@ -181,7 +187,7 @@ def on_a_rank(rank: int, cases: Sequence[Made], folder: str) -> list[list[Found]
 
 
 def verdict(made: Made, ranks: Sequence[Found], plain: Found) -> Verdict:
-    """How the module came out."""
+    """Return the verdict on a module from the results of its ranks and of the plain run."""
     errors = [found.get("error", "") for found in ranks]
     if "error" in plain:
         kind = plain["error"].partition(":")[0]
@@ -212,7 +218,7 @@ def verdict(made: Made, ranks: Sequence[Found], plain: Found) -> Verdict:
 
 
 def compare(made: Made, found: Found, plain: Found) -> list[str]:
-    """Where a rank's findings are not those of the plain run."""
+    """Return the differences between the results of a rank and of the plain run."""
     wrong = []
     for what in sorted(plain.keys() - {"warned"} - made.uncompared):
         if what == "rows" and what not in found:
@@ -222,7 +228,10 @@ def compare(made: Made, found: Found, plain: Found) -> list[str]:
 
 
 def verdicts(cases: Sequence[Made], env: dict[str, str] | None = None) -> list[Verdict]:
-    """How each module came out; those of so many ranks share processes, until one of them does not end."""
+    """Return the verdict on each module.
+
+    Modules with the same number of ranks share processes. If one of them does not end, the others run again.
+    """
     found: dict[int, Verdict] = {}
     with TemporaryDirectory() as folder:
         for ranks in sorted({made.base.ranks for made in cases}):
@@ -251,7 +260,7 @@ def verdicts(cases: Sequence[Made], env: dict[str, str] | None = None) -> list[V
 
 
 def shrunk(made: Made) -> Made:
-    """The module with fewer pieces that is still wrong."""
+    """Return a smaller version of a module that is still wrong, with fewer pieces and a plainer base."""
     smaller = True
     while smaller:
         smaller = False
@@ -286,7 +295,7 @@ def _plainer(made: Made, name: str) -> Made:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Prints modules by their seeds, or a range of them as 0-300, and how they come out."""
+    """Print the verdicts on the modules of the given seeds, or ranges of seeds such as 0-300."""
     options = {each for each in arguments if each.startswith("--")}
     seeds: list[int] = []
     for each in arguments:

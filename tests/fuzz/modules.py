@@ -1,7 +1,7 @@
-"""Random LightningModules, each a whole script made from a seed.
+"""Random LightningModules, each of which is a whole script made from a seed.
 
-`python -m tests.fuzz.modules SEED` prints and runs one, `0-299` runs many; `--shrink` makes what is wrong smaller. A
-module is a base (where its layers live, its batches, loss and optimizer) and some pieces.
+`python -m tests.fuzz.modules SEED` prints and runs one module, and `0-299` runs many. `--shrink` reduces modules that
+are wrong. A module consists of a base (the place of its layers, its batches, loss and optimizer) and some pieces.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.fuzz.scripts import OPTIMIZERS, script
 
 @dataclass(frozen=True)
 class Made:
-    """A module: everything that its source is made from."""
+    """A module: all data from which its source is made."""
 
     seed: int
     base: Base
@@ -26,7 +26,7 @@ class Made:
 
     @property
     def uncompared(self) -> frozenset[str]:
-        """Findings that are not compared: where batches overlap hooks get the latest result that is known."""
+        """Results that are not compared. If batches overlap, hooks get the latest result that is available."""
         return frozenset({"outputs", "rows", "logged"} if self.base.place in ("supernet", "headless") else ())
 
     @property
@@ -58,7 +58,7 @@ SCHEDULES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def random_base(rng: random.Random) -> Base:
-    """What is there whatever pieces follow."""
+    """Return the random base of a module, without pieces."""
     schedule, arguments = rng.choice(SCHEDULES)
     return Base(
         place=rng.choice(PLACES),
@@ -78,7 +78,7 @@ def random_base(rng: random.Random) -> Base:
 
 
 def random_module(seed: int, ranks: int = 2, pieces_at_most: int = 6, **given: Any) -> Made:
-    """The module of a seed: the same one as long as no piece is added or switched off."""
+    """Return the module of a seed. It changes only if a piece is added or switched off."""
     rng = random.Random(f"module {seed}")
     base = replace(random_base(rng), ranks=ranks, **given)
     of_ranks = {key: value * (ranks // 2) for key, value in base.schedule_args.items() if isinstance(value, tuple)}
@@ -103,10 +103,10 @@ def random_module(seed: int, ranks: int = 2, pieces_at_most: int = 6, **given: A
 
 
 def padded_module(seed: int, ranks: int = 2, pieces_at_most: int = 6) -> Made:
-    """The module of a seed, trained on sequences with labels of -100."""
+    """Return the module of a seed, trained on sequences with labels of -100."""
     loss = random.Random(f"padded {seed}").choice(("cross entropy", "cross entropy", "smooth"))
     made = random_module(seed, ranks, pieces_at_most, batches="tokens", loss=loss, padded=True, siblings=0)
-    # A mean over labels that the step keeps is no mean over samples.
+    # If the step stores a mean over labels, the stored value is not a mean over samples.
     pieces = [
         replace(p, warned=r"training_step sets self\.") if p.cause.startswith("collected:step_end:loss") else p
         for p in made.pieces
@@ -115,21 +115,21 @@ def padded_module(seed: int, ranks: int = 2, pieces_at_most: int = 6) -> Made:
 
 
 def moving_module(seed: int, ranks: int = 2, pieces_at_most: int = 6) -> Made:
-    """The module of a seed, whose layers move while it trains."""
+    """Return the module of a seed, with layers that move during training."""
     made = random_module(seed, ranks, pieces_at_most)
     rng = random.Random(f"moves {seed}")
-    # An average in a dict of the rank does not go with its layer, and is refused by name when layers have moved.
+    # An average in a dict of the rank does not move with its layer, and is refused after layers have moved.
     made = replace(made, pieces=tuple(piece for piece in made.pieces if piece.cause != "average:in a dict"))
     return replace(made, base=replace(made.base, moves=rng.choice(("blocking", "overlapped")), epochs=2, siblings=0))
 
 
 def replanned_module(seed: int, ranks: int = 2, pieces_at_most: int = 6) -> Made:
-    """Return the module of a seed with a planner that has layers leave a slow rank."""
+    """Return the module of a seed, with a planner that moves layers away from a slow rank."""
     rng = random.Random(f"replans {seed}")
     schedule, arguments = rng.choice([each for each in SCHEDULES if each[0] in FIXED])
     given = {"schedule": schedule, "schedule_args": arguments, "siblings": 0, "rows": 48, "microbatches": 2}
     made = random_module(seed, ranks, pieces_at_most, **given)
-    if made.base.optimizer == "rmsprop":  # its twelve steps make 1e-8 of a rounding
+    if made.base.optimizer == "rmsprop":  # its twelve steps amplify a rounding error to 1e-8
         made = replace(made, base=replace(made.base, optimizer="adam"))
     kept = tuple(p for p in made.pieces if p.cause != "average:in a dict" and p.kind not in ("changes", "placement"))
     relocation = rng.choice(("blocking", "overlapped"))
@@ -138,13 +138,13 @@ def replanned_module(seed: int, ranks: int = 2, pieces_at_most: int = 6) -> Made
 
 
 FIXED = ("1f1b", "gpipe", "kfkb", "interleaved", "hanayo", "zero_bubble")
-"""Schedules of which a planner can say how long a step takes with another cut."""
+"""Schedules for which a planner can predict the duration of a step with another cut."""
 UNIQUE = {"optimizer_step", "zero_grad", "groups", "scheduler", "clipping", "returned"}
-"""Places for one piece only."""
+"""Places that can hold only one piece."""
 
 
 def source(made: Made) -> str:
-    """The whole script: `python script.py` trains the module in a pipeline on CPUs, `--plain` in one process."""
+    """Return the whole script. `python script.py` trains the module in a pipeline on CPUs, `--plain` in one process."""
     return script(made.seed, made.base, made.pieces)
 
 

@@ -1,4 +1,4 @@
-"""Layers of a random module that move: after random batches, or because a planner sees that a rank is slow."""
+"""Layers of random modules that move after random batches, or because a planner finds a slow rank."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from lightning_pipes.ir import PlanError, Span
 from tests.fuzz.pieces import Piece, frozen
 
 OFTEN = 0.5
-"""The share of batches after which layers are to move."""
+"""The share of batches after which a new cut is tried."""
 
 
 class MovesLayers(Callback):
-    """Adopts cuts that a seed says, the same on all ranks; those that can't be had are left out.
+    """A callback that adopts random cuts, the same on all ranks. Cuts that are not possible are skipped.
 
     Attributes:
-        moved: how many were adopted.
+        moved: the number of adopted cuts.
     """
 
     def __init__(self, seed: int) -> None:
@@ -41,7 +41,7 @@ class MovesLayers(Callback):
 
 
 class KeepsCuts(Callback):
-    """Where stages begin in each batch, from which the numbers of batches before which layers have moved follow."""
+    """A callback that records the cut of each batch, from which the batches before which layers moved follow."""
 
     def __init__(self) -> None:
         self._cuts: list[tuple[int, ...]] = []
@@ -51,7 +51,7 @@ class KeepsCuts(Callback):
 
     @property
     def moved(self) -> dict[int, tuple[int, ...]]:
-        """The new cut, by the batch before which layers have moved."""
+        """The new cuts, by the number of the batch before which layers moved."""
         return {n: new for n, (old, new) in enumerate(pairwise(self._cuts), 1) if new != old}
 
 
@@ -59,7 +59,7 @@ REPLANS = "replans"
 
 
 def slow_neighbour(rng: random.Random, ranks: int, **strategy: Any) -> Piece:
-    """A neighbour that has layers take longer on one rank for some time, and on another one later."""
+    """Return a piece that slows down the layers on one rank for some time, and later on another rank."""
     first, calls = rng.randrange(ranks), rng.choice((60, 100, 1000))
     top = [
         "import os",

@@ -1,4 +1,4 @@
-"""One process that trains with weights as old as those of a pipeline whose batches overlap."""
+"""Training in one process with weights that are as old as in a pipeline with overlapping batches."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from lightning.pytorch import Callback
 
 
 class ReadsOldWeights(Callback):
-    """Batch n goes through stage s of p with the weights after n - (p - 1 - s) updates, but none older than the last
-    flush: before validation, before layers move, and at the end of an epoch.
+    """A callback that computes batch n in stage s of p with the weights after n - (p - 1 - s) updates.
+
+    No weights are older than the last flush. Batches are flushed before validation, before layers move, and at the end
+    of an epoch.
 
     Args:
-        cut: the layers at which stages 1, 2, ... begin.
-        moved: the same, for batches before which layers have moved.
+        cut: the first layers of stages 1, 2, ....
+        moved: new cuts, by the number of the batch before which layers moved.
     """
 
     def __init__(self, cut: Sequence[int], moved: Mapping[int, Sequence[int]]) -> None:

@@ -1,7 +1,7 @@
-"""Pieces of random modules: what users write into a LightningModule, in random places.
+"""Pieces of random modules: code as users write it into LightningModules, in random places.
 
-A piece is lines of code at one or more places, Trainer options, or settings of the strategy. It names its cause, by
-which it can be switched off.
+A piece consists of lines of code for one or more places, options of the Trainer, or settings of the strategy. It has a
+cause, by which it can be switched off.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 WIDTH = 6
 BLOCKS = 6
 CANDIDATES = 3
-"""Of each block of a supernet."""
+"""Number of candidates in each block of a supernet."""
 
 OFF: dict[str, str] = {
     r"^others:.*:one sample": "a branch may depend on one sample of a later batch only",
 }
-"""Causes that no module has, by regular expression, and why."""
+"""Causes that are switched off, as regular expressions, with the reasons."""
 
 HOOKS = {
     "setup": "stage",
@@ -42,25 +42,25 @@ HOOKS = {
     "on_train_epoch_end": "",
     "on_train_end": "",
 }
-"""Parameters of the hooks that pieces write into."""
+"""Hooks into which pieces write, with their parameters."""
 
 STEPS = ("step_begin", "step_end", "val_end")
-"""Places in the steps that can write a value, beside hooks."""
+"""Places in steps that can write a value, in addition to hooks."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Something that a module does.
+    """One feature of a random module.
 
     Attributes:
-        cause: what it is called in verdicts and in `OFF`.
-        code: lines by place; `module.HOOK` and `callback.HOOK` are places, too.
-        trainer: options of the Trainer, as source.
+        cause: the name of the piece in verdicts and in `OFF`.
+        code: lines of code by place. `module.HOOK` and `callback.HOOK` are places, too.
+        trainer: options of the Trainer, as source code.
         strategy: settings of PipelineStrategy.
-        only: what of the base it replaces.
-        refused: a regular expression of the error by which a pipeline may refuse it; empty if it may not.
-        warned: a regular expression of the warning by which a pipeline may train other weights; empty if it may not.
-        excludes: kinds of pieces that make no sense beside it.
+        only: attributes of the base that the piece replaces.
+        refused: a regular expression of the error with which a pipeline may refuse the piece; empty if it may not.
+        warned: a regular expression of the warning with which a pipeline may train other weights; empty if it may not.
+        excludes: kinds of pieces that cannot be combined with this one.
     """
 
     cause: str
@@ -79,17 +79,19 @@ class Piece:
 
 @dataclass(frozen=True)
 class Base:
-    """What every module has, one of each.
+    """The features that every module has.
 
     Attributes:
-        place: where its layers live.
-        block: what a layer computes.
-        batches: what a batch is.
-        rows: samples of the training data, `size` of them in a batch.
-        siblings: how many trainings with other learning rates share the ranks, in a job array; 0 is none.
-        moves: how layers move while it trains; empty where they stay.
+        place: the place of the layers in the module.
+        block: the computation of a layer.
+        batches: the structure of a batch.
+        rows: the number of training samples.
+        size: the number of samples in a batch.
+        siblings: the number of trainings that share the ranks as a job array, with different learning rates; 0 without
+            an array.
+        moves: the way in which layers move during training; empty if they do not move.
         padded: whether sequences have labels of -100 at their ends.
-        shared: how subnets of a supernet share its last layer.
+        shared: the way in which the subnets of a supernet share its last layer.
     """
 
     place: str = "sequential"
@@ -112,7 +114,7 @@ class Base:
 
 
 def path(base: Base) -> str:
-    """Where the layers are in the module."""
+    """Return the path of the layers in the module."""
     return "net.layers" if base.place == "nested" else "layers"
 
 
@@ -121,7 +123,7 @@ def frozen(code: Mapping[str, Iterable[str]]) -> dict[str, tuple[str, ...]]:
 
 
 def is_off(cause: str) -> bool:
-    """Whether no module may have it, see `OFF`."""
+    """Return whether a cause is switched off, see `OFF`."""
     return any(re.search(pattern, cause) for pattern in OFF)
 
 
@@ -130,7 +132,7 @@ MAKERS: dict[str, tuple[Maker, float]] = {}
 
 
 def piece(weight: float = 1.0) -> Callable[[Maker], Maker]:
-    """Registers a maker of pieces, which are drawn that often."""
+    """Register a function that makes pieces. It is drawn with this weight."""
 
     def register(maker: Maker) -> Maker:
         MAKERS[maker.__name__.replace("_", " ")] = maker, weight
@@ -139,7 +141,7 @@ def piece(weight: float = 1.0) -> Callable[[Maker], Maker]:
     return register
 
 
-# ---- values: attributes and buffers, written here and read there
+# ---- values: attributes and buffers that are written in one place and read in others
 
 TRAIN_WRITERS = (
     *("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad"),
@@ -156,11 +158,11 @@ LOGGING = {
     **dict.fromkeys(("on_train_epoch_start", "on_train_epoch_end", "on_validation_epoch_end"), "epoch"),
     **dict.fromkeys(("on_validation_batch_start", "on_validation_batch_end", "on_validation_epoch_start"), "epoch"),
 }
-"""Hooks that may log, and by step as well as by epoch or by epoch only."""
+"""Hooks that may log, either by step and by epoch or by epoch only."""
 
 
 def source_of_value(rng: random.Random, writer: str) -> tuple[str, str]:
-    """What is written there, of what is at hand, and its name."""
+    """Return the name of a random value that is available to the writer, and its source code."""
     found = {
         "epoch": "0.1 * module.current_epoch",
         "step": "0.05 * module.global_step",
@@ -186,7 +188,7 @@ def source_of_value(rng: random.Random, writer: str) -> tuple[str, str]:
 
 @piece(6)
 def value(rng: random.Random, base: Base, n: int) -> Piece:
-    """A value that is written in one place and read in others."""
+    """Return a piece with a value that is written in one place and read in others."""
     writer = rng.choice((*TRAIN_WRITERS, *VALIDATION_WRITERS, *STEPS))
     owner = "module" if writer in STEPS else rng.choice(("module", "module", "callback"))
     kind = rng.choice(
@@ -238,7 +240,7 @@ READERS = ("before", "before", "after", "loss", "log", "rate", "validation", "lo
 
 
 def reading(rng: random.Random, reader: str, read: str, at: str) -> tuple[str, list[str]]:
-    """Where a value is read, and how."""
+    """Return the place at which a value is read, and the lines that read it."""
     of_module = read.replace("self.", "module.")
     match reader:
         case "before":
@@ -265,7 +267,7 @@ def reading(rng: random.Random, reader: str, read: str, at: str) -> tuple[str, l
 
 @piece(2)
 def collected(rng: random.Random, base: Base, n: int) -> Piece:
-    """A list that steps fill and a hook reads."""
+    """Return a piece with a list that steps fill and a hook reads."""
     what = rng.choice(("loss", "out", "count"))
     at = f"c{n}"
     step, hook = rng.choice(
@@ -286,12 +288,12 @@ def collected(rng: random.Random, base: Base, n: int) -> Piece:
     return Piece(f"collected:{step}:{what}:{merge}:{owner}:{hook}", frozen(code))
 
 
-# ---- what is around the layers
+# ---- code around the layers
 
 
 @piece(3)
 def around(rng: random.Random, base: Base, n: int) -> Piece:
-    """Code before or after the layers that each sample goes through alone."""
+    """Return a piece with code before or after the layers that processes each sample separately."""
     what = rng.choice(
         ("inlet", "inlet norm", "residual", "position", "noise", "outlet", "outlet norm", "scale", "clone")
     )
@@ -328,7 +330,7 @@ def around(rng: random.Random, base: Base, n: int) -> Piece:
 
 @piece(1)
 def looks_at_others(rng: random.Random, base: Base, n: int) -> Piece:
-    """Code before or after the layers that looks at other samples of the batch."""
+    """Return a piece with code before or after the layers that depends on other samples of the batch."""
     what, line = rng.choice(
         (
             ("mean", "{0} = {0} - {0}.mean(0, keepdim=True)"),
@@ -355,7 +357,7 @@ def looks_at_others(rng: random.Random, base: Base, n: int) -> Piece:
 
 @piece(2)
 def torch_hook(rng: random.Random, base: Base, n: int) -> Piece:
-    """A hook of torch on a layer, on all layers or on a parameter."""
+    """Return a piece with a torch hook on a layer, on the container of layers, or on a parameter."""
     what = rng.choice(
         (
             *("forward", "forward pre", "backward scales", "backward clamps", "parameter scales", "parameter clamps"),
@@ -416,7 +418,7 @@ def torch_hook(rng: random.Random, base: Base, n: int) -> Piece:
 
 @piece(2)
 def freezes(rng: random.Random, base: Base, n: int) -> Piece:
-    """Layers that train only at times."""
+    """Return a piece that freezes and unfreezes layers at different times."""
     blocks = sorted(rng.sample(range(BLOCKS), rng.choice((1, 2, 3))))
     place = rng.choice(
         (
@@ -444,7 +446,7 @@ def freezes(rng: random.Random, base: Base, n: int) -> Piece:
 
 @piece(2)
 def modes(rng: random.Random, base: Base, n: int) -> Piece:
-    """Layers in evaluation mode, with dropout or frozen statistics."""
+    """Return a piece that sets layers with dropout or batch normalization to eval mode."""
     part, own = rng.choice((("nn.BatchNorm1d(WIDTH)", "norm"), ("nn.Dropout(0.5)", "drop")))
     blocks = sorted(rng.sample(range(BLOCKS), rng.choice((1, 2))))
     place = rng.choice(
@@ -472,7 +474,7 @@ def apply_norm(base: Base, norm: str, own: str = "norm") -> str:
 
 @piece(0.7)
 def batch_norm(rng: random.Random, base: Base, n: int) -> Piece:
-    """BatchNorm in layers, of whole batches."""
+    """Return a piece with BatchNorm in or around the layers, over whole batches."""
     where = rng.choice(("layers", "before", "after"))
     if where == "layers":
         code = {
@@ -486,12 +488,12 @@ def batch_norm(rng: random.Random, base: Base, n: int) -> Piece:
     return Piece(f"batch norm:{where}", frozen(code), strategy={"microbatches": 1}, only={"rows": 22})
 
 
-# ---- layers that share or leave something
+# ---- layers that share or store values
 
 
 @piece(1)
 def tied(rng: random.Random, base: Base, n: int) -> Piece:
-    """Weights that two layers share, or a layer and what is around them."""
+    """Return a piece in which two layers share a weight, a bias or a module."""
     a, b = sorted(rng.sample(range(BLOCKS), 2))
     what, lines = rng.choice(
         (
@@ -505,7 +507,7 @@ def tied(rng: random.Random, base: Base, n: int) -> Piece:
 
 @piece(1)
 def auxiliary(rng: random.Random, base: Base, n: int) -> Piece:
-    """Layers leave a loss of their own, which the step adds."""
+    """Return a piece in which layers store auxiliary losses, which the step adds to its loss."""
     how = rng.choice(("attribute", "list", "buffer"))
     loss = "1e-2 * h.pow(2).mean()"
     match how:
@@ -537,7 +539,7 @@ def auxiliary(rng: random.Random, base: Base, n: int) -> Piece:
 
 @piece(1)
 def buffers_of_layers(rng: random.Random, base: Base, n: int) -> Piece:
-    """A running mean that each layer keeps of what it sees, and uses."""
+    """Return a piece in which each layer keeps a running mean of its outputs and adds it to them."""
     step = (
         f"self.run{n}.mul_(0.9).add_(0.1 * h.detach().mean())"
         if rng.random() < 0.5
@@ -552,7 +554,7 @@ def buffers_of_layers(rng: random.Random, base: Base, n: int) -> Piece:
 
 @piece(0.6)
 def regular(rng: random.Random, base: Base, n: int) -> Piece:
-    """A loss of weights: of those around the layers, or of all."""
+    """Return a piece that adds a penalty on weights to the loss: on the head, the layers, or all weights."""
     whose = rng.choice(("head", "layers", "all"))
     parameters = {
         "head": "self.head.parameters()",
@@ -569,7 +571,7 @@ def regular(rng: random.Random, base: Base, n: int) -> Piece:
 
 @piece(3)
 def logs(rng: random.Random, base: Base, n: int) -> Piece:
-    """A log call with flags, somewhere."""
+    """Return a piece with a log call with random flags in a random place."""
     place = rng.choice(
         (
             "step_begin",
@@ -627,7 +629,7 @@ def logs(rng: random.Random, base: Base, n: int) -> Piece:
 
 @piece(2)
 def gradients(rng: random.Random, base: Base, n: int) -> Piece:
-    """A hook that changes gradients."""
+    """Return a piece with a hook that changes gradients."""
     place = rng.choice(
         (
             *("module.on_before_optimizer_step", "callback.on_before_optimizer_step", "module.on_after_backward"),
@@ -663,7 +665,7 @@ def gradients(rng: random.Random, base: Base, n: int) -> Piece:
 
 @piece(1.5)
 def step_overridden(rng: random.Random, base: Base, n: int) -> Piece:
-    """optimizer_step, its arguments and what surrounds it, in the user's hands."""
+    """Return a piece that overrides `optimizer_step`."""
     what, lines = rng.choice(
         (
             ("plain", ["optimizer.step(closure=optimizer_closure)"]),
@@ -723,14 +725,14 @@ def step_overridden(rng: random.Random, base: Base, n: int) -> Piece:
 
 @piece(0.5)
 def zero_grad(rng: random.Random, base: Base, n: int) -> Piece:
-    """optimizer_zero_grad overridden."""
+    """Return a piece that overrides `optimizer_zero_grad`."""
     line = rng.choice(("optimizer.zero_grad(set_to_none=False)", "optimizer.zero_grad()", "module.zero_grad()"))
     return Piece(f"zero_grad:{line}", frozen({"zero_grad": [line]}))
 
 
 @piece(1)
 def odd_optimizer(rng: random.Random, base: Base, n: int) -> Piece:
-    """An optimizer that looks at all weights, or asks for the loss again."""
+    """Return a piece with an optimizer that reads all weights, or calls its closure twice."""
     what = rng.choice(("norm inside", "trust ratio", "two closures", "sam", "centred"))
     head = ["class Own(torch.optim.SGD):", "    def step(self, closure=None):"]
     every = "[p for group in self.param_groups for p in group['params'] if p.grad is not None]"
@@ -786,7 +788,7 @@ def odd_optimizer(rng: random.Random, base: Base, n: int) -> Piece:
 
 @piece(2)
 def groups(rng: random.Random, base: Base, n: int) -> Piece:
-    """Parameter groups, with rates or decays of their own."""
+    """Return a piece with parameter groups that have different learning rates or weight decays."""
     what, groups = rng.choice(
         (
             ("two", "[{'params': parameters[::2]}, {'params': parameters[1::2], 'lr': 0.01}]"),
@@ -810,7 +812,7 @@ def groups(rng: random.Random, base: Base, n: int) -> Piece:
 
 @piece(2)
 def schedules_rate(rng: random.Random, base: Base, n: int) -> Piece:
-    """A scheduler of the learning rate."""
+    """Return a piece with a learning rate scheduler."""
     what = rng.choice(
         ("step", "epoch", "lambda", "cosine", "one cycle", "plateau", "plateau each step", "two", "warm up")
     )
@@ -853,7 +855,7 @@ def schedules_rate(rng: random.Random, base: Base, n: int) -> Piece:
 
 @piece(1.5)
 def weights(rng: random.Random, base: Base, n: int) -> Piece:
-    """A hook that changes weights."""
+    """Return a piece with a hook that changes weights."""
     place = rng.choice(
         (
             *("module.on_train_batch_end", "callback.on_train_batch_end", "module.on_train_epoch_start"),
@@ -893,13 +895,13 @@ def weights(rng: random.Random, base: Base, n: int) -> Piece:
         frozen({place: lines}),
         refused=refused,
         warned="random" if what in ("random", "reset") else "",
-        only={"resumes": False} if what in ("random", "reset") else {},  # a resumed pipeline has its random state again
+        only={"resumes": False} if what in ("random", "reset") else {},  # a resumed pipeline restores its random state
     )
 
 
 @piece(0.7)
 def average(rng: random.Random, base: Base, n: int) -> Piece:
-    """An average of weights over time, used in the end."""
+    """Return a piece that averages weights over batches, and copies the averages into the weights at the end."""
     code = {
         "init": [f"self.mean{n} = {{}}"],
         "module.on_train_batch_end": [
@@ -921,7 +923,7 @@ def average(rng: random.Random, base: Base, n: int) -> Piece:
 
 @piece(3)
 def options(rng: random.Random, base: Base, n: int) -> Piece:
-    """An option of the Trainer."""
+    """Return a piece with an option of the Trainer."""
     name, given = rng.choice(
         (
             ("clips", {"gradient_clip_val": "0.05"}),
@@ -938,13 +940,13 @@ def options(rng: random.Random, base: Base, n: int) -> Piece:
             ("anomaly", {"detect_anomaly": "True"}),
         )
     )
-    # Lightning itself trains nothing when a run with max_steps goes on from the end of an epoch; a pipeline does.
+    # If a run with max_steps resumes from the end of an epoch, Lightning itself trains nothing, but a pipeline does.
     return Piece(f"{name}:{given}", trainer=given, only={"resumes": False} if name == "steps" else {})
 
 
 @piece(1)
 def returned(rng: random.Random, base: Base, n: int) -> Piece:
-    """What the step returns, or that a batch is skipped."""
+    """Return a piece that sets the return value of the step, or ends an epoch early."""
     what, code = rng.choice(
         (
             ("dict", {"returned": ["{'loss': loss, 'out': out.detach()}"]}),
@@ -959,7 +961,7 @@ def returned(rng: random.Random, base: Base, n: int) -> Piece:
 
 @piece(0.7)
 def metric(rng: random.Random, base: Base, n: int) -> Piece:
-    """A torchmetrics object in the training step."""
+    """Return a piece with a torchmetrics object in the training step."""
     code = {
         "top": [
             "class Mean(torchmetrics.Metric):",
@@ -987,12 +989,12 @@ def metric(rng: random.Random, base: Base, n: int) -> Piece:
 
 
 ALIKE = ("1f1b", "gpipe", "kfkb", "deep", "per_link")
-"""Schedules of which one may take the place of another in the middle of a run."""
+"""Schedules that can replace each other in the middle of a run."""
 
 
 @piece(1)
 def changes(rng: random.Random, base: Base, n: int) -> Piece:
-    """Another schedule, or other layers for the stages, while training goes on."""
+    """Return a piece that changes the schedule, or the layers of the stages, during training."""
     at = rng.randrange(1, 5)
     lines = [f"if trainer.global_step == {at} and hasattr(trainer.strategy, 'adopt'):"]
     top: tuple[str, ...] = ()
@@ -1016,7 +1018,7 @@ def changes(rng: random.Random, base: Base, n: int) -> Piece:
 
 @piece(1)
 def placement(rng: random.Random, base: Base, n: int) -> Piece:
-    """How the strategy cuts and computes."""
+    """Return a piece with a setting of the strategy."""
     what, given = rng.choice(
         (
             ("recompute", {"recompute": True}),

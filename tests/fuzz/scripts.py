@@ -1,4 +1,4 @@
-"""The script that a base and its pieces make."""
+"""The script of a module, made from a base and its pieces."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPTIMIZERS = {
 
 
 def script(seed: int, base: Base, pieces: Sequence[Piece]) -> str:
-    """A whole script: `python script.py` trains the module in a pipeline on CPUs, `--plain` in one process."""
+    """Return the whole script. `python script.py` trains the module in a pipeline on CPUs, `--plain` in one process."""
     code = Places(pieces)
     for each in pieces:
         base = replace(base, **each.only)
@@ -69,11 +69,11 @@ STREAM = (
     "    train = SubnetStream(Uniform(space, seed=1)).pair_with(train)",
     "    validation = SubnetStream(Uniform(space, seed=2)).pair_with(validation)",
 )
-"""Lines that give batches their subnets."""
+"""Lines that pair batches with subnets."""
 
 
 class Places:
-    """Lines by place, of all pieces."""
+    """The lines of all pieces, by place."""
 
     def __init__(self, pieces: Iterable[Piece]) -> None:
         self.lines: dict[str, list[str]] = {}
@@ -89,7 +89,7 @@ class Places:
 
 
 def batches_source(base: Base) -> list[str]:
-    """`inputs`, `targets`, and `loader`."""
+    """Return the source of the functions `inputs`, `targets`, `collated` and `loader`."""
     if base.batches == "tokens":
         rows = (
             "[(torch.randint(0, 11, (5,), generator=g), torch.randint(0, 3, (5,), generator=g)) for _ in range(rows)]"
@@ -105,7 +105,7 @@ def batches_source(base: Base) -> list[str]:
         rows = (
             "[(torch.randint(0, 11, (5,), generator=g), torch.randn(5, 3, generator=g).double()) for _ in range(rows)]"
         )
-    part = "[0]" if base.place == "supernet" else ""  # its stream gives each batch a subnet
+    part = "[0]" if base.place == "supernet" else ""  # the stream pairs each batch with a subnet
     x, y, collated = {
         "pairs": ("batch[0]", "batch[1]", "x, y"),
         "tokens": ("batch[0]", "batch[1]", "x, y"),

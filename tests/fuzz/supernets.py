@@ -1,4 +1,4 @@
-"""Random modules whose batches overlap: supernets of which each batch trains a path, and streams with old weights."""
+"""Random modules with overlapping batches: supernets, and streams that train with old weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KINDS = (
     *("value", "value", "value", "collected", "around", "logs", "gradients", "step overridden", "zero grad", "groups"),
     *("schedules rate", "weights", "average", "options", "metric"),
 )
-"""Makers of pieces that say nothing of layers by their numbers."""
+"""Functions that make pieces without the numbers of layers."""
 
 LEFT_OUT = {
     r"around:(inlet|outlet|scale)": "parameters outside of the layers are refused",
@@ -30,20 +30,20 @@ LEFT_OUT = {
     r"^metric": "what is known of it at a validation depends on the batches whose logs have come",
     r"steps:|val interval:": "they end a window in the middle of an epoch, as tests/strategies/csp has it",
 }
-"""Causes that no supernet has, by regular expression, and why."""
+"""Causes that do not occur in supernets, as regular expressions, with the reasons."""
 
 MAY_REFUSE = r"^(gradients|optimizer_step|zero_grad|weights|clips|accumulates)"
-"""Causes with which csp may end by name: what they need is that of all stages, or of batches under way."""
+"""Causes with which csp may end in an error, because they need values of all stages or of unfinished batches."""
 MAY_WARN = (
     (r"^average", "looks at layers while batches are under way"),
     (r"^value:.*:(step_begin|step_end):|^collected:step_end", "Batches overlap"),
     (r"^value:.*:(step_begin|step_end|on_after_backward|on_before_optimizer_step):", "before the optimizer's step"),
 )
-"""Causes with which csp may train other weights, and the warning of each."""
+"""Causes with which csp may train other weights, and the warning for each of them."""
 
 
 def supernet_module(seed: int, ranks: int = 2, pieces_at_most: int = 6) -> Made:
-    """The supernet of a seed."""
+    """Return the random supernet of a seed."""
     rng = random.Random(f"supernet {seed}")
     base = Base(
         place="supernet",
@@ -76,10 +76,10 @@ def supernet_module(seed: int, ranks: int = 2, pieces_at_most: int = 6) -> Made:
 
 
 def _as_with_csp(piece: Piece) -> Piece:
-    """Return the piece with what csp may say of it."""
+    """Return the piece with the errors and warnings that csp may give for it."""
     refused = "." if re.search(MAY_REFUSE, piece.cause) else piece.refused
     if re.search(r"^value:.*:(step_begin|step_end|on_after_backward|on_before_optimizer_step):", piece.cause):
-        refused = "the optimizers of one pipeline differ"  # where learning rates are set by it
+        refused = "the optimizers of one pipeline differ"  # if the value sets learning rates
     warned = [text for cause, text in MAY_WARN if re.search(cause, piece.cause)]
     if any(
         place.endswith("on_before_optimizer_step") and "['lr'] =" in str(code) for place, code in piece.code.items()
@@ -90,16 +90,16 @@ def _as_with_csp(piece: Piece) -> Piece:
 
 
 STREAM_CUT = (4,)
-"""The layers at which later stages of a stream begin."""
+"""The first layers of later stages of a stream."""
 LEFT_OUT_OF_STREAMS = {
     r"gradients:.*:(norm|norm by hand|of groups)": "each stage clips by the norm of its own layers",
     r"^(zero_grad|optimizer_step|clips|accumulates)": "stages are at different batches",
 }
-"""Causes that no stream has, besides those of `LEFT_OUT`, and why."""
+"""Causes that do not occur in streams, in addition to `LEFT_OUT`, with the reasons."""
 
 
 def streamed_module(seed: int, ranks: int = 2, pieces_at_most: int = 6) -> Made:
-    """The module of a seed whose batches overlap, each with weights that miss the latest steps."""
+    """Return the module of a seed with overlapping batches, which use weights that miss the latest steps."""
     made = supernet_module(seed, ranks, pieces_at_most)
     rng = random.Random(f"stream {seed}")
     schedule = rng.choice(("pipedream", "dynpipe"))
@@ -109,7 +109,7 @@ def streamed_module(seed: int, ranks: int = 2, pieces_at_most: int = 6) -> Made:
 
 
 def moving_stream(seed: int, ranks: int = 2, pieces_at_most: int = 6) -> Made:
-    """Return the stream of a seed with a planner that has layers leave a slow rank."""
+    """Return the stream of a seed, with a planner that moves layers away from a slow rank."""
     made = streamed_module(seed, ranks, pieces_at_most)
     rng = random.Random(f"moving stream {seed}")
     planner = {"every": 2, "windows": 1, "gain": 0.0}

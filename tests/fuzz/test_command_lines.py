@@ -1,5 +1,8 @@
-"""Whatever people type after `lightning-pipes`, and whatever is in the files that they name: it works, or a sentence
-says what is wrong; no traceback, no hang, no gigabytes."""
+"""Tests with random command lines of `lightning-pipes` and random contents of the named files.
+
+A command works, or it ends with a sentence that describes the error: without a traceback, a hang, or gigabytes of
+memory.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from tests.fuzz.values import deadline
 
 FEW, MANY = 40, 3000
 SECONDS = 120
-"""For one command; the slowest takes a few on a quiet machine."""
+"""Seconds for one command. The slowest one takes a few seconds on a quiet machine."""
 
 WORDS = (
     *("", "x", "0", "1", "2", "3", "-1", "1.5", "1e9", "1000000000", "10" * 30, "nan", "inf", "-inf", "null", "true"),
@@ -86,7 +89,7 @@ PROFILE = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where commands run, with a good profile and a good run in it."""
+    """Change to a folder with a good profile, a good run and odd files, and yield its path."""
     path = tmp_path_factory.mktemp("commands")
     record = record_of([2, 2, 6, 4], 2, 4, "kfkb", k=2)
     assert record.profile is not None
@@ -107,7 +110,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def broken(rng: random.Random, text: str) -> str:
-    """A JSON file that somebody cut, edited or mixed up."""
+    """Return a JSON text with random damage: cut off, edited or rearranged."""
     if rng.random() < 0.15:
         return text[: rng.randrange(len(text))]
     data = json.loads(text)
@@ -117,7 +120,7 @@ def broken(rng: random.Random, text: str) -> str:
 
 
 def _spoil(rng: random.Random, data: Any) -> None:
-    """Changes one place in it."""
+    """Change one random place in the data."""
     at, key = data, rng.choice(list(data))
     while isinstance(at[key], dict | list) and at[key] and rng.random() < 0.85:
         at = at[key]
@@ -154,7 +157,7 @@ def _spoil(rng: random.Random, data: Any) -> None:
 
 
 def files_of(rng: random.Random, folder: Path, good: str) -> str:
-    """The name of a file to read: good, broken, or none."""
+    """Return the name of a file to read, which is good, damaged, odd or missing."""
     if rng.random() < 0.3:
         return rng.choice(ODD_FILES)
     path = folder / "broken" / Path(good).name
@@ -194,7 +197,7 @@ def simulate(rng: random.Random, folder: Path) -> list[str]:
 
 
 def plan(rng: random.Random, folder: Path) -> list[str]:
-    """A small question, of which something is odd."""
+    """Return arguments of a small planning problem, some of which are odd."""
     fine = [f"profile={files_of(rng, folder, 'profile.json')}", "ranks=2", "batch=8", "microbatches=[2,4]"]
     odd = settings(rng, PLAN, folder)
     changed = {each.partition("=")[0] for each in odd}
@@ -204,7 +207,7 @@ def plan(rng: random.Random, folder: Path) -> list[str]:
 
 
 def stages(rng: random.Random, folder: Path) -> list[str]:
-    """The same question, with odd numbers of batches or constants."""
+    """Return arguments of the same problem, with odd numbers of batches or constants."""
     fine = [each for each in plan(rng, folder) if not each.startswith("microbatches=[2")]
     theory = "loss=10,lipschitz=5,noise=0.04,lr=0.01,target=0.1"
     odd = (
@@ -259,7 +262,7 @@ def quiet() -> Iterator[io.StringIO]:
 
 
 def ended(arguments: list[str]) -> str:
-    """What is wrong with how a command ended; empty if nothing is."""
+    """Return a description of the problem with the end of a command, or an empty string."""
     with quiet() as said:
         try:
             with deadline(SECONDS, arguments):

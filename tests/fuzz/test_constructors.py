@@ -1,4 +1,7 @@
-"""Whatever people hand to our constructors: it makes sense, or a PlanError names the argument, at once."""
+"""Tests of public constructors with random arguments.
+
+If an argument makes no sense, a PlanError names it at once. Otherwise, the constructor accepts it.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +81,7 @@ def never(value: Any) -> bool:
 
 
 def unit(parse: Callable[[Any], Any]) -> Callable[[Any], bool]:
-    """What the units take, of which tests of their own say what that is."""
+    """Return a predicate for values that a unit parser accepts. The parsers have their own tests."""
 
     def sense(value: Any) -> bool:
         try:
@@ -112,7 +115,7 @@ def study() -> optuna.Study:
 
 
 def optimized(**given: Any) -> Any:
-    """`optimize_array`, which tries nothing."""
+    """Call `optimize_array` without any trials."""
     if given.get("n_trials") is None or count(given["n_trials"]):
         given["n_trials"] = 0
     if given.get("study") is len:
@@ -177,9 +180,9 @@ DOORS = [
             "heartbeat_timeout": lambda v: number(v) and v >= 2,
             "relocation": lambda v: isinstance(v, str) and v in ("blocking", "overlapped", "buffered"),
             "tensor_parallel": count,
-            "shard_optimizer": lambda v: v is False,  # data_parallel is 1
+            "shard_optimizer": lambda v: v is False,  # because data_parallel is 1
             "process_group_backend": lambda v: v is None,
-            "stages": lambda v: v is None,  # the schedule flushes
+            "stages": lambda v: v is None,  # because the schedule flushes
             "accelerator": lambda v: v is None,
             "parallel_devices": lambda v: v is None or (isinstance(v, list | tuple) and not v),
             "cluster_environment": lambda v: v is None,
@@ -472,7 +475,7 @@ def measured(**given: Any) -> Any:
 
 
 def consolidated(**given: Any) -> None:
-    """`consolidate`, of a folder that has no checkpoint: it is refused, whatever else is given."""
+    """Call `consolidate` with a folder that has no checkpoint, which is always an error."""
     consolidate(**{"folder": "no checkpoint", "file": "not written", **given})
 
 
@@ -608,7 +611,7 @@ OF_SUPERNETS = [
 
 
 def checked(door: Door, given: dict[str, Any]) -> str:
-    """What is wrong with how the door took these arguments; empty if nothing is."""
+    """Return a description of the problem if a door treated these arguments incorrectly, or an empty string."""
     senseless = [name for name, sense in door.sense.items() if name in given and not fits(door, sense, name, given)]
     shown = {name: short(given[name]) for name in given if name in door.sense}
     try:
@@ -627,7 +630,7 @@ def checked(door: Door, given: dict[str, Any]) -> str:
 
 
 def fits(door: Door, sense: Callable[[Any], bool], name: str, given: dict[str, Any]) -> bool:
-    """Whether an argument makes sense; what is fine as it is needs no asking."""
+    """Return whether an argument makes sense for a door. The door's own default arguments always do."""
     return (name in door.fine and given[name] is door.fine[name]) or bool(sense(given[name]))
 
 

@@ -1,5 +1,7 @@
-"""Random small trainings on two ranks: what one process makes of them, or an error that says what is wrong, on every
-rank, and no hang."""
+"""Tests that random small trainings on two ranks give the results of one process.
+
+If they do not, every rank ends with an error that describes the reason, and no rank hangs.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ from tests.trainers import make_trainer
 
 FEW, MANY = 4, 120
 EACH = 60.0
-"""Seconds for a case and its rank; a busy machine takes ten times what a quiet one does."""
+"""Seconds per case and rank. A busy machine needs ten times as long as a quiet one."""
 SCHEDULES = ("1f1b", "gpipe", "kfkb", "interleaved", "zero_bubble", "hanayo", "deep", "per_link", "ready")
 STEPS = (
     *("loss",) * 6,
@@ -59,11 +61,7 @@ OPTIMIZERS = (
 
 @dataclass(frozen=True)
 class Fit:
-    """One training.
-
-    Attributes:
-        odd: what of it is not what most people do.
-    """
+    """The settings of one random training."""
 
     seed: int
     layers: int = 4
@@ -79,7 +77,7 @@ class Fit:
 
 
 def random_fit(seed: int) -> Fit:
-    """A training of which a few things are drawn."""
+    """Return a training with random settings."""
     rng = random.Random(seed)
     strategy: dict[str, Any] = {
         "schedule": rng.choice(SCHEDULES),
@@ -121,7 +119,7 @@ def random_fit(seed: int) -> Fit:
 
 
 class OwnError(Exception):
-    """The user's own."""
+    """An error of the user."""
 
 
 class LitRandom(pl.LightningModule):
@@ -223,7 +221,7 @@ class Collate:
 
 
 def trained(fit: Fit, ranks: int, folder: str) -> dict[str, torch.Tensor] | str:
-    """The weights and metrics after a training; what it ended in, if not well."""
+    """Return the weights and metrics after a training, or its error."""
     quiet()
     warnings.simplefilter("ignore")
     pl.seed_everything(fit.seed, verbose=False)
@@ -261,7 +259,7 @@ def trained(fit: Fit, ranks: int, folder: str) -> dict[str, torch.Tensor] | str:
 
 
 def trained_each(rank: int, seeds: list[int], folder: str) -> list[dict[str, torch.Tensor] | str]:
-    """On one rank: all of the trainings, one after another in one process, also after those that fail."""
+    """Run all trainings on one rank, one after another in one process, even after a training fails."""
     found = []
     for seed in seeds:
         Path(folder, f"rank{rank}").write_text(f"{seed}: {random_fit(seed)}")
@@ -270,7 +268,7 @@ def trained_each(rank: int, seeds: list[int], folder: str) -> list[dict[str, tor
 
 
 def wrong(fit: Fit, plain: dict[str, torch.Tensor] | str, ranks: list[dict[str, torch.Tensor] | str]) -> str:
-    """What is wrong with how a training ended in a pipeline; empty if nothing is."""
+    """Return a description of the problem with the end of a training in a pipeline, or an empty string."""
     errors = [found for found in ranks if isinstance(found, str)]
     if len(errors) not in (0, len(ranks)):
         return f"one rank ends well, another not: {errors}"
@@ -295,7 +293,7 @@ def wrong(fit: Fit, plain: dict[str, torch.Tensor] | str, ranks: list[dict[str, 
 
 
 def compared(seeds: list[int]) -> list[str]:
-    """What is wrong, by training."""
+    """Return the descriptions of all problems, one for each training that has one."""
     with TemporaryDirectory() as folder:
         return _compared(seeds, folder)
 

@@ -1,4 +1,7 @@
-"""Random modules end as in one plain process, or a sentence says why not: none trains other weights in silence."""
+"""Tests that random modules give the results of one plain process, or give a reason why they do not.
+
+No module may train other weights without a warning.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,10 @@ FEW, MANY, TOGETHER = 20, 400, 50
 
 
 def look(seeds: Iterable[int], make: Callable[[int], Made] = random_module, least: float = 0.7) -> int:
-    """Asserts that none of these modules comes out wrong, and that at least such a share is equal.
+    """Assert that the verdict on none of these modules is wrong, and that at least the share `least` is equal.
 
     Returns:
-        how often planners had layers move.
+        The number of times that planners moved layers.
     """
     cases = [make(seed) for seed in seeds]
     found = verdicts(cases)
@@ -34,7 +37,7 @@ def look(seeds: Iterable[int], make: Callable[[int], Made] = random_module, leas
 
 
 def told(made: Made, came: Verdict) -> str:
-    """All that is needed to repeat it."""
+    """Return the information that is needed to repeat a wrong module."""
     return f"python -m tests.fuzz.modules --shrink {made.seed}: {made.causes} {came.text}\n{made.base}\n{source(made)}"
 
 
@@ -58,17 +61,17 @@ def test_modules_with_padded_labels(first):
 @pytest.mark.parametrize("first", [0, pytest.param(4, marks=pytest.mark.slow)])
 def test_modules_whose_planner_has_layers_move(first):
     moved = look(range(first, 30 if first else 4), replanned_module)
-    assert moved or not first  # a busy machine hides the slow rank of a few seeds
+    assert moved or not first  # a busy machine hides the slow rank of some seeds
 
 
 @pytest.mark.parametrize("first", [0, pytest.param(4, marks=pytest.mark.slow)])
 def test_streams_whose_planner_has_layers_move(first):
     moved = look(range(first, 30 if first else 4), moving_stream)
-    assert moved or not first  # a busy machine hides the slow rank of a few seeds
+    assert moved or not first  # a busy machine hides the slow rank of some seeds
 
 
 RATES_SET_BEFORE_STEPS, TWO_STEPS = (144, 198), (151,)
-"""Seeds of what once was a silent difference of streams and supernets."""
+"""Seeds of past bugs, in which streams or supernets differed without a warning."""
 
 
 @pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(6, 106, 25))])

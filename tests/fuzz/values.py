@@ -1,4 +1,4 @@
-"""Values that make no sense in most places, what makes sense by our word, and deadlines: for seeded fuzzing."""
+"""Random values that make no sense in most places, predicates for values that make sense, and deadlines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAN, INF = math.nan, math.inf
 
 
 class Unprintable:
-    """Its repr raises, as that of half-made objects does."""
+    """An object whose repr raises an error, as the repr of partly initialized objects does."""
 
     def __repr__(self) -> str:
         raise ValueError("no repr")
@@ -69,12 +69,14 @@ def optional(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 @dataclass(frozen=True)
 class Door:
-    """Something that takes arguments from outside.
+    """A constructor or function that takes arguments from users.
 
     Attributes:
-        sense: by name of an argument, whether a value makes sense for it.
-        fine: arguments that are fine together.
-        call_it: what an error calls an argument, where that is not its name.
+        name: the name of the door in reports.
+        make: the constructor or function.
+        sense: for each argument, a predicate that returns whether a value makes sense.
+        fine: arguments that are valid together.
+        call_it: the names of arguments in error messages, if these differ from the arguments.
     """
 
     name: str
@@ -85,7 +87,7 @@ class Door:
 
 
 def perturbed(rng: random.Random, door: Door) -> dict[str, Any]:
-    """Arguments of which one, sometimes two, are anything."""
+    """Return the door's arguments with one or two of them replaced by random values."""
     given = dict(door.fine)
     for name in rng.sample(sorted(door.sense), min(len(door.sense), rng.choice((1, 1, 1, 2)))):
         given[name] = rng.choice(VALUES)
@@ -94,7 +96,7 @@ def perturbed(rng: random.Random, door: Door) -> dict[str, Any]:
 
 @contextmanager
 def deadline(seconds: float, what: object) -> Iterator[None]:
-    """Raises where the block does not end in time: what hangs is found, and named."""
+    """Raise an error if the block does not end in time, so that a hang is found and named."""
 
     def late(*_: object) -> None:
         raise TimeoutError(f"no end after {limit:.0f} s: {what}")
