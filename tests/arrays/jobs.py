@@ -1,4 +1,4 @@
-"""Siblings with settings of their own, some of which do harm."""
+"""Siblings with different settings, some of which fail on purpose."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Net(pl.LightningModule):
         x, y = batch
         noise = torch.rand(()) + np.random.rand()
         out = self.layers(x)
-        if self.harmful:  # on the last stage only: the others do not come this far
+        if self.harmful:  # on the last stage only, because other stages do not run this code
             raise ValueError(f"loss of shape {tuple(out.shape)}")
         loss = nn.functional.mse_loss(out, y) * noise
         self.log("loss", loss)
@@ -54,7 +54,7 @@ class Net(pl.LightningModule):
 
 @dataclass(frozen=True)
 class Job:
-    """One sibling's settings."""
+    """The settings of one sibling, and the function that trains it."""
 
     number: int
     folder: str = ""
@@ -113,7 +113,7 @@ class Job:
 
 
 class Seen(Callback):
-    """Keeps losses; does harm in the third batch."""
+    """A callback that records losses, and fails in the third batch in the way that `harm` specifies."""
 
     def __init__(self, harm: str) -> None:
         self.losses: list[float] = []
@@ -145,7 +145,7 @@ class Seen(Callback):
 
 
 EXCEPTIONS: list[str] = []
-"""What siblings of this process were told at their ends."""
+"""Names of the exceptions with which siblings of this process ended."""
 
 
 def told_text(error: BaseException | None) -> str:

@@ -1,4 +1,4 @@
-"""Siblings that share one pipeline are what they are alone, whatever becomes of the others."""
+"""Tests that siblings in one pipeline give the same results as alone, whatever happens to other siblings."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.trainers import make_trainer
 
 
 def array_and_alone(rank: int, jobs: list[Job], size: int) -> tuple[list[Any], list[Any]]:
-    """What becomes of jobs in one array, in the order of their ends, and of each in an array of its own."""
+    """Return the outcomes of jobs in one array, in the order of their ends, and of each job in its own array."""
     quiet()
     together = [(o.index, o.value, told_text(o.error)) for o in JobArray(size).run(jobs)]
     alone = [outcome.value for job in jobs if not job.harm for outcome in JobArray(size).run([job])]
@@ -43,7 +43,10 @@ def array_and_alone(rank: int, jobs: list[Job], size: int) -> tuple[list[Any], l
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_siblings_are_what_they_are_alone(ranks: int, tmp_path: Path) -> None:
-    """Dropout, shuffling, other batch sizes, epochs, clipping; two stop early, one fails in its loss, one is late."""
+    """Check siblings with dropout, shuffling, clipping, and different batch sizes and numbers of epochs.
+
+    Two siblings stop early, one fails in its loss, and one joins late.
+    """
     jobs = [
         Job(0, str(tmp_path)),
         Job(1, batch=16),
@@ -69,7 +72,7 @@ def test_siblings_are_what_they_are_alone(ranks: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_siblings_with_several_stages_a_rank() -> None:
-    """As docs say for two siblings on many stages."""
+    """Check siblings with several stages per rank, as the documentation recommends for two siblings on many stages."""
     jobs = [Job(n, schedule="interleaved", batch=batch) for n, batch in enumerate((8, 20))]
     for together, alone in run_ranks(array_and_alone, 2, jobs, 2, timeout=90):
         assert not any(error for _, _, error in together)
@@ -81,12 +84,15 @@ UNEQUAL_ORDERS = [
     (UMPipe((2, 1), (4, 2)), UM1F1B((4, 2), (2, 3)), "jap"),
     (UM1F1B(), "umpipe", "ready"),
 ]
-"""As the user says; and as planners decide, by what the first sibling has measured."""
+"""Schedules that the user chooses, and schedules that planners choose from the measurements of the first sibling."""
 
 
 @pytest.mark.parametrize("schedules", UNEQUAL_ORDERS, ids=["by hand", "planned"])
 def test_siblings_with_orders_of_their_own(schedules: tuple[str | Schedule, ...]) -> None:
-    """Unequal micro-batches, and ranks that choose among what is ready, in the same array as fixed orders."""
+    """Check that siblings with different schedules can share an array.
+
+    Some have unequal micro-batches or choose among ready instructions, and others have fixed orders.
+    """
     jobs = [
         Job(n, schedule=s, batch=b, microbatches=None)
         for n, (s, b) in enumerate(zip(schedules, (8, 20, 8), strict=True))
@@ -98,7 +104,7 @@ def test_siblings_with_orders_of_their_own(schedules: tuple[str | Schedule, ...]
 
 
 def begun_before_computing(rank: int, siblings: int, size: int) -> list[int]:
-    """How many siblings had begun at each computation."""
+    """Return the number of siblings that had begun at each computation."""
     quiet()
     found: list[int] = []
     begun = 0
@@ -123,7 +129,10 @@ def begun_before_computing(rank: int, siblings: int, size: int) -> list[int]:
 
 
 def test_nobody_computes_while_the_first_siblings_begin() -> None:
-    """Later ones begin while others compute."""
+    """Check that no sibling computes before all of the first siblings have begun.
+
+    Later siblings begin while others compute.
+    """
     for found in run_ranks(begun_before_computing, 2, 6, 4, timeout=60):
         assert found[0] == 4
         assert found[-1] == 6
@@ -131,7 +140,7 @@ def test_nobody_computes_while_the_first_siblings_begin() -> None:
 
 
 def first_batches(rank: int, batches: list[int]) -> list[list[int]]:
-    """Siblings in the order of their first and of their second forward, by stage."""
+    """Return the siblings in the order of their first forwards and of their second forwards on the first stage."""
     quiet()
     array = JobArray[Any](len(batches))
     jobs = [partial(train_only, batch) for batch in batches]
@@ -142,20 +151,23 @@ def first_batches(rank: int, batches: list[int]) -> list[list[int]]:
 
 
 def train_only(batch: int) -> None:
-    """Two batches of a small training, with nothing before them."""
+    """Train a small model on two batches, without a validation or a sanity check."""
     data = TensorDataset(torch.ones(2 * batch, 6), torch.ones(2 * batch, 1))
     trainer = make_trainer(strategy=PipelineStrategy("jap", microbatches=1), max_epochs=1)
     trainer.fit(Net(0.1), DataLoader(data, batch))
 
 
 def test_small_batches_begin_and_end_the_first_round() -> None:
-    """And the order stays."""
+    """Check that the first round begins and ends with small batches, and that the second one has the same order."""
     for found in run_ranks(first_batches, 2, [4, 16, 8, 2, 12], timeout=60):
         assert found == [[3, 2, 1, 4, 0]] * 2
 
 
 def test_what_came_first_is_computed_first() -> None:
-    """Whatever the order of turns; what was found before stays before."""
+    """Check that the sibling that became ready first computes first.
+
+    A sibling that is found later stays behind the siblings that were found before, even if it was ready earlier.
+    """
     arrivals = Arrivals[Any]()
     since: list[int | None] = [30, None, 10, 20]
 
@@ -171,8 +183,10 @@ def test_what_came_first_is_computed_first() -> None:
 
 
 def test_enough_is_under_way_for_all_stages() -> None:
-    """Micro-batches of all siblings are twice as many as stages, at least; rounds, and what memory decides on, keep
-    batches whole."""
+    """Check that the micro-batches of all siblings together are at least twice as many as the stages.
+
+    Arrays with rounds, and arrays whose size depends on memory, do not split batches.
+    """
     assert {size: JobArray[Any](size).count_default_microbatches(4) for size in (1, 3, 4, 7, 8, 20)} == {
         1: 8,
         3: 3,
@@ -186,9 +200,13 @@ def test_enough_is_under_way_for_all_stages() -> None:
 
 
 def in_rounds(rank: int, jobs: list[Job], size: int) -> tuple[Any, ...]:
-    """What becomes of jobs in an array in rounds, their errors, what they are alone, the array's timeline, the orders
-    that were asked for on this rank, each with its plan, its costs, and the profile that there was, and the bytes of
-    the gradients of batches under way after each block, by sibling."""
+    """Run jobs in an array in rounds, and return the values that the tests compare.
+
+    Returns:
+        The values and errors by job, the values of each job alone, the timeline of the array, the orders that were
+        requested on this rank (each with its plan, its costs and the profiles), and the bytes of gradients by sibling
+        after each block.
+    """
     quiet()
     layer_profiler.WORTH_MEASURING = 0.0  # layers as small as these count, in the process of this rank
     asked = []
@@ -216,16 +234,18 @@ def in_rounds(rank: int, jobs: list[Job], size: int) -> tuple[Any, ...]:
 
 
 def test_rounds() -> None:
-    """Siblings are what they are alone; in each round a rank runs a batch of every sibling in the order that rank 0 has
-    found by the measured times of the layers. A sibling steps after its last backward, so that on the first stage no
-    two have gradients."""
+    """Check that siblings in rounds give the same results as alone, and run in the order of the rounds.
+
+    In each round, a rank runs a batch of every sibling, in the order that rank 0 has found from the measured times of
+    the layers. A sibling steps after its last backward, so that at most one sibling has gradients on the first stage.
+    """
     jobs = [Job(n, batch=batch, epochs=2, microbatches=1) for n, batch in enumerate((8, 20, 40))]
     results = run_ranks(in_rounds, 2, jobs, 3, timeout=90)
     plan, costs, ((profile, _),), order = next(each for each in results[0][4] if each[0].jobs[2].rows == 40)
     assert not results[1][4]
     for stage, layers in enumerate(plan.layers):
         parts = [*profile.layers[layers.start : layers.stop], profile.after if stage else profile.before]
-        for rows in {rows for part in parts for rows, _ in part.backward}:  # between these, a layer is never below zero
+        for rows in {rows for part in parts for rows, _ in part.backward}:  # between these, no layer's time is negative
             measured = [at_rows(part.backward, rows) for part in parts]
             assert costs.seconds_at(Kind.B, stage, rows) == pytest.approx(sum(measured), rel=1e-6)
     for rank, (values, errors, alone, timeline, _, gradients) in enumerate(results):
@@ -253,7 +273,7 @@ def test_rounds() -> None:
 
 @pytest.mark.slow
 def test_rounds_go_on_without_those_that_fail_or_end() -> None:
-    """More siblings than places, early stops, and harm of every kind."""
+    """Check rounds with more siblings than places, early stops, and failures of every kind."""
     jobs = [Job(n, batch=(8, 20, 5)[n % 3], harm=harm, microbatches=1) for n, harm in enumerate(["", *HARMS, ""])]
     for values, errors, alone, *_ in run_ranks(
         in_rounds, 2, [*jobs, Job(7, patience=0, epochs=4, microbatches=1)], 3, timeout=90
@@ -272,14 +292,17 @@ def test_what_rounds_refuse() -> None:
 
 def cut_in_rounds(rank: int, job: Job) -> str:
     quiet()
-    with pytest.raises((PlanError, PeerFailure)) as caught:  # one rank may hear of it from the other
+    with pytest.raises((PlanError, PeerFailure)) as caught:  # a rank may receive the error from the other one
         list(JobArray(2, rounds=round_order).run([job, job]))
     return str(caught.value)
 
 
 def in_waves(plan: Plan, costs: CostModel) -> Program:
-    """The order of two siblings with two stages on each of two ranks: forwards, then backwards, of one after the other;
-    the second rank begins with what it has first."""
+    """Return an order of two siblings with stages 0 and 3 on one rank, and stages 1 and 2 on the other.
+
+    Each rank runs the forwards of both siblings, stage by stage, and then the backwards. The second rank begins with
+    stage 1, the first stage for which it gets inputs.
+    """
     spans = [cut.forward[0][0] for cut in plan.jobs]
     rows = []
     for first, last in ((0, 3), (1, 2)):
@@ -310,7 +333,7 @@ HARMS = ["everywhere", "one rank", "hook on one rank", "after fit", "loss"]
 
 
 def harmed(rank: int, size: int) -> list[Any]:
-    """Siblings of which every other one comes to harm."""
+    """Return the outcomes of siblings of which every other one fails."""
     quiet()
     jobs = [job for n, harm in enumerate(HARMS) for job in (Job(2 * n, harm=harm), Job(2 * n + 1))]
     return [(o.index, o.value, told_text(o.error)) for o in JobArray(size).run(jobs)]
@@ -383,7 +406,7 @@ def test_ctrl_c_tells_every_sibling() -> None:
     assert "PeerFailure" in error
     assert "KeyboardInterrupt" in error
     assert told[1:] == [ArrayCancelledError.__name__] * 2
-    assert told[0] in (ArrayCancelledError.__name__, "PeerFailure")  # whose turn it is may notice by itself
+    assert told[0] in (ArrayCancelledError.__name__, "PeerFailure")  # the first one may notice it itself
 
 
 def test_a_dead_rank_ends_the_array() -> None:
@@ -391,7 +414,7 @@ def test_a_dead_rank_ends_the_array() -> None:
     assert dead.exitcode == -signal.SIGKILL
     assert other.seconds < scale_timeout(30)
     assert "PeerFailure" in other.value[0]
-    assert other.value[1][1:] == [ArrayCancelledError.__name__] * 2  # the first one had its turn, and noticed itself
+    assert other.value[1][1:] == [ArrayCancelledError.__name__] * 2  # the first one had its turn, and noticed it itself
 
 
 def closed_early(rank: int) -> int:

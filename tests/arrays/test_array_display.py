@@ -1,4 +1,4 @@
-"""What is shown of an array while it runs."""
+"""Tests for the display of a running array."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_endless_data_have_no_total(capsys: pytest.CaptureFixture[str]) -> None:
     ("more", "total"), [({"max_epochs": -1, "max_steps": 3, "accumulate_grad_batches": 4}, 12), ({"max_steps": 15}, 15)]
 )
 def test_the_total_is_that_of_the_run(more: dict[str, int], total: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also where a sanity check comes first, during which Lightning does not know it."""
+    """Check that the total is correct even after a sanity check, during which Lightning cannot compute it."""
     display = ArrayDisplay(shown=True)
     display.update_sibling(0, trainer(-1, num_training_batches=float("inf")))
     display._drawn.clear()

@@ -1,4 +1,4 @@
-"""Small batches at both ends of the first ones."""
+"""Test that the order of first batches begins and ends with small ones."""
 
 from lightning_pipes.arrays.arrivals import order_first_batches
 

@@ -1,4 +1,4 @@
-"""Siblings are threads that allocate from one heap, which keeps its memory from batch to batch."""
+"""Tests that siblings, which are threads, allocate from one heap that keeps its memory between batches."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from lightning_pipes.testing.ranks import run_ranks
 
 SIBLINGS, BATCHES, ROWS, WIDTH = 3, 8, 16, 1 << 17
 WARM = 4
-"""Batches of each sibling in which memory is touched for the first time."""
+"""The number of first batches of each sibling in which memory is touched for the first time."""
 
 
 class Scale(nn.Module):
-    """A layer whose input and output are blocks of 8 MiB, and its weights are small."""
+    """A layer with a small weight, whose input and output are blocks of 8 MiB."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Scale(nn.Module):
 
 
 class Wide(L.LightningModule):
-    """A batch takes more than the 64 MiB that glibc's heap of a thread has at most."""
+    """A module whose batches need more than 64 MiB, which is the maximum size of a thread's heap in glibc."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Wide(L.LightningModule):
 
 
 class CountFaults(L.Callback):
-    """Keeps the page faults of this process after each batch."""
+    """A callback that records the page faults of this process after each batch."""
 
     def __init__(self) -> None:
         self.faults: list[int] = []
@@ -76,8 +76,8 @@ def train(plain: bool = False) -> list[int]:
 
 
 def count_faults_per_batch(rank: int) -> float:
-    """Return the page faults a batch between the warm batches of the last sibling and the end of the first one."""
-    train(plain=True)  # its threads would leave heaps behind for those of siblings
+    """Return the page faults per batch between the warm-up of the last sibling and the end of the first one."""
+    train(plain=True)  # its threads may leave heaps behind for the threads of siblings
     jobs: JobArray[list[int]] = JobArray(SIBLINGS, progress=False)
     outcomes = list(jobs.run([train] * SIBLINGS))
     assert not any(outcome.error for outcome in outcomes), outcomes
@@ -92,7 +92,10 @@ needs_glibc = pytest.mark.skipif(allocator.load_libc() is None, reason="only gli
 
 @needs_glibc
 def test_memory_stays_with_the_array_from_batch_to_batch() -> None:
-    """Off by the setting, each thread has a heap of its own, which shrinks after each batch."""
+    """Check that siblings cause fewer page faults with the setting than without it.
+
+    Without the setting, each thread has its own heap, which shrinks after each batch.
+    """
     kept = run_ranks(count_faults_per_batch, 2)
     off = run_ranks(count_faults_per_batch, 2, env={allocator.VARIABLE: "0"})
     assert sum(kept) < 0.7 * sum(off), (kept, off)
@@ -100,7 +103,7 @@ def test_memory_stays_with_the_array_from_batch_to_batch() -> None:
 
 @pytest.fixture
 def options(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """What glibc is told, instead of telling it; the environment says nothing about it."""
+    """Record the options for glibc instead of setting them, and clear the environment of such options."""
     told: list[tuple[int, int]] = []
     libc = SimpleNamespace(mallopt=lambda *option: told.append(option), malloc_trim=lambda _: told.append((0, 0)))
     monkeypatch.setattr(allocator, "load_libc", lambda: libc)
@@ -138,7 +141,7 @@ def test_settings_of_the_user_stay(
 
 @needs_glibc
 def test_other_allocators_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with LD_PRELOAD=libjemalloc.so.2, where `malloc` is found in that library."""
+    """Check that no options are set for another allocator, such as jemalloc loaded by LD_PRELOAD."""
     find = allocator._find_library
     monkeypatch.setattr(allocator, "_find_library", lambda f: "/lib/libjemalloc.so.2" if f == "malloc" else find(f))
     allocator.load_libc.cache_clear()

@@ -1,4 +1,4 @@
-"""Siblings whose weights and optimizers take turns on the device are what they are where all of them stay there."""
+"""Tests that siblings give the same results if their weights and optimizers take turns on the device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def poisoned(*args: Any, **kwargs: Any) -> MemorySwap:
 
 
 def with_and_without(rank: int, jobs: list[Job], size: int, *swap: Any) -> tuple[list[Any], list[Any], Any, Any]:
-    """What becomes of jobs with and without swapping, the statistics, and whether it was hidden."""
+    """Return the outcomes of jobs with and without swapping, the statistics, and the report of switches."""
     quiet()
     memory = poisoned(*swap)
     found = [
@@ -41,7 +41,10 @@ def with_and_without(rank: int, jobs: list[Job], size: int, *swap: Any) -> tuple
 
 @pytest.mark.parametrize(("ranks", "bandwidth"), [(1, None), pytest.param(2, None, marks=pytest.mark.slow), (2, 1e7)])
 def test_bit_for_bit(ranks: int, bandwidth: float | None) -> None:
-    """Six siblings on two slots; one joins late, one leaves early, one fails, one clips, batches differ."""
+    """Check six siblings at a time, which share two slots and have different batch sizes.
+
+    One sibling joins late, one leaves early, one fails, and one clips gradients.
+    """
     jobs = [
         Job(0),
         Job(1, batch=16),
@@ -63,7 +66,11 @@ def test_bit_for_bit(ranks: int, bandwidth: float | None) -> None:
 
 
 def recomputing(rank: int, *swap: Any) -> Any:
-    """Siblings whose states may leave between forward and backward, and what they are without."""
+    """Run siblings whose states may leave the device between forward and backward.
+
+    Returns:
+        The results with swapping, the results without swapping, and the statistics.
+    """
     quiet()
     jobs = [Job(n, recompute=True, epochs=1) for n in range(4)]
     memory = poisoned(BIG, None, 2)
@@ -79,7 +86,10 @@ def test_states_leave_between_forward_and_backward_that_recomputes() -> None:
 
 
 def forwards_first(plan: Plan, costs: CostModel) -> Program:
-    """On the last stage, too, where no more states than siblings stay until their backwards."""
+    """Return an order in which both stages run all forwards before all backwards.
+
+    On the last stage, too, the number of states that wait for their backwards is at most the number of siblings.
+    """
     spans = [cut.forward[0][0] for cut in plan.jobs]
     return Program(
         tuple(tuple(kind(s, span, job) for kind in (F, B) for job, span in enumerate(spans)) for s in range(2))
@@ -87,15 +97,19 @@ def forwards_first(plan: Plan, costs: CostModel) -> Program:
 
 
 def swapped_rounds(rank: int, slots: int, recompute: bool, peer: bool) -> Any:
-    """Siblings in rounds whose states take turns, what they are alone, the statistics, and the most states that were
-    on the device."""
+    """Run siblings in rounds, with states that take turns on the device.
+
+    Returns:
+        The results in the array, the results of each sibling alone, the statistics, and the largest number of states on
+        the device.
+    """
     quiet()
-    own = [recompute and (n > 0 or peer) for n in range(5)]  # with room for three one sibling's state may stay
+    own = [recompute and (n > 0 or peer) for n in range(5)]  # with three slots, one state may stay
     jobs = [Job(n, "", 1, b, recompute=own[n], microbatches=1) for n, b in enumerate((8, 20, 5, 40, 8))]
     near = (None, True, "in_turn", "cpu", 1 << 20, 2e9) if peer else ()
     memory = poisoned(BIG, None, slots, *near)
     if peer:
-        memory._near_peer = lambda device: memory.peer  # type: ignore[method-assign]  # whatever the probe finds
+        memory._near_peer = lambda device: memory.peer  # type: ignore[method-assign]  # regardless of the probe
     array = JobArray[Any](5, memory=memory, rounds=forwards_first if peer else round_order)
     resident, begin_block = [], memory.begin_block
 
@@ -112,7 +126,10 @@ def swapped_rounds(rank: int, slots: int, recompute: bool, peer: bool) -> Any:
 
 @pytest.mark.parametrize(("slots", "recompute", "peer"), [(2, True, True), (3, True, False), (5, False, False)])
 def test_states_take_turns_in_rounds(slots: int, recompute: bool, peer: bool) -> None:
-    """A sibling leaves after its first round, and another one after its second; batches differ."""
+    """Check siblings with different batch sizes.
+
+    One of them leaves after its first round, and another one after its second.
+    """
     for swapped, alone, found, most in run_ranks(swapped_rounds, 2, slots, recompute, peer, timeout=90):
         for value, expected in zip(swapped, alone, strict=True):
             assert_equal(value, expected)
@@ -132,13 +149,13 @@ def test_rounds_whose_states_do_not_fit_are_refused() -> None:
 def refused_rounds(rank: int) -> str:
     quiet()
     jobs = [Job(n, microbatches=1, epochs=1) for n in range(4)]
-    with pytest.raises((PlanError, PeerFailure)) as caught:  # one rank hears of it from the other
+    with pytest.raises((PlanError, PeerFailure)) as caught:  # a rank may receive the error from the other one
         list(JobArray(4, memory=MemorySwap(BIG, slots=2), rounds=round_order).run(jobs))
     return str(caught.value)
 
 
 def cut_by_units(rank: int) -> tuple[list[Any], list[Any]]:
-    """Siblings of units that take turns, by schedules of their own, and each alone."""
+    """Return the results of siblings cut by units, which have different schedules and take turns, and of each alone."""
     quiet()
     orders = (("jap", 8), ("1f1b", 16), ("zero_bubble", 5))
     jobs = [Job(n, epochs=1, schedule=s, batch=b, partition=("layers.3",)) for n, (s, b) in enumerate(orders)]
@@ -154,12 +171,16 @@ def test_siblings_that_are_cut_by_units_are_what_they_are_alone() -> None:
 
 
 def peer_memory(bandwidth: float, peer_bandwidth: float) -> MemorySwap:
-    """Two slots, and a peer with room for three of four states."""
+    """Return a swap with two slots, and a peer with room for three of four states."""
     return poisoned(BIG, None, 2, bandwidth, True, "in_turn", "cpu", 100_000, peer_bandwidth)
 
 
 def with_peer(rank: int) -> tuple[list[Any], list[Any], Any, int]:
-    """Siblings whose states may wait on a peer, what they are without, and the bytes of a state."""
+    """Run siblings whose states may wait on a peer.
+
+    Returns:
+        The results with swapping, the results without swapping, the statistics, and the bytes of the largest state.
+    """
     quiet()
     memory = peer_memory(2e7, 2e9)
     jobs = [Job(n, epochs=1) for n in range(4)]
@@ -177,7 +198,7 @@ def test_states_wait_on_a_peer_that_is_nearer() -> None:
 
 
 def test_a_peer_without_memory_for_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that copies ends all the same."""
+    """Check that the copying thread ends even if the probe fails."""
     monkeypatch.setattr(memory_swap, "is_peer_nearer", mock.Mock(side_effect=RuntimeError("out of memory")))
     with (
         mock.patch.object(ThreadCopier, "close", autospec=True, side_effect=ThreadCopier.close) as close,
@@ -230,7 +251,10 @@ def counted(rank: int) -> Any:
 
 
 def test_states_are_asked_for_before_they_are_used() -> None:
-    """On one rank the order of siblings is known, so every state but the first was asked for."""
+    """Check that every state except the first one is requested early.
+
+    On one rank, the order of siblings is known.
+    """
     ((found, switching),) = run_ranks(counted, 1, timeout=60)
     assert found.misses == 0
     assert found.hits + found.late > 100
@@ -252,9 +276,13 @@ def test_without_prefetch_every_state_that_is_brought_is_waited_for() -> None:
 
 
 def sized(rank: int, jobs: list[Job], rooms: list[int]) -> Any:
-    """What becomes of jobs where memory decides how many there are at a time, the most there were, and the size."""
+    """Run jobs in an array whose size depends on memory.
+
+    Returns:
+        The outcomes or the error, the largest number of siblings at a time, and the size of the array.
+    """
     quiet()
-    state = 100_000  # more than one has
+    state = 100_000  # more than the size of one state
     memory = MemorySwap(BIG, host_bytes=rooms[rank] * state)
     array: JobArray[Any] = JobArray("auto", memory=memory)
     seen, living = [], [0]
@@ -275,7 +303,7 @@ def sized(rank: int, jobs: list[Job], rooms: list[int]) -> Any:
 
 @pytest.mark.slow
 def test_as_many_siblings_as_memory_has_room_for() -> None:
-    """The rank with the least room decides; more than two for each stage are of no use."""
+    """Check that the rank with the least room determines the number of siblings, up to two per stage."""
     jobs = [Job(n, epochs=1) for n in range(6)]
     plain = run_ranks(with_and_without, 2, jobs, 1, BIG, timeout=60)[0][1]
     for rooms, size in (([9, 3], 3), ([9, 8], 4)):

@@ -47,13 +47,11 @@ class Row:
         name: the name of the feature in the table.
         module: creates the LightningModule.
         trainer: takes the run's folder and returns options of the Trainer. It is called for every run, because
-            callbacks
-            have state.
+            callbacks have state.
         loaders: returns the loaders for `Trainer.fit`.
         evaluate_on: returns the loader for evaluation.
         watch: takes the Trainer after the run and the run's folder, and returns another value to compare. On ranks
-            other
-            than 0, None is not compared, so that only rank 0 needs to read files.
+            other than 0, None is not compared, so that only rank 0 needs to read files.
         check: asserts more about the results of the ranks and of the plain run.
         strategy: settings of PipelineStrategy, or a registered name.
         cuts: the first layers of stages 1, 2, ..., by the number of processes; empty if they do not matter.

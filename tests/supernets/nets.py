@@ -1,4 +1,4 @@
-"""A small supernet with all that makes order matter, trained by a Trainer and by a plain loop."""
+"""A small supernet whose result depends on the order of its updates, trained by a Trainer and by a plain loop."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ from tests.trainers import make_trainer
 ROWS, WIDTH, TOKENS, BLOCKS, CANDIDATES = 8, 8, 12, 8, 6
 CUTS: dict[int, list[int]] = {1: [], 2: [5], 3: [4, 7], 4: [3, 5, 8], 8: [2, 3, 4, 5, 6, 7, 8]}
 PARTS = (Span(0, 4), Span(4, 8))
-"""A batch's micro-batches."""
+"""The micro-batches of a batch."""
 DELAY = 5
 WARNED: list[str] = []
-"""By the last fit of this process."""
+"""Warnings about a step after every batch, from the last fit in this process."""
 FACTS: dict[str, str] = {}
-"""In the report of the last fit of this process."""
+"""Facts in the report of the last fit in this process."""
 
 
 class Mean(nn.Module):
@@ -73,7 +73,7 @@ def candidates(statistics: bool) -> list[nn.Module]:
     return [
         nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Tanh(), nn.Dropout(0.2)),
         nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU()),
-        nn.BatchNorm1d(WIDTH, affine=False),  # nothing to train, and statistics that change
+        nn.BatchNorm1d(WIDTH, affine=False),  # no parameters, but statistics that change
         Residual(),
         nn.Identity(),
         nn.Linear(WIDTH, WIDTH),
@@ -81,7 +81,10 @@ def candidates(statistics: bool) -> list[nn.Module]:
 
 
 def supernet(shared: str, statistics: bool = True) -> Supernet:
-    """An embedding, blocks, and a norm with a head; the two are shared as the word says."""
+    """Return a supernet of an embedding, choice blocks, and a norm with a head.
+
+    `shared` is the way in which subnets share the embedding and the head.
+    """
     embedding = nn.Sequential(nn.Embedding(TOKENS, WIDTH), Mean())
     head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Dropout(0.1), nn.Linear(WIDTH, 3))
     blocks = (ChoiceBlock(candidates(statistics)) for _ in range(BLOCKS))
@@ -90,7 +93,10 @@ def supernet(shared: str, statistics: bool = True) -> Supernet:
 
 
 class Lit(pl.LightningModule):
-    """With a `bulk`, subnets read what the one before their bulk has left."""
+    """The LightningModule of the supernet.
+
+    With a `bulk`, subnets read the weights that the last subnet before their bulk has left.
+    """
 
     def __init__(self, shared: str, dies_at: int = -1, bulk: int = 0) -> None:
         super().__init__()
@@ -116,7 +122,7 @@ class Lit(pl.LightningModule):
 
 
 class Cut(Lit):
-    """Each subnet is cut by lot, on so many stages."""
+    """A module in which each subnet has its own random cut into `stages` stages."""
 
     stages = 1
 
@@ -152,7 +158,7 @@ def loader(count: int) -> DataLoader[Any]:
 
 
 class Losses(Callback, StageListener):
-    """Each subnet's loss as it is, by number."""
+    """A callback that records the exact loss of each subnet by its number."""
 
     def __init__(self) -> None:
         self.found: dict[int, str] = {}
@@ -170,7 +176,10 @@ def new_module(shared: str, dies_at: int = -1, bulk: int = 0, kind: type[Lit] = 
 
 
 def explorer(shared: str) -> Explorer:
-    """With layers that are frozen by an evolution, whose generations end in the middle of epochs."""
+    """Return an explorer for this way to share layers.
+
+    Frozen layers are chosen by an evolution, whose generations end in the middle of epochs.
+    """
     space = supernet(shared).space
     return Evolution(space, population=7, parents=3, seed=1) if shared == "frozen" else Uniform(space, seed=1)
 
@@ -193,8 +202,10 @@ def fit(
     gpu: bool = False,
     strategy: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Hashes of all layers and the losses, on every rank; saves in the middle of the second epoch of two. What is to be
-    compared is in the folder, too."""
+    """Train for two epochs, and return hashes of all layers, the losses, and the number of reported losses.
+
+    The folder gets a checkpoint every `every` steps, and the reproducibility logs of the ranks.
+    """
     quiet()
     torch.set_num_threads(1)
     module = new_module(shared, dies_at if rank == 0 else -1, bulk, kind)
@@ -228,7 +239,7 @@ def fit(
 
 
 def steppers(folder: str) -> dict[str, set[str]]:
-    """The ranks that have stepped each layer, as each of them has written it down."""
+    """Return the ranks that stepped each layer, according to the reproducibility logs of all ranks."""
     found = defaultdict(set)
     for path in Path(folder, "reproducibility").glob("*-rank*.jsonl"):
         for line in map(json.loads, path.read_text().splitlines()):
@@ -242,10 +253,19 @@ def hashes(module: nn.Module) -> dict[str, str]:
 
 
 def alone(shared: str, batches: int, drains: Sequence[int] = (), replicas: int = 1) -> dict[str, Any]:
-    """Plain PyTorch, one process, one subnet after another. Of lightning_pipes it takes the seeds of dropout, and for
-    "delayed" it keeps what each subnet has left; `drains` are subnets after which all was ended, beside epochs. Several
-    replicas have a batch each for a subnet, gradients are averaged, and buffers are those of the first."""
-    torch.set_num_threads(1)  # as in `fit`: sums on several threads differ in their last bit
+    """Train in one process with plain PyTorch, one subnet after another, and return the same values as `fit`.
+
+    Only the seeds of dropout come from lightning_pipes. For "delayed", the weights after each subnet are kept, because
+    later subnets read them.
+
+    Args:
+        shared: the way in which subnets share layers.
+        batches: the number of batches of an epoch.
+        drains: numbers of subnets after which all earlier subnets have ended, in addition to the ends of epochs.
+        replicas: the number of replicas. Each has its own batch for a subnet. Gradients are averaged, and buffers
+            come from the first replica.
+    """
+    torch.set_num_threads(1)  # as in `fit`, because sums on several threads differ in the last bit
     module = new_module(shared)
     [optimizer], [scheduler] = module.configure_optimizers()
     subnets, losses = SubnetStream(explorer(shared)), {}
@@ -285,7 +305,7 @@ def alone(shared: str, batches: int, drains: Sequence[int] = (), replicas: int =
 
 
 def shares(batches: int, replicas: int, epoch: int) -> list[DataLoader[Any]]:
-    """The batches of each replica, as a Trainer shares them out."""
+    """Return the batches of each replica, distributed as by a Trainer."""
     data: Dataset[Any] = Batches(batches)
     if replicas == 1:
         return [loader(batches)]
@@ -296,7 +316,7 @@ def shares(batches: int, replicas: int, epoch: int) -> list[DataLoader[Any]]:
 
 
 def backward(module: Lit, x: torch.Tensor, y: torch.Tensor, subnet: Subnet, number: int, replica: int) -> torch.Tensor:
-    """The loss of a batch, in micro-batches."""
+    """Run forward and backward of a batch in micro-batches, and return its loss."""
     total, seed = torch.tensor(0.0), replica_seed(0, replica)
     for part in PARTS:
         out: Any = (x[part.start : part.stop], subnet)

@@ -1,4 +1,4 @@
-"""The first lines of docs/supernets.md run as they are, on two processes, and subnets overlap there."""
+"""Test that the first example of docs/supernets.md runs on two processes, and that its subnets overlap."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "supernets.md"
 
 
 def run_page(rank: int, directory: str) -> tuple[list[int], bool, float]:
-    """Run the page's code; return the steps and subnets, whether subnets overlapped, and the sum of all weights."""
+    """Run the example, and return the steps and subnets, whether subnets overlapped, and the sum of all weights."""
     code = PAGE.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
     torch.manual_seed(0)
     data = torch.utils.data.TensorDataset(torch.randn(96, 64), torch.randint(10, (96,)))
@@ -31,7 +31,7 @@ def run_page(rank: int, directory: str) -> tuple[list[int], bool, float]:
 
 def test_the_first_lines_run(tmp_path: Path) -> None:
     overlaps = False
-    for _ in range(4):  # a machine that has other work may run one process after the other for as long as a run lasts
+    for _ in range(4):  # on a busy machine, the processes may run one after the other for a whole run
         first, second = run_ranks(run_page, 2, str(tmp_path), timeout=100)
         assert first[0] == second[0] == [6, 6]
         assert first[2] == second[2]

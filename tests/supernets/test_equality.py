@@ -1,4 +1,4 @@
-"""Training in a pipeline is bit by bit that of one subnet after another: weights, statistics of norms, and losses."""
+"""Tests that a pipeline gives, bit by bit, the weights, statistics and losses of one subnet after another."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.supernets import nets
 from tests.supernets.nets import BLOCKS, WARNED, alone, fit, supernet
 
 SHORT, LONG = 20, 250
-"""Subnets of each of two epochs."""
+"""Numbers of subnets in each of two epochs."""
 SHARED = ["sequential", "delayed", "frozen", "per_choice"]
 
 
 @pytest.fixture(autouse=True)
 def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What runs write is cleared up by pytest."""
+    """Create the folders of runs in a place that pytest clears."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
@@ -34,8 +34,11 @@ def plain(shared: str, batches: int, drains: tuple[int, ...] = ()) -> dict[str, 
 
 
 def in_turn(rank: int, ranks: int, folder: str) -> list[dict[str, Any]]:
-    """Several trainings on the same processes, which take most of the time: ways to share, the second one resumed in
-    the middle of its second epoch, the last one by an evolution that learns from losses."""
+    """Run several trainings in the same processes, because starting processes takes most of the time.
+
+    They share layers in different ways. The second training is resumed in the middle of its second epoch, and the third
+    one uses an evolution, which learns from losses.
+    """
     saved = fit(rank, ranks, "delayed", SHORT, folder, every=30)
     resumed = fit(rank, ranks, "delayed", SHORT, folder, f"{folder}/step=30.ckpt", every=30)
     frozen = fit(rank, ranks, "frozen", SHORT, folder)
@@ -46,7 +49,7 @@ def in_turn(rank: int, ranks: int, folder: str) -> list[dict[str, Any]]:
 
 
 def after(found: dict[str, Any], subnet: int) -> dict[str, Any]:
-    """Without the losses of the first subnets, which a resumed run does not see."""
+    """Return the results without the losses of the first subnets, which a resumed run does not have."""
     return found | {"losses": {n: loss for n, loss in found["losses"].items() if n >= subnet}}
 
 
@@ -70,7 +73,7 @@ def test_many_subnets_on_any_number_of_stages(shared: str, stages: int) -> None:
 
 
 def weights(stages: int, schedule: str | None = None, bulk: int = 0) -> dict[str, str]:
-    """After forty subnets."""
+    """Return the weights after forty subnets."""
     args = ("sequential", SHORT, mkdtemp(), None, -1, False, None, schedule, bulk)
     found: list[dict[str, Any]] = run_ranks(fit, stages, stages, *args, timeout=120)
     assert all(each == found[0] for each in found)
@@ -79,8 +82,10 @@ def weights(stages: int, schedule: str | None = None, bulk: int = 0) -> dict[str
 
 @pytest.mark.slow
 def test_asynchronous_and_bulk_synchronous_training_depend_on_stages() -> None:
-    """PipeDream's weights are others on 2 and on 4 stages, as are those of bulks as large as the pipeline is long; one
-    subnet after another gives the same on both. Bulks of one size do, too, and another result than one after another.
+    """Check on which numbers of stages the weights depend.
+
+    With PipeDream, and with bulks as large as the number of stages, the weights on 2 and on 4 stages differ. With one
+    subnet after another, and with bulks of one size, they are equal. These two results differ from each other.
     """
     assert weights(2, "pipedream") != weights(4, "pipedream")
     assert weights(2, bulk=2) != weights(4, bulk=4)
@@ -99,7 +104,10 @@ def test_a_validation_ends_all_before_it(stages: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", ["sequential", "frozen"])
 def test_a_flush_after_each_subnet_is_one_after_another_too(shared: str) -> None:
-    """What one would do otherwise; an evolution is told its losses there as well."""
+    """Check that a schedule with a flush after each subnet gives the same weights.
+
+    An evolution gets all losses there, too.
+    """
     args = (shared, SHORT, mkdtemp(), None, -1, False, None, "1f1b")
     for found in run_ranks(fit, 2, 2, *args, timeout=120):
         assert (found["weights"], found["told"]) == (plain(shared, SHORT)["weights"], 2 * SHORT)
@@ -129,8 +137,11 @@ def lines(rank: int) -> Iterator[tuple[int, ...]]:
     [(1, "sequential", {}), (2, "delayed", {"split_backward": True}), (2, "sequential", {"balanced": True})],
 )
 def test_replicas_average_gradients_batch_by_batch(stages: int, shared: str, how: dict[str, bool]) -> None:
-    """Equal, to the bit, to one process that runs the batches of both replicas and averages their gradients: so the
-    number of stages doesn't matter. Each replica has batches and dropout of its own, and norms of the first one."""
+    """Check that two replicas give, bit by bit, the result of one process that averages their gradients.
+
+    The result does not depend on the number of stages. Each replica has its own batches and dropout, and the first
+    replica determines the statistics of norms.
+    """
     wanted = alone(shared, 2 * SHORT, replicas=2)
     args = (shared, 2 * SHORT, mkdtemp(), None, -1, False, None, CSP(depth=8, **how), 0, None, None, nets.Lit, False)
     ranks = 2 * stages
@@ -143,7 +154,7 @@ SPLIT = CSP(depth=8, split_backward=True)
 
 
 def test_a_split_backward_on_two_stages() -> None:
-    """With layers read late, the whole of what a stage keeps from forward to weight gradients."""
+    """Check that a split backward through layers that are read late gives the results of one process."""
     for found in run_ranks(fit, 2, 2, "delayed", SHORT, mkdtemp(), None, -1, False, None, SPLIT, timeout=120):
         assert found == plain("delayed", SHORT)
 

@@ -1,4 +1,4 @@
-"""An evolution finds what is better, and the same again from anywhere."""
+"""Tests that an evolution finds better subnets, and chooses the same ones again after it is restored."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPACE = SearchSpace.from_sizes([6] * 8)
 
 
 def loss(choices: tuple[int, ...]) -> float:
-    """Least where all choices are 3."""
+    """Return a loss that is smallest if all choices are 3."""
     return float(sum(abs(choice - 3) for choice in choices))
 
 
@@ -64,7 +64,7 @@ def test_descendants_come_from_the_best_of_generations_that_are_over() -> None:
 
 @pytest.mark.parametrize("told", [0, 7, 20, 47])
 def test_it_goes_on_from_a_checkpoint(told: int) -> None:
-    """Some were asked for and not told, as where batches are under way."""
+    """Check that an evolution that is restored from a checkpoint chooses the same subnets as without a break."""
     whole = run(SubnetStream(made(3)), 80)
     stream = SubnetStream(made(3))
     run(stream, told)
@@ -74,7 +74,7 @@ def test_it_goes_on_from_a_checkpoint(told: int) -> None:
 
 
 def test_batches_under_way_change_nothing() -> None:
-    """The results of a generation may come as late as its end."""
+    """Check that losses which arrive as late as the end of their generation do not change the choices."""
     stream, whole, found, late = SubnetStream(made(3)), run(SubnetStream(made(3)), 80), [], []
     for number in range(80):
         found.append(next(stream))

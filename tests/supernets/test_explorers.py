@@ -1,4 +1,4 @@
-"""Which subnet comes when."""
+"""Tests for the order in which explorers choose subnets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def taken(explorer: Explorer, count: int) -> list[tuple[int, ...]]:
 
 def test_uniform_is_the_same_everywhere_and_fair() -> None:
     found = taken(Uniform(SPACE, seed=1), 6000)
-    assert found[:3] == [(1, 2, 3), (1, 0, 2), (3, 2, 2)]  # written down: it may never change
+    assert found[:3] == [(1, 2, 3), (1, 0, 2), (3, 2, 2)]  # these values must never change
     assert found[:50] == taken(Uniform(SPACE, seed=1), 50) != taken(Uniform(SPACE, seed=2), 50)
     for block, offered in enumerate(SPACE):
         counts = Counter(choices[block] for choices in found)

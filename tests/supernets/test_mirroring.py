@@ -1,4 +1,7 @@
-"""Subnets with cuts of their own, whose layers go from rank to rank: bit by bit one subnet after another."""
+"""Tests that subnets with their own cuts give, bit by bit, the result of one subnet after another.
+
+Their layers move between ranks.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from tests.trainer.lit import quiet
 from tests.trainers import make_trainer
 
 SHORT = 20
-"""Subnets of each of two epochs."""
+"""The number of subnets in each of two epochs."""
 
 
 @cache
@@ -33,13 +36,15 @@ def plain(shared: str, batches: int, drains: tuple[int, ...] = ()) -> dict[str, 
 def cut(
     rank: int, ranks: int, shared: str, batches: int, folder: str, resume: str | None = None, dies_at: int = -1
 ) -> dict[str, Any]:
-    """Validates after each epoch, and saves at subnet 30."""
+    """Train with a different cut for each subnet, validate after each epoch, and save a checkpoint at subnet 30."""
     return fit(rank, ranks, shared, batches, folder, resume, dies_at, every=30, kind=Cut)
 
 
 def in_turn(rank: int, ranks: int, folder: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """Several trainings on the same processes: by lot, that resumed in the middle, and balanced ones; and the threads
-    that they have left."""
+    """Run several trainings in the same processes, and return their results and the transfer threads that are left.
+
+    The trainings have random cuts, one of them is resumed in the middle of an epoch, and the last one is balanced.
+    """
     delayed = cut(rank, ranks, "delayed", SHORT, folder)
     resumed = cut(rank, ranks, "delayed", SHORT, folder, f"{folder}/step=30.ckpt")
     sequential = cut(rank, ranks, "sequential", SHORT, folder)
@@ -49,7 +54,7 @@ def in_turn(rank: int, ranks: int, folder: str) -> tuple[list[dict[str, Any]], l
 
 
 def after(found: dict[str, Any], subnet: int) -> dict[str, Any]:
-    """Without the losses of the first subnets, which a resumed run does not see."""
+    """Return the results without the losses of the first subnets, which a resumed run does not have."""
     return found | {"losses": {n: loss for n, loss in found["losses"].items() if n >= subnet}}
 
 
@@ -80,8 +85,12 @@ def test_validation_and_whole_module_have_the_newest_layers() -> None:
 
 
 def validated(rank: int) -> tuple[float, float, int, tuple[float, float]]:
-    """The value logged last, that of the module after training, by how much a group of its optimizer has grown, and the
-    bubbles of the report, replayed and measured."""
+    """Train a module, and return values that show which weights it has afterwards.
+
+    Returns:
+        The last logged value, the same value from the module after training, the number of parameters by which a group
+        of the optimizer has grown, and the replayed and the measured bubble of the report.
+    """
     quiet()
     torch.set_num_threads(1)
     module = new_module("sequential", kind=Cut)
@@ -110,7 +119,7 @@ def test_a_killed_rank_ends_all_and_training_goes_on_on_more() -> None:
 
 
 class Severed(Cut):
-    """Loses sight of the other host at the given subnet."""
+    """A module that cuts the network link to the other host at the given subnet."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         if batch[-1].id == self.dies_at:

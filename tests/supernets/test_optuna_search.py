@@ -1,4 +1,4 @@
-"""Optuna chooses subnets."""
+"""Tests for subnets that Optuna chooses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stream of subnets in loops and loaders."""
+"""Tests for streams of subnets in loops and data loaders."""
 
 from __future__ import annotations
 

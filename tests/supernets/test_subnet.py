@@ -1,4 +1,4 @@
-"""Subnets and spaces."""
+"""Tests for subnets and search spaces."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ ONE = Subnet((0, 2, 1), id=5, space=1)
 
 
 def test_it_travels_as_one_thing() -> None:
-    """With as many choices as the batch has samples, too, of which a tuple would be cut."""
+    """Check that a subnet is never split, even if it has as many choices as the batch has samples.
+
+    A tuple of this length would be split.
+    """
     batch = [[torch.randn(3, 2), torch.zeros(3)], ONE]
     assert rows_of(batch) == 3
     assert take_samples(batch, Span(0, 2), 3)[1] == ONE

@@ -1,4 +1,4 @@
-"""Supernets in plain torch: what goes through, what a subnet uses, and what is refused."""
+"""Tests for supernets in plain torch: their outputs, the layers that a subnet uses, and invalid arguments."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_per_choice_belongs_to_the_block_that_follows_or_the_last() -> None:
     copies = [layer for layer in made if isinstance(layer, PerChoice)]
     assert [len(each) for each in copies] == [3, 2, 2]
     assert made.layers_of((2, 0)) == {"0.2": True, "2.0": True, "3.0": True, "4.0": True}
-    assert torch.equal(copies[0][0].weight, copies[0][2].weight)  # equal at the start, and no more
+    assert torch.equal(copies[0][0].weight, copies[0][2].weight)  # equal only at the start
 
 
 def test_what_is_frozen_stays() -> None:
@@ -188,7 +188,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class Slow(nn.Module):
-    """Takes three times so many seconds, and draws a number."""
+    """A layer whose forward and backward together take three times `seconds`, and which draws a random number."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ def test_each_candidate_takes_its_time(monkeypatch):
 
 
 def test_layers_without_a_backward(monkeypatch):
-    """Nothing before the first candidate is trained."""
+    """Check the costs if no layer before the first candidate is trained."""
     TIME.patch(monkeypatch)
     first = nn.Linear(4, 4)
     costs = measure_layer_costs(

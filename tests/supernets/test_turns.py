@@ -1,4 +1,4 @@
-"""Layers of a supernet that take turns on a device: bit by bit what they are where all of them stay there."""
+"""Tests that supernet layers that take turns on a device give, bit by bit, the result of layers that stay there."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def main(cfg: Settings) -> float:
 
 
 def custom(overrides: list[str], trial: object) -> None:
-    """A space that depends on what was chosen before."""
+    """Add a parameter to the search space if an earlier choice allows it."""
     if any(o.startswith("batch=5") for o in overrides):
         trial.suggest_int("epochs", 1, 2)  # type: ignore[attr-defined]
 

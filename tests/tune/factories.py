@@ -1,4 +1,4 @@
-"""What `lightning-pipes profile model=tests.tune.factories:...` can find."""
+"""Models for tests of `lightning-pipes profile model=tests.tune.factories:...`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 class Lit(L.LightningModule):
-    """Something before its layers, and an example of its input."""
+    """A module with a layer before its container of layers, and an example of its input."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -47,7 +47,7 @@ def fit(
     devices: int | None = None,
     callbacks: Sequence[pl.Callback] = (),
 ) -> float:
-    """The validation loss after training."""
+    """Train, and return the validation loss."""
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -65,7 +65,10 @@ def fit(
 
 
 def objective(trial: BaseTrial, devices: int | None = None) -> float:
-    """The middle values are good; trial 2 is not a number."""
+    """Return the loss for a random learning rate and batch size.
+
+    Learning rates above 0.3 raise a ValueError.
+    """
     lr = trial.suggest_float("lr", 1e-4, 1.0, log=True)
     batch = trial.suggest_categorical("batch", [5, 10, 20])
     if lr > 0.3:
@@ -76,7 +79,7 @@ def objective(trial: BaseTrial, devices: int | None = None) -> float:
 
 
 def summary(study: optuna.Study) -> list[Any]:
-    """What two runs with one seed have in common."""
+    """Return the data of trials that is equal in two runs with one seed."""
     return [(t.number, t.state.name, t.params, t.values, t.intermediate_values) for t in study.trials]
 
 
@@ -90,7 +93,7 @@ def new_study(**more: Any) -> optuna.Study:
 
 
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(100, exit=True)  # before who waits for it gives up, and nobody knows why
+    faulthandler.dump_traceback_later(100, exit=True)  # prints where a process hangs, before its caller's timeout
     folder = Path(sys.argv[1])
     made = optimize_array(
         lambda: new_study(storage=f"sqlite:///{folder}/study.db", study_name="script", load_if_exists=True),

@@ -1,4 +1,4 @@
-"""Stages are timed beside processes that compete, and the command trains a predictor from these times."""
+"""Tests for the times of stages next to competing processes, and for predictors trained from these times."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STAGE = HostedStage(1, 8, 0.01, 0.02, 1e6, 1e6, 1e5, 1e4)
 
 
 def made_windows() -> list[NeighbourWindow]:
-    """Return windows of three kinds of neighbours; steps take a tenth longer than the formula says."""
+    """Return windows with three kinds of neighbours. Steps take a tenth longer than the formula predicts."""
     rng = np.random.default_rng(0)
     found = []
     for setting in range(12):
@@ -38,7 +38,10 @@ def made_windows() -> list[NeighbourWindow]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="neighbours are pinned by Linux")
 def test_windows_are_measured_beside_a_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that only stages move, a neighbour takes half of the core: the slow windows are found."""
+    """Check that slow windows are found if a neighbour takes half of the core.
+
+    Only stages advance the clock.
+    """
     core, clock, took, step = max(os.sched_getaffinity(0)), VirtualClock(), [0.01], interference.TimedStage.step
 
     @contextmanager

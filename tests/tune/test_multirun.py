@@ -1,4 +1,4 @@
-"""A Hydra multirun as one array: the same losses as solo runs, one directory, nobody's failure is another's."""
+"""Tests that a Hydra multirun in one array has one directory, the losses of solo runs, and separate failures."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SEARCH = [
 
 
 def multirun(rank: int, folder: str, *arguments: str) -> str:
-    """Runs the app; what it raises."""
+    """Run the app, and return its error as text, or an empty string."""
     os.chdir(folder)
     sys.argv = ["app", "-m", f"devices={os.environ['WORLD_SIZE']}", *arguments]
     os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -62,7 +62,7 @@ def multirun(rank: int, folder: str, *arguments: str) -> str:
 
 
 def losses(folder: Path, log: str = "app.log") -> dict[int, float]:
-    """What jobs log at their end, from the directory of each."""
+    """Return the losses that jobs log at their ends, from the directory of each job."""
     found = {}
     for path in sorted(folder.glob(f"[0-9]*/{log}")):
         said = re.findall(r"job (\d+) ends with (\S+)", path.read_text())
@@ -99,7 +99,7 @@ def test_the_losses_of_solo_runs(ranks: int, settings: list[str], tmp_path: Path
 
 
 def test_failures_are_told_and_their_own(tmp_path: Path) -> None:
-    """A job that raises, one that leaves and one with other layers: the others end as they would."""
+    """Check a job that raises an error, a job that exits, and a job with other layers. The other jobs end as usual."""
     said = run_ranks(multirun, 2, str(tmp_path), *ARRAY, "fail=value,exit,''", "width=6,7", timeout=90)
     assert said == ["ValueError: job 0 fails"] * 2
     assert sorted(losses(tmp_path / "out")) == [4]
@@ -122,7 +122,10 @@ def search(rank: int, folder: str, *more: str) -> str:
 
 @pytest.mark.slow
 def test_a_search_and_its_next_run(tmp_path: Path) -> None:
-    """Streams trials into the array, prunes, gives the losses of solo runs, and can go on."""
+    """Check that a search streams trials into the array, prunes them, and can be continued.
+
+    Its losses are equal to the losses of solo runs.
+    """
     storage = f"hydra.sweeper.storage=sqlite:///{tmp_path}/study.db"
     assert run_ranks(search, 2, str(tmp_path), storage, timeout=90) == ["", ""]
     study = optuna.load_study(study_name="s", storage=f"sqlite:///{tmp_path}/study.db")
@@ -173,7 +176,7 @@ def test_what_is_known_is_not_run_again(tmp_path: Path) -> None:
 
 
 def test_other_launchers_get_batches(tmp_path: Path) -> None:
-    """Basic runs one job after another, in one process."""
+    """Check that searches work with Hydra's basic launcher, which runs one job after another in one process."""
     custom = ["hydra.sweeper.custom_search_space=tests.tune.app.custom"]
     plain = [a for a in SEARCH if "launcher" not in a and "pruner" not in a]
     assert run_ranks(alone, 1, str(tmp_path), *plain, *custom) == [""]
@@ -187,7 +190,7 @@ def test_other_launchers_get_batches(tmp_path: Path) -> None:
 
 
 def alone(rank: int, folder: str, *more: str) -> str:
-    """As a plain script, without torchrun's environment."""
+    """Run the app as a plain script, without the environment of torchrun."""
     for name in [n for n in os.environ if n.startswith(("TORCHELASTIC", "MASTER")) or n in ("RANK", "LOCAL_RANK")]:
         del os.environ[name]
     return multirun(rank, folder, *more)
@@ -216,7 +219,7 @@ def test_mistakes(more: list[str], said: str, tmp_path: Path) -> None:
 
 
 class StrangersStore:
-    """What another rank hears where hosts have no secret and somebody else speaks."""
+    """A store that returns the message of an unknown sender, because the hosts have no secret."""
 
     is_leader = is_signed = False
     folder = ""
@@ -245,7 +248,10 @@ def test_a_stranger_does_not_choose_the_directory_of_a_sweep(tmp_path: Path, mon
 
 
 def test_a_mistake_is_a_sentence(tmp_path: Path) -> None:
-    """Hydra prints no traceback for it, which would hide it, but for who wants one."""
+    """Check that a mistake ends in one sentence.
+
+    Hydra prints no traceback, which would hide the sentence, unless the user requests one.
+    """
     found = script(tmp_path, [sys.executable], ["hydra/launcher=job_array", "hydra.job.chdir=true", "lr=0.1,0.2"])
     assert found.returncode == 1
     assert "Traceback" not in found.stderr
@@ -270,7 +276,7 @@ TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node=2
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [[sys.executable], TORCHRUN])
 def test_launchers(launcher: list[str], tmp_path: Path) -> None:
-    """Processes that Lightning or torchrun starts join the one multirun, and make no directory of their own."""
+    """Check that processes started by Lightning or torchrun join one multirun, and create no other directories."""
     found = script(tmp_path, launcher, [a for a in SEARCH if a != "hydra.sweep.dir=out"])
     assert found.returncode == 0, found.stderr
     (folder,) = tmp_path.glob("multirun/*/*")

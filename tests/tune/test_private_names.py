@@ -1,4 +1,4 @@
-"""One test for every private name of Optuna, Hydra and OmegaConf that the tune layer touches."""
+"""Tests for every private name of Optuna, Hydra and OmegaConf that the tune layer uses, one for each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was queued for a trial is not lost with it."""
+"""Test that parameters enqueued for a trial are not lost if the trial fails."""
 
 from __future__ import annotations
 

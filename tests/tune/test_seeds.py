@@ -1,4 +1,4 @@
-"""A study with a sampler of a fixed seed tries the same again when it begins again, and others when it goes on."""
+"""Tests that a study with a seeded sampler repeats its trials if it starts again, but not if it continues."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def toy(trial: optuna.Trial) -> float:
 
 
 def tried(storage: InMemoryStorage, sampler: BaseSampler, trials: Sequence[int]) -> list[float]:
-    """What is tried by so many trials, each lot with a call of its own."""
+    """Return the parameters of all trials of a study, after one call of `optimize_array` per number of trials."""
     study = optuna.create_study(storage=storage, study_name="s", sampler=sampler, load_if_exists=True)
     for n in trials:
         optimize_array(study, toy, n, 1)

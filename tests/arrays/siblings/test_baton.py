@@ -1,4 +1,4 @@
-"""Functions in threads that take turns."""
+"""Tests for functions that take turns in threads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_pipes.arrays.siblings.baton import Runner, read_random_state, res
 
 
 class Gpus(threading.local):
-    """What torch.cuda is told; each thread begins with the first GPU."""
+    """The current device of torch.cuda. Each thread begins with the first GPU."""
 
     chosen = 0
 
@@ -38,7 +38,7 @@ def test_random_state_belongs_to_the_holder() -> None:
 
 
 def test_nobody_touches_the_gpu_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a function has chosen a GPU, its caller and those that begin later are on that one."""
+    """Check that the caller and later functions use the GPU that a function has chosen."""
     gpus, touched = Gpus(), set[int]()
     before = read_random_state()
     generator = torch.Generator()

@@ -1,4 +1,4 @@
-"""What a hook does on one rank is done before the others come to what follows, also in an array."""
+"""Tests that a hook on one rank has ended before other ranks reach the next hook, also in an array."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ HOOKS = {
     "train_dataloader": "on_train_start",
     "val_dataloader": "on_validation_start",
 }
-"""What comes next behind a barrier, by the hook before it. After prepare_data Lightning has one of its own, too."""
+"""The next hook behind a barrier, by the hook before it. Lightning itself has a barrier after prepare_data, too."""
 PATIENCE = 0.5
-"""Seconds in which a rank that nobody keeps goes from one to the other."""
+"""Seconds in which a rank gets from one hook to the next if no barrier holds it."""
 
 
 def fit(rank: int, writes: str, folder: Path) -> bool:
-    """Whether a rank finds in one hook what another has written in the hook before."""
+    """Return whether a rank finds in one hook the file that another rank has written in the hook before."""
     written, read = folder / writes, folder / f"{writes} has been read"
     found: list[bool] = []
     x = torch.randn(16, 6, generator=torch.Generator().manual_seed(7))
@@ -72,7 +72,10 @@ def in_an_array(rank: int, folder: str) -> dict[str, Any]:
 
 
 def test_what_a_hook_writes_on_one_rank_is_there_for_the_others(tmp_path: Path) -> None:
-    """The writer waits till somebody has looked, in vain where others are kept."""
+    """Check that the other ranks find the file that the last rank writes in a hook.
+
+    The writer waits until another rank has looked for the file. If barriers hold the other ranks, it waits in vain.
+    """
     _, reader = run_ranks(in_an_array, 2, str(tmp_path), timeout=60)
     assert reader == dict.fromkeys(HOOKS, True)
 

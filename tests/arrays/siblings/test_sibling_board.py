@@ -1,4 +1,4 @@
-"""What ranks of an array tell each other when there is nobody left to tell."""
+"""Tests for messages between the ranks of an array after a rank or a sibling has failed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.trainers import make_trainer
 
 
 class Gone:
-    """A store whose host has been killed."""
+    """A store whose host was killed."""
 
     def __getattr__(self, name: str) -> Any:
         def ask(*args: Any) -> None:
@@ -67,7 +67,7 @@ def test_a_store_that_has_gone_is_a_peer_that_failed(monkeypatch: pytest.MonkeyP
 
 
 class DivergedError(Exception):
-    """Can't be made from its `args`."""
+    """An error that cannot be created from its `args`."""
 
     def __init__(self, step: int, loss: float) -> None:
         super().__init__(f"loss {loss} in step {step}")
@@ -75,7 +75,7 @@ class DivergedError(Exception):
 
 
 def fail_last(error: Exception) -> None:
-    """Raises on rank 0; other ranks come here when they have heard of it."""
+    """Raise the error on rank 0. Other ranks wait here until they receive this failure."""
     if int(os.environ["RANK"]) != 0:
         sibling = current_sibling()
         assert sibling is not None
@@ -148,7 +148,10 @@ def all_jobs(rank: int) -> list[str]:
 
 
 def test_one_error_on_all_ranks() -> None:
-    """Whoever hears of another's failure before its own: `except` and who reads outcomes find the same."""
+    """Check that all ranks get the same error, even if a rank receives the failure of another one before its own.
+
+    This holds for `except` clauses and for outcomes.
+    """
     for found in run_ranks(all_jobs, 2, timeout=60):
         assert found[0] == "trained"
         assert found[1:7] == ["DivergedError: loss 0.5 in step 1"] * 6

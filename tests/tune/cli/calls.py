@@ -1,4 +1,4 @@
-"""Calls of commands in this process."""
+"""Functions that call commands in this process."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def found(say: Say, *arguments: str) -> dict[str, Any]:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What a command says that can't be done."""
+    """Return the message of a command that is refused."""
     with pytest.raises(SystemExit) as ended:
         main(arguments)
-    assert isinstance(ended.value.code, str)  # the interpreter prints it, and ends with 1
+    assert isinstance(ended.value.code, str)  # the interpreter prints it, and exits with 1
     assert capsys.readouterr().out == ""
     return ended.value.code.strip()

@@ -1,4 +1,4 @@
-"""What tests of commands are given."""
+"""Fixtures of the tests of commands."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from tests.tune.cli.calls import Say
 
 @pytest.fixture
 def say(capsys: pytest.CaptureFixture[str]) -> Say:
-    """What a command prints; it must succeed, and say nothing on stderr."""
+    """Return a function that runs a command and returns its output.
+
+    The command must succeed without output on stderr.
+    """
 
     def run(*arguments: str) -> str:
         assert main(arguments) == 0

@@ -1,4 +1,4 @@
-"""What all commands print with."""
+"""Tests for the output functions that all commands share."""
 
 from __future__ import annotations
 

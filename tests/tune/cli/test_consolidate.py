@@ -1,4 +1,4 @@
-"""`lightning-pipes consolidate`: weights of a checkpoint as files that other libraries read."""
+"""Tests for `lightning-pipes consolidate`, which writes the weights of a checkpoint for other libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line as a whole: help, exit codes, what it loads."""
+"""Tests for the command line as a whole: help, exit codes and imports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lightning-pipes plan`."""
+"""Tests for `lightning-pipes plan`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TestPlan:
 
     @pytest.mark.parametrize("schedule", [("schedule=kfkb", "schedule.k=2"), ("schedule=dynpipe",)])
     def test_it_can_be_followed(self, schedule: tuple[str, ...], say: Say, profile: str) -> None:
-        """Simulated with what the plan says, a step takes what the plan says."""
+        """Check that a simulation with the settings of a plan has the step time of this plan."""
         got = found(say, "plan", f"profile={profile}", "ranks=2", "batch=16", *schedule)
         cuts = str(got["partition"]).replace(" ", "")
         again = found(
@@ -86,7 +86,7 @@ class TestPlan:
 
 
 class TestPlanOfAScript:
-    """A script that writes what a training writes."""
+    """Tests with a script that writes the same file as a training."""
 
     def test_borders_are_drawn_between_the_units_of_two_stages(self, say: Say, tmp_path: Path) -> None:
         script = tmp_path / "train.py"

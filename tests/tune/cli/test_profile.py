@@ -1,4 +1,4 @@
-"""`lightning-pipes profile`."""
+"""Tests for `lightning-pipes profile`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TestProfile:
         assert [layer.name for layer in made.layers] == ["0 Linear", "1 ReLU", "2 Linear"]
         assert [rows for rows, _ in made.layers[0].forward] == [2, 6]
         assert made.layers[0].weight_bytes == 4 * 72 == told["layers"][0]["weight_bytes"]
-        assert made.layers[0].optimizer_bytes == 4 * 72  # SGD with momentum, its own
+        assert made.layers[0].optimizer_bytes == 4 * 72  # momentum of the module's own SGD
         assert all(each["forward_seconds"] > 0 for each in told["layers"])
 
     def test_layers_with_an_example(self, say: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

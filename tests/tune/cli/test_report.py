@@ -1,4 +1,4 @@
-"""`lightning-pipes report`."""
+"""Tests for `lightning-pipes report`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lightning-pipes schedules`."""
+"""Tests for `lightning-pipes schedules`."""
 
 from __future__ import annotations
 

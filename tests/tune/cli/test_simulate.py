@@ -1,4 +1,4 @@
-"""`lightning-pipes simulate`."""
+"""Tests for `lightning-pipes simulate`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lightning-pipes stages`."""
+"""Tests for `lightning-pipes stages`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class TestStages:
     MODEL = ("stages", "model=BERT-48", "device=A100-40G", "ranks=8", "batch=32")
 
     def test_few_batches_want_many_stages_and_staleness_few(self, say: Say) -> None:
-        """By seconds alone four stages are best; with batches that grow by staleness, fewer."""
+        """Check that the fastest number of stages is chosen, and a smaller one if staleness requires more batches."""
         alone, stale = found(say, *self.MODEL), found(say, *self.MODEL, "--batches", "1:196,4:1960")
         by_stages = {each["stages"]: each for each in alone["options"]}
         timed = [n for n, each in by_stages.items() if each["seconds"] is not None]
@@ -27,7 +27,7 @@ class TestStages:
         assert "data_parallel=[1, 2]" in three["strategy"]
 
     def test_shards_alike_on_all_stages_can_run(self, say: Say, capsys: pytest.CaptureFixture[str]) -> None:
-        """Devices hold shards of stages, where whole ones do not fit."""
+        """Check that devices can hold shards of stages if whole stages do not fit."""
         model = ("model=BERT-48", "device=A100-40G", "ranks=4", "batch=4", "memory=4GiB")
         assert "4: no way to share out layers" in refused(capsys, "stages", *model)
         sharded = found(say, "stages", *model, "--sharded")
@@ -35,7 +35,10 @@ class TestStages:
         assert sharded["strategy"] == 'PipelineStrategy("dynpipe", tensor_parallel=4)'
 
     def test_versions_of_weights_fit_only_with_memory_swap(self, say: Say, capsys: pytest.CaptureFixture[str]) -> None:
-        """The first of four stages keeps 4 versions, or 2 of them and the rest on the host."""
+        """Check that four stages fit only with MemorySwap.
+
+        The first of four stages keeps 4 versions of its weights, or 2 of them and the others on the host.
+        """
         model = ("model=BERT-48", "device=A100-40G", "ranks=4", "batch=4", "memory=4700MiB")
         assert "4: no way to share out layers" in refused(capsys, "stages", *model)
         assert found(say, "stages", *model, "--cached")["stages"] == 4

@@ -1,4 +1,4 @@
-"""`lightning-pipes verify`."""
+"""Tests for `lightning-pipes verify`."""
 
 from __future__ import annotations
 

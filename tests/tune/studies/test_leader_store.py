@@ -1,4 +1,4 @@
-"""What rank 0 says is heard, and who is stopped says nothing."""
+"""Tests that the ranks of a study do not wait for a rank 0 that has stopped or died."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from lightning_pipes.tune.studies.leader_store import ADDRESS, LeaderStore
 
 
 def test_who_hears_nothing_of_a_stopped_rank_0_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's store client waits for an answer of a stopped process without end."""
+    """Check that a rank ends if rank 0 was stopped.
+
+    The store client of torch would wait for its answer forever.
+    """
     answer = threading.Event()
 
     def check(keys: list[str]) -> bool:
@@ -56,11 +59,14 @@ os._exit(1)
 
 
 def test_who_waits_for_rank_0_before_any_training_ends_with_its_launcher(tmp_path: Path) -> None:
-    """Lightning's launcher is rank 0: it has started the others and dies before it listens."""
+    """Check that a rank which waits for rank 0 ends with its launcher.
+
+    Lightning's launcher is rank 0. It has started the other ranks, and dies before it listens.
+    """
     token = f"leader_store {os.getpid()}"
     env = {**run_environment(token, tmp_path), "LOCAL_RANK": "1", ADDRESS: "9"}  # where no process listens
     command = [sys.executable, "-c", _LAUNCHER, _RANK_1]
-    out = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}  # the rank has the latter too
+    out = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}  # the rank has the latter, too
     done = subprocess.run(command, env=env, text=True, timeout=scale_timeout(60), check=False, **out)
     assert int(done.stdout)
     assert wait_until(lambda: not find_processes(token), scale_timeout(20))

@@ -1,4 +1,4 @@
-"""Studies whose trials share one pipeline: the same trials again, on every rank, whatever goes wrong."""
+"""Tests that trials that share one pipeline are the same on every rank and in every run, despite failures."""
 
 from __future__ import annotations
 
@@ -45,7 +45,11 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def study_and_alone(rank: int, size: int, alone: bool) -> tuple[list[Any], list[float] | None, int]:
-    """What a study is after eight trials, the losses of its finished trials alone, and how often rank 0 is called."""
+    """Run a study of eight trials on this rank.
+
+    Returns:
+        Its trials, the losses of its finished trials alone, and the number of calls of the callback on this rank.
+    """
     logging.getLogger("optuna.lightning_pipes").setLevel(logging.ERROR)
     called: list[int] = []
     study = optimize_array(
@@ -58,7 +62,7 @@ def study_and_alone(rank: int, size: int, alone: bool) -> tuple[list[Any], list[
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_trials_are_those_of_solo_runs_and_of_the_next_run(ranks: int) -> None:
-    """With one seed all ranks and runs have the same trials; losses are those that `fit` gives alone."""
+    """Check that trials with one seed are the same on all ranks and in all runs, with the losses of solo runs."""
     results = [each for alone in (True, False) for each in run_ranks(study_and_alone, ranks, 3, alone, timeout=90)]
     for trials, alone, _ in results:
         assert trials == results[0][0]
@@ -73,7 +77,7 @@ COLUMNS = ("number", "value", "datetime_start", "datetime_complete", "duration",
 
 
 def long_study(rank: int, size: int) -> tuple[list[Any], list[tuple[str, int]], Any]:
-    """A study: what it has, in which order trials began, handed in batches and ended, and its table."""
+    """Run a study, and return its trials, the order in which they began, took batches and ended, and its table."""
     happened: list[tuple[str, int]] = []
 
     class Batches(Callback):
@@ -96,8 +100,11 @@ def long_study(rank: int, size: int) -> tuple[list[Any], list[tuple[str, int]], 
 
 
 def test_a_place_is_not_free_for_longer_than_a_block() -> None:
-    """Many trials with a median pruner: the next one begins at most one batch of a sibling after another has ended, the
-    study has all of every trial, and a second run has the same ones in the same order."""
+    """Check a study of many trials with a median pruner.
+
+    After a trial has ended, the next one begins at most one batch of a sibling later. The study contains all data of
+    every trial, and a second run has the same trials in the same order.
+    """
     ((first, happened, table),) = run_ranks(long_study, 1, 4, timeout=90)
     assert [number for number, *_ in first] == list(range(TRIALS))
     assert {state for _, state, *_ in first} == {"COMPLETE", "PRUNED"}
@@ -118,7 +125,7 @@ def test_a_place_is_not_free_for_longer_than_a_block() -> None:
 
 
 def toy(trial: BaseTrial) -> float:
-    """Without a Trainer: what does not need one is tested in this process."""
+    """Return the square of a parameter, without a Trainer, so that the study can run in this process."""
     x = trial.suggest_float("x", -1.0, 1.0)
     for step in range(3):
         trial.report(abs(x) + step, step)
@@ -140,7 +147,7 @@ def test_no_trials_and_bad_counts() -> None:
 
 
 def prune_as_optuna_integration(trial: Any) -> float:
-    """Touch a trial as PyTorchLightningPruningCallback does on several ranks."""
+    """Use a trial in the same way as PyTorchLightningPruningCallback on several ranks."""
     trial.report(1.0, step=0)
     if trial.should_prune():
         raise optuna.TrialPruned
@@ -230,7 +237,7 @@ def test_an_error_ends_the_study_when_the_others_have_ended() -> None:
 
 
 def said(caplog: pytest.LogCaptureFixture, run: Any) -> list[tuple[str, str]]:
-    """What a study of five trials, of which three end badly, says of each."""
+    """Return the log messages about a study of five trials, three of which end badly."""
 
     def ends(trial: BaseTrial) -> Any:
         trial.suggest_int("x", trial.number, trial.number)
@@ -261,11 +268,14 @@ def storages(folder: Path) -> list[Any]:
 
 @pytest.mark.parametrize("kind", [0, 1])
 def test_storages_and_resume(kind: int, tmp_path: Path) -> None:
-    """A process that dies leaves its trial running; the next one fails it, and tries its parameters first."""
+    """Check that a trial left running by a dead process fails, and that its parameters are tried first.
+
+    Trials of processes on other machines or in other containers stay as they are.
+    """
     storage = storages(tmp_path)[kind]
     study = new_study(storage=storage, study_name="s")
     optimize_array(study, toy, 3, 2)
-    before = Process.current()._replace(started=1)  # this number, but started at another time
+    before = Process.current()._replace(started=1)  # the same process number, but another start time
     for owner in (before, before._replace(machine="other"), before._replace(space="of another container")):
         trial = study.ask()
         trial.suggest_float("x", -1.0, 1.0)
@@ -314,7 +324,7 @@ def test_storage_that_vanishes(tmp_path: Path) -> None:
 
 
 def told_why(rank: int) -> str:
-    """A callback of rank 0's study fails while the other rank trains."""
+    """Return the error of this rank after a callback of rank 0 has failed, while the other rank trains."""
     logging.disable(logging.CRITICAL)
 
     def fails(study: optuna.Study, trial: FrozenTrial) -> None:
@@ -334,7 +344,7 @@ def test_other_ranks_are_told_why_rank_0_ends_a_study() -> None:
 
 
 class Harm(Callback):
-    """What becomes of one rank in its second epoch."""
+    """A callback that kills its rank, or raises an error on it, in the second epoch."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -347,7 +357,7 @@ class Harm(Callback):
 
 
 def interrupted(rank: int, harm: str, storage: str) -> tuple[str, list[str]]:
-    """Rank 0 owns a study, in which rank 0 or 1 comes to harm in trial 3."""
+    """Run a study of rank 0 in which rank 0 or 1 fails in trial 3, and return the error of this rank."""
     logging.disable(logging.CRITICAL)
 
     victim = rank == (0 if "rank 0" in harm else 1)
@@ -418,7 +428,7 @@ def test_harm_leaves_a_study_to_go_on_with(harm: str, tmp_path: Path) -> None:
 
 
 def caught(rank: int) -> list[str]:
-    """One trial raises on both ranks, another on rank 1 alone."""
+    """Return the states of trials of which one raises on both ranks, and another one only on rank 1."""
     logging.disable(logging.CRITICAL)
 
     def one(trial: BaseTrial) -> float:
@@ -434,7 +444,7 @@ def test_what_another_rank_raises_is_caught() -> None:
 
 
 def apart(rank: int, flag: str) -> str:
-    """Trial 0 fails on rank 1 alone, before any rank trains."""
+    """Return the error of a study in which trial 0 fails only on rank 1, before any rank trains."""
 
     def one(trial: BaseTrial) -> float:
         if rank:
@@ -462,7 +472,10 @@ def toy_of_sweep(trial: BaseTrial) -> float:
 
 
 def following(rank: int, storage: str) -> tuple[str, list[Any]]:
-    """A study of which rank 0 has another storage than the rest, which must not be touched."""
+    """Run a study for which each rank has its own storage.
+
+    Only the storage of rank 0 may be used.
+    """
     logging.disable(logging.CRITICAL)
     study = optimize_array(new_study(storage=f"{storage}{rank}", study_name="s"), objective, 3, 2)
     assert current_sibling() is None
@@ -478,8 +491,10 @@ def test_others_write_to_no_storage(tmp_path: Path) -> None:
 
 
 def one_of_two_arrays(rank: int, number: int, folder: str) -> tuple[list[int], list[str]]:
-    """The trials of one of two arrays that share a study. The second one begins while the first has a trial under way,
-    which ends when the second one has a trial, too."""
+    """Return the trials of one of two arrays that share a study.
+
+    The second array begins while the first one runs a trial. This trial ends when the second array has a trial, too.
+    """
     logging.disable(logging.CRITICAL)
     began = [Path(folder) / "first", Path(folder) / "second"]
     mine: list[int] = []
@@ -502,7 +517,7 @@ def one_of_two_arrays(rank: int, number: int, folder: str) -> tuple[list[int], l
 
 
 def test_two_arrays_share_a_study(tmp_path: Path) -> None:
-    """Neither takes the trials of the other for those of a process that has died."""
+    """Check that neither array mistakes the trials of the other one for trials of a dead process."""
     with ThreadPoolExecutor(2) as pool:
         both = list(pool.map(lambda n: run_ranks(one_of_two_arrays, 2, n, str(tmp_path), timeout=60), range(2)))
     numbers = [[mine for mine, _ in ranks] for ranks in both]
@@ -528,7 +543,7 @@ def test_other_launchers_are_refused() -> None:
 
 
 def script(folder: Path, *launcher: str) -> list[str]:
-    """What each process of the script in sweep.py says about its study."""
+    """Return the text that each process of the script in sweep.py writes about its study."""
     command = [*(launcher or (sys.executable,)), "-m", "tests.tune.sweep", str(folder)]
     env = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE")}
     found = subprocess.run(
@@ -548,7 +563,10 @@ def six(rank: int) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [[], TORCHRUN])
 def test_every_launcher_gives_the_same_trials(launcher: list[str], tmp_path: Path) -> None:
-    """Lightning starts the second process in the middle of the first trial; torchrun before."""
+    """Check that trials do not depend on the launcher.
+
+    Lightning starts the second process in the middle of the first trial, and torchrun starts it before.
+    """
     said, expected = script(tmp_path, *launcher), run_ranks(six, 2)
     assert len(said) == 2
     for one in said:
