@@ -26,6 +26,8 @@ LAST = 0
 
 
 class Net(pl.LightningModule):
+    """A module that depends on torch's and NumPy's random numbers, and whose step fails if `harmful` is set."""
+
     def __init__(self, lr: float, width: int = 6) -> None:
         super().__init__()
         self.lr = lr
@@ -149,12 +151,14 @@ EXCEPTIONS: list[str] = []
 
 
 def told_text(error: BaseException | None) -> str:
+    """Return the text of an error, with its cause if another rank caused it."""
     cause = error and error.__cause__
     told = f" <- {type(cause).__name__}: {cause}" if isinstance(cause, SiblingFailure) else ""
     return "" if error is None else f"{type(error).__name__}: {error}{told}"
 
 
 def assert_equal(a: Any, b: Any) -> None:
+    """Assert that two results of a `Job` are equal, bit by bit."""
     assert a[:3] == b[:3]
     assert all(torch.equal(a[3][name], b[3][name]) for name in b[3])
 

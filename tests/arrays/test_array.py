@@ -284,6 +284,7 @@ def test_rounds_go_on_without_those_that_fail_or_end() -> None:
 
 
 def test_what_rounds_refuse() -> None:
+    """Check that arrays with rounds refuse micro-batches, and orders that do not match the stages of siblings."""
     for text in run_ranks(cut_in_rounds, 2, Job(0), timeout=60):
         assert "a sibling cuts its own into 2; set microbatches=1" in text
     for text in run_ranks(cut_in_rounds, 2, Job(0, schedule="hanayo", microbatches=1), timeout=60):
@@ -291,6 +292,7 @@ def test_what_rounds_refuse() -> None:
 
 
 def cut_in_rounds(rank: int, job: Job) -> str:
+    """Return the error of an array in rounds with two siblings."""
     quiet()
     with pytest.raises((PlanError, PeerFailure)) as caught:  # a rank may receive the error from the other one
         list(JobArray(2, rounds=round_order).run([job, job]))
@@ -312,6 +314,7 @@ def in_waves(plan: Plan, costs: CostModel) -> Program:
 
 
 def several_stages(rank: int) -> tuple[Any, ...]:
+    """Return the results of siblings with two stages per rank in rounds, their results alone, and the timeline."""
     quiet()
     jobs = [Job(n, batch=20, schedule="hanayo", microbatches=1) for n in range(2)]
     array = JobArray[Any](2, rounds=in_waves)
@@ -341,6 +344,7 @@ def harmed(rank: int, size: int) -> list[Any]:
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_failure_ends_one_sibling_only(size: int) -> None:
+    """Check that other siblings train to the end if one of them fails in any way."""
     results = run_ranks(harmed, 2, size, timeout=90)
     for rank, result in enumerate(results):
         errors = {index: error for index, _, error in result}
@@ -356,6 +360,7 @@ def test_a_failure_ends_one_sibling_only(size: int) -> None:
 
 
 def unequal(rank: int, size: int) -> list[Any]:
+    """Return the outcomes of siblings of which every other one loads different data on its ranks."""
     quiet()
     jobs = [job for n, harm in enumerate(UNEQUAL) for job in (Job(2 * n, harm=harm), Job(2 * n + 1))]
     return [(o.index, o.value, told_text(o.error)) for o in JobArray(size).run(jobs)]
@@ -363,6 +368,7 @@ def unequal(rank: int, size: int) -> list[Any]:
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(6, marks=pytest.mark.slow)])
 def test_ranks_that_load_other_data_end_one_sibling_only(size: int) -> None:
+    """Check that different data on the ranks is an error of this sibling only."""
     for result in run_ranks(unequal, 3, size, timeout=90):
         errors = {index: error for index, _, error in result}
         for n, message in enumerate(UNEQUAL.values()):
@@ -371,6 +377,7 @@ def test_ranks_that_load_other_data_end_one_sibling_only(size: int) -> None:
 
 
 def misfits(rank: int) -> list[str]:
+    """Return the errors of jobs that cannot share an array."""
     quiet()
     found = [
         told_text(o.error)
@@ -383,6 +390,7 @@ def misfits(rank: int) -> list[str]:
 
 
 def test_what_does_not_fit_is_refused() -> None:
+    """Check that an array refuses siblings with other layers, and siblings that run an array themselves."""
     for found in run_ranks(misfits, 2, timeout=60):
         assert sorted(found)[:2] == ["", ""]
         assert any("layers.0.0.weight of shape (5, 5)" in text and "sibling 0 has (6, 6)" in text for text in found)
@@ -390,6 +398,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def ended(rank: int, harm: str) -> tuple[str, list[str]]:
+    """Return the error that ends an array, and the exceptions that its siblings received."""
     quiet()
     EXCEPTIONS.clear()
     try:
@@ -400,6 +409,7 @@ def ended(rank: int, harm: str) -> tuple[str, list[str]]:
 
 
 def test_ctrl_c_tells_every_sibling() -> None:
+    """Check that Ctrl-C on one rank ends the siblings on all ranks with a suitable error."""
     by_rank = run_ranks(ended, 2, "Ctrl-C", timeout=60)
     assert by_rank[LAST] == ("KeyboardInterrupt: ", [ArrayCancelledError.__name__] * 3)
     error, told = by_rank[1]
@@ -410,6 +420,7 @@ def test_ctrl_c_tells_every_sibling() -> None:
 
 
 def test_a_dead_rank_ends_the_array() -> None:
+    """Check that the array on the other rank ends soon after a rank was killed."""
     dead, other = watch_ranks(ended, 2, "rank dies", timeout=60)
     assert dead.exitcode == -signal.SIGKILL
     assert other.seconds < scale_timeout(30)
@@ -418,6 +429,7 @@ def test_a_dead_rank_ends_the_array() -> None:
 
 
 def closed_early(rank: int) -> int:
+    """Return the number of the first sibling that ends, and close the array before the others have ended."""
     quiet()
     array: JobArray[Any] = JobArray(2)
     with closing(array.run([Job(0, epochs=1), Job(1, epochs=9), Job(2)])) as outcomes:
@@ -425,9 +437,11 @@ def closed_early(rank: int) -> int:
 
 
 def test_a_caller_that_has_enough() -> None:
+    """Check that a caller can stop reading outcomes before all siblings have ended."""
     assert run_ranks(closed_early, 2, timeout=60) == [0, 0]
 
 
 def test_errors_are_of_one_family() -> None:
+    """Check that errors of arrays derive from PipelineError."""
     assert issubclass(SiblingFailure, PipelineError)
     assert issubclass(ArrayCancelledError, PipelineError)

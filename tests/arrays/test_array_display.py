@@ -11,6 +11,7 @@ from lightning_pipes.arrays.array_display import ArrayDisplay
 
 
 def trainer(batch: int, **more: Any) -> Any:
+    """Return a stand-in for a Trainer that has trained `batch` batches."""
     return SimpleNamespace(
         num_training_batches=more.get("num_training_batches", 10),
         max_epochs=more.get("max_epochs", 2),
@@ -35,6 +36,7 @@ def test_a_line_for_each_sibling(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_nothing_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
+    """Check that a hidden display writes nothing."""
     display = ArrayDisplay(shown=False)
     display.update_sibling(0, trainer(1))
     display.end_sibling(0, counts=True)
@@ -43,6 +45,7 @@ def test_nothing_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_endless_data_have_no_total(capsys: pytest.CaptureFixture[str]) -> None:
+    """Check that the display has no total if the data has no length."""
     display = ArrayDisplay(shown=True)
     endless = trainer(3, num_training_batches=float("inf"))
     display.update_sibling(0, endless)
@@ -65,6 +68,7 @@ def test_the_total_is_that_of_the_run(more: dict[str, int], total: int, capsys: 
 
 
 def test_who_had_nothing_to_do_has_not_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    """Check that siblings that do not count are missing from the number of ended siblings."""
     display = ArrayDisplay(shown=True)
     display.end_sibling(0, counts=True)
     display.end_sibling(1, counts=False)

@@ -58,6 +58,7 @@ class CountFaults(L.Callback):
 
 
 def train(plain: bool = False) -> list[int]:
+    """Train a module, and return the page faults of this process after each batch."""
     counting = CountFaults()
     trainer = L.Trainer(
         accelerator="cpu",
@@ -113,6 +114,7 @@ def options(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 def test_options_hold_while_the_array_runs(options: list[tuple[int, int]]) -> None:
+    """Check the options for glibc during an array, and after it."""
     with allocator.kept_heap():
         assert dict(options) == {-8: 1, -3: 32 << 20, -1: (2 << 30) - 1, -2: 64 << 20}
         options.clear()
@@ -133,6 +135,7 @@ def test_options_hold_while_the_array_runs(options: list[tuple[int, int]]) -> No
 def test_settings_of_the_user_stay(
     name: str, value: str, options: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Check that no options are set if the user has set any of them."""
     monkeypatch.setenv(name, value)
     with allocator.kept_heap():
         allocator.share_heap()
@@ -154,6 +157,7 @@ def test_other_allocators_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @needs_glibc
 def test_benchmarks_name_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check the description of the allocator with and without the setting."""
     for name in (allocator.VARIABLE, *allocator.VARIABLES_OF_GLIBC):
         monkeypatch.delenv(name, raising=False)
     assert allocator.describe_allocator() == "libc.so.6, one heap in arrays"

@@ -24,6 +24,7 @@ BIG = 1 << 30
 
 
 def poisoned(*args: Any, **kwargs: Any) -> MemorySwap:
+    """Return a swap that overwrites states which are not on the device, so that wrong reads are noticed."""
     swap = MemorySwap(*args, **kwargs)
     swap._poison = True
     return swap
@@ -79,6 +80,7 @@ def recomputing(rank: int, *swap: Any) -> Any:
 
 
 def test_states_leave_between_forward_and_backward_that_recomputes() -> None:
+    """Check that states may leave the device between a forward and the backward that recomputes it."""
     for swapped, plain, found in run_ranks(recomputing, 2, timeout=60):
         for a, b in zip(swapped, plain, strict=True):
             assert_equal(a, b)
@@ -141,12 +143,14 @@ def test_states_take_turns_in_rounds(slots: int, recompute: bool, peer: bool) ->
 
 
 def test_rounds_whose_states_do_not_fit_are_refused() -> None:
+    """Check that rounds are refused if the states of all siblings do not fit at a time."""
     for text in run_ranks(refused_rounds, 2, timeout=60):
         assert "in a round rank 0 has 4 states at a time" in text
         assert "MemorySwap has room for 2; set recompute=True in all siblings" in text
 
 
 def refused_rounds(rank: int) -> str:
+    """Return the error of an array in rounds with two slots for four siblings."""
     quiet()
     jobs = [Job(n, microbatches=1, epochs=1) for n in range(4)]
     with pytest.raises((PlanError, PeerFailure)) as caught:  # a rank may receive the error from the other one
@@ -189,6 +193,7 @@ def with_peer(rank: int) -> tuple[list[Any], list[Any], Any, int]:
 
 
 def test_states_wait_on_a_peer_that_is_nearer() -> None:
+    """Check that states wait on a peer only if it is nearer than the host, and only as many as it has room for."""
     ((swapped, plain, found, size),) = run_ranks(with_peer, 1, timeout=60)
     for a, b in zip(swapped, plain, strict=True):
         assert_equal(a, b)
@@ -209,6 +214,7 @@ def test_a_peer_without_memory_for_the_probe(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def told(rank: int, device_bytes: int, host_bytes: int | None, slots: int | None) -> list[str]:
+    """Return the errors of two siblings in an array with these budgets."""
     quiet()
     memory = MemorySwap(device_bytes, host_bytes, slots)
     return [told_text(o.error) for o in JobArray(2, memory=memory).run([Job(0, epochs=1), Job(1, epochs=1)])]
@@ -244,6 +250,7 @@ def test_settings_that_are_refused(settings: tuple[Any, ...], says: str) -> None
 
 
 def counted(rank: int) -> Any:
+    """Return the statistics of swapping with prefetch, and the report of switches."""
     quiet()
     memory = MemorySwap(BIG, slots=2)
     list(JobArray(4, memory=memory).run([Job(n) for n in range(4)]))
@@ -263,6 +270,7 @@ def test_states_are_asked_for_before_they_are_used() -> None:
 
 
 def on_demand(rank: int) -> Any:
+    """Return the statistics of swapping without prefetch."""
     quiet()
     memory = MemorySwap(BIG, slots=2, prefetch=False)
     list(JobArray(4, memory=memory).run([Job(n, epochs=1) for n in range(4)]))
@@ -270,6 +278,7 @@ def on_demand(rank: int) -> Any:
 
 
 def test_without_prefetch_every_state_that_is_brought_is_waited_for() -> None:
+    """Check that states are only brought on demand if prefetch is off."""
     (found,) = run_ranks(on_demand, 1, timeout=60)
     assert found.prefetched == found.late == 0
     assert found.misses > 20
@@ -320,6 +329,7 @@ def _first(row: tuple[Any, ...]) -> Any:
 
 @pytest.mark.parametrize("harm", ["before its step", "loss"])
 def test_a_sibling_that_fails_first_does_not_keep_the_others_from_beginning(harm: str) -> None:
+    """Check that later siblings join an array whose first sibling fails."""
     jobs = [Job(0, harm=harm), *(Job(n, epochs=1) for n in range(1, 5))]
     for seen, most, found in run_ranks(sized, 2, jobs, [3, 4], timeout=60):
         assert (most, found) == (3, 3)
@@ -327,6 +337,7 @@ def test_a_sibling_that_fails_first_does_not_keep_the_others_from_beginning(harm
 
 
 def test_no_room_for_two() -> None:
+    """Check the errors if memory has no room for two siblings, or if no memory is given."""
     for text, most, _ in run_ranks(sized, 2, [Job(n, epochs=1) for n in range(3)], [4, 1], timeout=60):
         assert text.startswith("the host of rank 1 has room for the states of 1 sibling, and an array needs two")
         assert most == 1

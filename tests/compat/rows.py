@@ -67,6 +67,7 @@ def pruned(folder: Path) -> dict[str, Any]:
 
 
 def using(make: Any, **options: Any) -> Any:
+    """Return a function that returns Trainer options with a callback from `make`."""
     return lambda folder: {"callbacks": [make()], **options}
 
 
@@ -92,6 +93,7 @@ def profiling(kind: str, folder: Path) -> dict[str, Any]:
 
 
 def traced_ranks(ranks: list[Found], plain: Found) -> None:
+    """Assert that each rank's trace names this rank."""
     assert [found["watched"] for found in ranks] == list(range(len(ranks)))
 
 
@@ -183,6 +185,7 @@ def saved_in_memory(trainer: pl.Trainer, folder: Path) -> Any:
 
 
 def ran(trainer: pl.Trainer, folder: Path) -> list[str] | None:
+    """Return the hooks that ran on rank 0."""
     return trainer.lightning_module.ran if trainer.is_global_zero else None
 
 
@@ -293,6 +296,7 @@ ONE = {"microbatches": 1}
 
 
 def half(folder: Path) -> dict[str, Any]:
+    """Return options for training in float16 with a gradient scaler, over four epochs."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=2)
     return {"precision": None, "plugins": [MixedPrecision("16-mixed", "cpu", scaler)], "max_epochs": 4}
 
@@ -486,6 +490,7 @@ callbacks("user callbacks that read outputs and callback_metrics", using(m.Reade
 
 
 def told(ranks: list[Found], plain: Found) -> None:
+    """Assert that the callback got the error on every rank and in the plain run."""
     for found in (*ranks, plain):
         (error,) = found["watched"]
         assert "the second batch is bad" in error
@@ -535,6 +540,7 @@ loggers(
 
 
 def configured(configure: Any) -> Any:
+    """Return a function that creates a module with the optimizers from `configure`."""
     return partial(m.LitWith, configure)
 
 

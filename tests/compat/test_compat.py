@@ -27,6 +27,7 @@ def marked(schedule: str, ranks: int) -> list[Any]:
 
 @pytest.mark.parametrize(("name", "schedule", "ranks"), [case for column in COLUMNS for case in marked(*column)])
 def test_row(name, schedule, ranks):
+    """Check the results of a row, and its outcome against the document."""
     if lacks := ROWS[name].lacks():
         pytest.skip(lacks)
     found = found_by(name, schedule, ranks)
@@ -35,9 +36,11 @@ def test_row(name, schedule, ranks):
 
 
 def test_the_document_has_these_rows():
+    """Check that the document has the rows, the order and the counts of the registry."""
     assert PATH.read_text() == table(written()), "run: python -m tests.compat.table"
 
 
 def test_what_is_run_each_time_has_a_result():
+    """Check that the document has an outcome for every row of the fast tests."""
     results = written()
     assert all(results[name][COLUMNS[0]] for name in ROWS if not is_slow(name))

@@ -467,6 +467,7 @@ def modes(rng: random.Random, base: Base, n: int) -> Piece:
 
 
 def apply_norm(base: Base, norm: str, own: str = "norm") -> str:
+    """Return a line that applies a norm, or another layer, to the output of a block."""
     if base.batches == "tokens" and own == "norm":
         return f"h = {norm}(h.transpose(1, 2)).transpose(1, 2)"
     return f"h = {norm}(h)"

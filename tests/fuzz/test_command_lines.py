@@ -167,6 +167,7 @@ def files_of(rng: random.Random, folder: Path, good: str) -> str:
 
 
 def settings(rng: random.Random, names: tuple[str, ...], folder: Path) -> list[str]:
+    """Return random settings for some of these names."""
     made = []
     for name in rng.sample(names, rng.choice((1, 1, 2, 3))):
         if name == "profile":
@@ -256,6 +257,7 @@ COMMANDS: dict[str, tuple[Callable[[random.Random, Path], list[str]], int]] = {
 
 @contextmanager
 def quiet() -> Iterator[io.StringIO]:
+    """Capture output, and yield what is written to stderr."""
     said = io.StringIO()
     with redirect_stdout(io.StringIO()), redirect_stderr(said):
         yield said
@@ -286,6 +288,7 @@ def ended(arguments: list[str]) -> str:
 
 
 def wrong(seed: int, cases: int, folder: Path, names: tuple[str, ...] = tuple(COMMANDS)) -> list[str]:
+    """Return the problems of random command lines."""
     rng = random.Random(seed)
     found = []
     for _ in range(cases):

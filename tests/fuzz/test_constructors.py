@@ -77,6 +77,7 @@ def whole(value: Any) -> bool:
 
 
 def never(value: Any) -> bool:
+    """Reject every value."""
     return False
 
 
@@ -140,10 +141,12 @@ SIZES = several(lambda v: whole(v))
 
 
 def of_stages(v: Any) -> bool:
+    """Accept an empty sequence of sizes, or one size for a single stage."""
     return SIZES(v) and len(v) in (0, 1)
 
 
 def written(*texts: str) -> Callable[[Any], bool]:
+    """Return a predicate that accepts these texts, and numbers."""
     return lambda v: v in texts if isinstance(v, str) else least_zero(v) and v < 1e30
 
 
@@ -635,6 +638,7 @@ def fits(door: Door, sense: Callable[[Any], bool], name: str, given: dict[str, A
 
 
 def short(value: object) -> str:
+    """Return a short text for a value, even if its repr fails."""
     try:
         return repr(value)[:60]
     except ValueError:
@@ -642,12 +646,14 @@ def short(value: object) -> str:
 
 
 def wrong(seed: int, cases: int, doors: Sequence[Door] = DOORS) -> list[str]:
+    """Return the problems of random arguments of random doors."""
     rng = random.Random(seed)
     found = (checked(door, perturbed(rng, door)) for door in (rng.choice(doors) for _ in range(cases)))
     return sorted({each for each in found if each})
 
 
 def test_what_makes_no_sense_is_named_at_once():
+    """Check that arguments that make no sense are named in an error, without much memory."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     found = wrong(0, FEW) + wrong(0, FEW, OF_SUPERNETS)
     assert not found, "\n".join(found)

@@ -107,12 +107,14 @@ def test_every_kind_of_piece_is_drawn_unless_it_is_switched_off():
 
 
 def test_what_is_switched_off_says_why():
+    """Check that each cause that is switched off has a reason, and is not drawn."""
     assert all(reason for reason in OFF.values())
     drawn = {cause for seed in range(300) for cause in random_module(seed).causes}
     assert not [cause for cause in drawn for pattern in OFF if re.search(pattern, cause)]
 
 
 def test_a_difference_is_wrong_unless_its_own_cause_warns(tmp_path):
+    """Check that a difference is wrong, unless a piece of the module may warn and the warning was given."""
     made = random_module(0)
     (plain,) = alone(made, str(tmp_path))
     plain["warned"] = []

@@ -68,6 +68,7 @@ class Residual(nn.Module):
 
 
 def candidates(statistics: bool) -> list[nn.Module]:
+    """Return candidates of a block, with statistics of norms or all of one kind."""
     if not statistics:
         return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), nn.Tanh()) for _ in range(CANDIDATES)]
     return [
@@ -142,6 +143,8 @@ class Cut(Lit):
 
 
 class Batches(Dataset[Any]):
+    """A dataset of batches of random tokens and labels, each with its own seed."""
+
     def __init__(self, count: int) -> None:
         self.count = count
 
@@ -249,6 +252,7 @@ def steppers(folder: str) -> dict[str, set[str]]:
 
 
 def hashes(module: nn.Module) -> dict[str, str]:
+    """Return a hash of each tensor in the state of a module, by name."""
     return {n: hashlib.blake2b(t.cpu().numpy().tobytes()).hexdigest() for n, t in module.state_dict().items()}
 
 

@@ -30,6 +30,7 @@ def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @cache
 def plain(shared: str, batches: int, drains: tuple[int, ...] = ()) -> dict[str, Any]:
+    """Return the results of one process, cached by their arguments."""
     return alone(shared, batches, drains)
 
 
@@ -96,6 +97,7 @@ def test_asynchronous_and_bulk_synchronous_training_depend_on_stages() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", [2, 4])
 def test_a_validation_ends_all_before_it(stages: int) -> None:
+    """Check that a validation waits for all earlier subnets, so that later ones read their weights."""
     args = ("delayed", SHORT, mkdtemp(), None, -1, False, None, None, 0, None, 7)
     for found in run_ranks(fit, stages, stages, *args, timeout=120):
         assert found == plain("delayed", SHORT, (7, 14, 27, 34))
@@ -115,17 +117,20 @@ def test_a_flush_after_each_subnet_is_one_after_another_too(shared: str) -> None
 
 @pytest.mark.slow
 def test_what_produces_subnets_fails_on_one_rank() -> None:
+    """Check that all ranks end if the source of subnets fails on one rank."""
     outcomes = watch_ranks(failing, 2, mkdtemp(), timeout=60)
     assert "what produces subnets has failed at subnet 11: OSError: the line is down" in outcomes[0].error
     assert "rank 0" in outcomes[1].error
 
 
 def failing(rank: int, folder: str) -> None:
+    """Train with subnets from a source that fails on rank 0."""
     nets.explorer = lambda shared: FromIterable(lines(rank), supernet(shared).space)
     fit(rank, 2, "sequential", SHORT, folder)
 
 
 def lines(rank: int) -> Iterator[tuple[int, ...]]:
+    """Yield choices, and fail at subnet 11 on rank 0."""
     for number in range(2 * SHORT):
         if number == 11 and rank == 0:
             raise OSError("the line is down")
@@ -171,6 +176,7 @@ def test_a_split_backward_on_any_number_of_stages(shared: str, recompute: bool, 
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", SHARED)
 def test_recomputed(shared: str) -> None:
+    """Check that layers that recompute their activations give the results of one process."""
     for found in run_ranks(fit, 2, 2, shared, SHORT, mkdtemp(), None, -1, True, timeout=120):
         assert found == plain(shared, SHORT)
 

@@ -41,6 +41,7 @@ def made(seed: int = 0) -> Evolution:
 
 
 def test_it_gets_better_by_what_it_is_told() -> None:
+    """Check that later subnets have smaller losses than the first generation."""
     explorer = made()
     found = [loss(subnet.choices) for subnet in run(SubnetStream(explorer), 300)]
     first, last = found[:20], found[-20:]
@@ -49,6 +50,7 @@ def test_it_gets_better_by_what_it_is_told() -> None:
 
 
 def test_descendants_come_from_the_best_of_generations_that_are_over() -> None:
+    """Check that choices come from the best subnets of completed generations."""
     stream = SubnetStream(made())
     found = run(stream, 60)
     for number in range(20, 60):
@@ -86,6 +88,7 @@ def test_batches_under_way_change_nothing() -> None:
 
 
 def test_asking_too_early_is_refused() -> None:
+    """Check the errors for subnets that are requested too early, and for losses in the wrong order."""
     stream = SubnetStream(made())
     found = [next(stream) for _ in range(20)]
     with pytest.raises(InputError, match="subnet 20 depends on the results of the 20 before, and 0 were reported"):
@@ -102,6 +105,7 @@ def test_refuses_numbers_that_make_no_sense(wrong: dict[str, float]) -> None:
 
 
 def test_replicas_would_learn_from_different_losses() -> None:
+    """Check that explorers that learn from losses are refused with several replicas."""
     trainer: Any = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": 2}, strategy=None)
     for explorer in (made(), RoundRobin(Uniform(SPACE), made())):
         with pytest.raises(PipelineError, match="learns from losses, and each of 2 replicas"):

@@ -29,6 +29,7 @@ def taken(explorer: Explorer, count: int) -> list[tuple[int, ...]]:
 
 
 def test_uniform_is_the_same_everywhere_and_fair() -> None:
+    """Check that uniform choices depend only on the seed, and that all candidates are equally frequent."""
     found = taken(Uniform(SPACE, seed=1), 6000)
     assert found[:3] == [(1, 2, 3), (1, 0, 2), (3, 2, 2)]  # these values must never change
     assert found[:50] == taken(Uniform(SPACE, seed=1), 50) != taken(Uniform(SPACE, seed=2), 50)
@@ -41,6 +42,7 @@ def test_uniform_is_the_same_everywhere_and_fair() -> None:
 
 
 def test_a_list_ends_or_begins_anew() -> None:
+    """Check that a list of subnets repeats if requested, and raises an error at its end otherwise."""
     given = [(0, 0, 0), (1, 2, 4)]
     assert taken(FromList(given, SPACE, repeat=True), 3) == [*given, given[0]]
     with pytest.raises(InputError, match="training asks for subnet 2, and the list ends after 2"):
@@ -79,6 +81,7 @@ def wrong() -> Iterator[tuple[int, ...]]:
     ],
 )
 def test_a_producer_that_ends_or_fails_says_where(source: Any, said: str) -> None:
+    """Check the errors of a source of subnets that ends, fails, or yields a wrong choice."""
     stream = SubnetStream(FromIterable(source(), SPACE))
     assert [next(stream).choices for _ in range(2)] == [*ending()]
     with pytest.raises(InputError, match=said):
@@ -86,6 +89,7 @@ def test_a_producer_that_ends_or_fails_says_where(source: Any, said: str) -> Non
 
 
 def test_several_take_turns() -> None:
+    """Check that several explorers choose subnets in turns."""
     low, high = SPACE.restrict_to({0: (0, 1), 2: (0, 1)}), SPACE.restrict_to({0: (2, 3), 2: (2, 3, 4)})
     both = RoundRobin(Uniform(low, 1), Evolution(high, population=2, parents=1))
     assert both.space.blocks == SPACE.blocks

@@ -30,6 +30,7 @@ SHORT = 20
 
 @cache
 def plain(shared: str, batches: int, drains: tuple[int, ...] = ()) -> dict[str, Any]:
+    """Return the results of one process, cached by their arguments."""
     return alone(shared, batches, drains)
 
 
@@ -59,6 +60,7 @@ def after(found: dict[str, Any], subnet: int) -> dict[str, Any]:
 
 
 def test_two_stages_train_as_one_process() -> None:
+    """Check the results of two stages against one process, and that layers were stepped on both ranks."""
     folder = mkdtemp()
     for (delayed, resumed, sequential, balanced), threads in run_ranks(in_turn, 2, 2, folder, timeout=120):
         assert delayed == plain("delayed", SHORT, (30,))
@@ -78,6 +80,7 @@ def test_two_stages_train_as_one_process() -> None:
 
 
 def test_validation_and_whole_module_have_the_newest_layers() -> None:
+    """Check that validation and the module after training have the latest weights."""
     for logged, whole, more, bubbles in run_ranks(validated, 2, timeout=120):
         assert logged == pytest.approx(whole, abs=1e-6)
         assert more == 0
@@ -109,6 +112,7 @@ def validated(rank: int) -> tuple[float, float, int, tuple[float, float]]:
 
 
 def test_a_killed_rank_ends_all_and_training_goes_on_on_more() -> None:
+    """Check that all ranks end after one was killed, and that training resumes on more ranks."""
     folder, wanted = mkdtemp(), plain("sequential", SHORT, (30,))
     outcomes = watch_ranks(cut, 2, 2, "sequential", SHORT, folder, None, 34, timeout=60)
     assert "exit code -9" in outcomes[0].error
@@ -129,6 +133,7 @@ class Severed(Cut):
 
 
 def severed(rank: int, folder: str) -> dict[str, Any]:
+    """Train a module that cuts the network link at subnet 34."""
     return fit(
         rank, 2, "sequential", SHORT, folder, dies_at=34, every=30, kind=Severed, strategy={"heartbeat_timeout": 5.0}
     )
@@ -138,6 +143,7 @@ def severed(rank: int, folder: str) -> dict[str, Any]:
 @pytest.mark.root
 @pytest.mark.skipif(bool(namespaces.unavailable_reason()), reason=namespaces.unavailable_reason())
 def test_both_ends_of_a_cut_link_end_and_training_goes_on() -> None:
+    """Check that both ranks end after the link between their hosts was cut, and that training can be resumed."""
     folder, wanted = mkdtemp(), plain("sequential", SHORT, (30,))
     with namespaces.Hosts(2) as hosts:
         outcomes = hosts.watch_ranks(severed, folder, timeout=200)

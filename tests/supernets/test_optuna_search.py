@@ -26,6 +26,7 @@ def run(stream: SubnetStream, count: int) -> list[Subnet]:
 
 
 def test_it_searches_and_goes_on_from_a_checkpoint() -> None:
+    """Check that Optuna finds better subnets, and the same ones after its state was restored."""
     explorer = made()
     whole = run(SubnetStream(explorer), 60)
     assert sum(map(sum, (s.choices for s in whole[-10:]))) < 0.8 * sum(map(sum, (s.choices for s in whole[:10])))
@@ -38,6 +39,7 @@ def test_it_searches_and_goes_on_from_a_checkpoint() -> None:
 
 
 def test_a_loss_that_is_no_number_is_a_failed_trial() -> None:
+    """Check that a loss of NaN fails one trial, and that the search continues."""
     explorer = made()
     stream = SubnetStream(explorer)
     for subnet in [next(stream) for _ in range(10)]:

@@ -15,12 +15,14 @@ DATA = [[n, 10 * n] for n in range(4)]
 
 
 def test_it_is_numbered_on_from_epoch_to_epoch() -> None:
+    """Check that the numbers of subnets continue from epoch to epoch."""
     stream, loader = SubnetStream(Uniform(SPACE)), DataLoader(DATA, batch_size=2)
     ids = [subnet.id for _ in range(3) for _, subnet in zip(loader, stream, strict=False)]
     assert ids == [*range(6)]
 
 
 def test_paired_batches_end_with_their_subnet() -> None:
+    """Check that the last element of each paired batch is its subnet."""
     stream, loader = SubnetStream(Uniform(SPACE)), DataLoader(DATA, batch_size=None)
     paired = stream.pair_with(loader)
     found = [batch for _ in range(2) for batch, _, _ in paired]
@@ -30,6 +32,7 @@ def test_paired_batches_end_with_their_subnet() -> None:
 
 
 def test_it_goes_on_where_it_was() -> None:
+    """Check that a restored stream continues with the same subnet."""
     stream, other = SubnetStream(Uniform(SPACE)), SubnetStream(Uniform(SPACE))
     for _ in range(5):
         next(stream)
@@ -38,6 +41,8 @@ def test_it_goes_on_where_it_was() -> None:
 
 
 class Stalls(Explorer):
+    """An explorer that never chooses its second subnet."""
+
     space = SPACE
 
     def __init__(self) -> None:
@@ -50,6 +55,7 @@ class Stalls(Explorer):
 
 
 def test_a_stream_that_stalls_says_so() -> None:
+    """Check the error if an explorer does not choose in time."""
     explorer = Stalls()
     stream = SubnetStream(explorer, timeout=0.05)
     next(stream)

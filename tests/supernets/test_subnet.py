@@ -32,6 +32,7 @@ def test_it_travels_as_one_thing() -> None:
 
 
 def test_it_is_a_value() -> None:
+    """Check that subnets are compared by value, and cannot be changed."""
     assert len({ONE, Subnet([0, 2, 1], 5, 1), Subnet((0, 2, 1), 6, 1)}) == 2
     assert ((*ONE,), len(ONE), ONE[1]) == ((0, 2, 1), 3, 2)
     with pytest.raises(AttributeError, match="a Subnet does not change"):
@@ -39,6 +40,7 @@ def test_it_is_a_value() -> None:
 
 
 def test_a_part_of_a_space() -> None:
+    """Check a search space that is restricted to some candidates."""
     space = SearchSpace.from_sizes([3, 2, 4]).restrict_to({0: [2, 0], 2: (1,)})
     assert (space.blocks, space.size, len(space)) == (((2, 0), (0, 1), (1,)), 4, 3)
     assert space.check([2, 1, 1]) == (2, 1, 1)

@@ -33,6 +33,7 @@ def net(**options: Any) -> Supernet:
 @pytest.mark.parametrize("choices", [(0, 0), (1, 1), (2, 0), (2, 1)])
 @pytest.mark.parametrize("shared", ["sequential", "frozen", "per_choice"])
 def test_a_subnet_is_the_layers_that_it_chooses(choices: tuple[int, int], shared: str) -> None:
+    """Check that a supernet computes the same as the chosen layers one after another."""
     made, x = net(shared=shared), torch.randn(4, 3)
     for subnet in (choices, list(choices), Subnet(choices, id=7)):
         by_hand = x
@@ -61,21 +62,25 @@ def test_layers_of_a_subnet(options: Any, used: dict[str, Any]) -> None:
 
 
 def test_a_candidate_without_weights_is_nobodys() -> None:
+    """Check that candidates without weights are not among the layers of a subnet."""
     assert net().layers_of((2, 1)) == {"0": True, "4": True}
     assert net().space.blocks == ((0, 1, 2), (0, 1))
 
 
 def test_statistics_without_weights_count() -> None:
+    """Check that a candidate with statistics but without weights is among the layers of a subnet."""
     made = Supernet(ChoiceBlock([nn.BatchNorm1d(3, affine=False), nn.Identity()]))
     assert (made.layers_of((0,)), made.layers_of((1,))) == ({"0.0": True}, {})
 
 
 def test_each_layer_may_say_for_itself() -> None:
+    """Check that shared layers can be shared in different ways."""
     made = Supernet(SharedLayer(linear(), "frozen"), block(), SharedLayer(linear(), "delayed", 4), linear())
     assert made.layers_of((0,)) == {"0": False, "1.0": True, "2": Delayed(4), "3": True}
 
 
 def test_per_choice_belongs_to_the_block_that_follows_or_the_last() -> None:
+    """Check that a shared layer has one copy for each candidate of the next block, or of the last block."""
     made = Supernet(linear(), block(3), linear(), block(2), linear(), nn.ReLU(), shared="per_choice")
     copies = [layer for layer in made if isinstance(layer, PerChoice)]
     assert [len(each) for each in copies] == [3, 2, 2]
@@ -84,6 +89,7 @@ def test_per_choice_belongs_to_the_block_that_follows_or_the_last() -> None:
 
 
 def test_what_is_frozen_stays() -> None:
+    """Check that frozen layers keep their weights and statistics, while dropout stays active."""
     made = Supernet(nn.Sequential(linear(), nn.BatchNorm1d(3), nn.Dropout()), block(), linear(), shared="frozen")
     before = {n: t.clone() for n, t in made[0].state_dict().items()}
     made.train()
@@ -96,6 +102,7 @@ def test_what_is_frozen_stays() -> None:
 
 
 def test_names_of_layers_may_be_given() -> None:
+    """Check that a supernet can be made from layers with names."""
     made = Supernet(OrderedDict(stem=linear(), choice=block(2), head=linear()))
     assert made.layers_of((0,)) == {"stem": True, "choice.0": True, "head": True}
 
@@ -109,6 +116,7 @@ def test_it_can_be_copied_saved_and_sent() -> None:
 
 
 def test_a_slice_leaves_the_whole_as_it_was() -> None:
+    """Check that a slice of a supernet computes a part of it, and does not change it."""
     made, x = net(), torch.randn(4, 3)
     before = made((x, (1, 0)))
     assert made[:2]((x, (1, 0)))[1] == (1, 0)
@@ -116,6 +124,7 @@ def test_a_slice_leaves_the_whole_as_it_was() -> None:
 
 
 def test_parts_that_candidates_of_a_block_share_make_it_one_layer() -> None:
+    """Check that candidates that share parameters count as one layer."""
     one = linear()
     made = Supernet(ChoiceBlock([one, nn.Sequential(one, nn.ReLU()), linear(), nn.Identity()]), linear())
     assert [[*made.layers_of((n,))] for n in range(4)] == [["0", "1"], ["0", "1"], ["0", "1"], ["1"]]
@@ -204,6 +213,7 @@ def network() -> Supernet:
 
 
 def test_each_candidate_takes_its_time(monkeypatch):
+    """Check the measured costs of candidates with known durations, and the mean of each block."""
     TIME.patch(monkeypatch)
     net = network()
     costs = measure_layer_costs(net, torch.randn(2, 4))
@@ -226,6 +236,7 @@ def test_layers_without_a_backward(monkeypatch):
 
 
 def test_nothing_changes():
+    """Check that measuring costs does not change weights, gradients, modes or random numbers."""
     net = network()
     net[1].eval()
     before = {name: t.clone() for name, t in net.state_dict().items()}

@@ -22,10 +22,12 @@ BATCHES = 20
 
 @cache
 def plain(shared: str) -> dict[str, Any]:
+    """Return the results of one process, cached by their arguments."""
     return alone(shared, BATCHES)
 
 
 def swapped(rank: int, ranks: int, shared: str, device_bytes: int, predictor: str, balanced: bool) -> Any:
+    """Train with swapping, and return the results, the statistics, the ranks of layers, and the line of the report."""
     slow: dict[str, Any] = {"bandwidth": 2e7, "peer": "cpu", "peer_bytes": 30_000} if ranks == 3 else {}
     memory, folder = MemorySwap(device_bytes, predictor=predictor, **slow), mkdtemp()
     memory._poison = True
@@ -44,6 +46,7 @@ def swapped(rank: int, ranks: int, shared: str, device_bytes: int, predictor: st
     ],
 )
 def test_bit_for_bit(ranks: int, shared: str, device_bytes: int, predictor: str, balanced: bool, bytes_in: int) -> None:
+    """Check the weights and losses against one process, and the statistics of swapping."""
     wanted, on = plain(shared), defaultdict[str, set[str]](set)
     ran = run_ranks(swapped, ranks, ranks, shared, device_bytes, predictor, balanced)
     total = Statistics.sum_devices([statistics for _, statistics, *_ in ran])
@@ -62,6 +65,7 @@ def test_bit_for_bit(ranks: int, shared: str, device_bytes: int, predictor: str,
 
 
 def refused(rank: int, schedule: str | CSP, ranks: int, recompute: bool, device_bytes: int) -> str:
+    """Return the error of a training with swapping."""
     try:
         fit(
             rank, ranks, "frozen", 6, mkdtemp(), schedule=schedule, recompute=recompute, memory=MemorySwap(device_bytes)
@@ -95,6 +99,7 @@ def refused(rank: int, schedule: str | CSP, ranks: int, recompute: bool, device_
     ],
 )
 def test_says_what_is_missing(schedule: str | CSP, ranks: int, recompute: bool, device_bytes: int, says: str) -> None:
+    """Check that errors name the setting that swapping needs."""
     assert re.search(says, run_ranks(refused, ranks, schedule, ranks, recompute, device_bytes, timeout=60)[0])
 
 

@@ -84,6 +84,7 @@ def summary(study: optuna.Study) -> list[Any]:
 
 
 def new_study(**more: Any) -> optuna.Study:
+    """Return a study with a seeded sampler and a median pruner."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna.create_study(
         sampler=optuna.samplers.TPESampler(seed=1, n_startup_trials=4),

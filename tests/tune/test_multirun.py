@@ -72,10 +72,12 @@ def losses(folder: Path, log: str = "app.log") -> dict[int, float]:
 
 
 def solo(rank: int, overrides: list[dict[str, Any]]) -> list[float]:
+    """Return the losses of solo runs with these settings."""
     return [fit(**{"epochs": 2, **kwargs}) for kwargs in overrides]
 
 
 def overrides_of(folder: Path, job: int) -> dict[str, Any]:
+    """Return the learning rate and the batch size of a job from its directory."""
     given = yaml.safe_load((folder / str(job) / ".hydra" / "overrides.yaml").read_text())
     pairs = dict(text.split("=") for text in given)
     return {"lr": float(pairs["lr"]), "batch": int(pairs["batch"])}
@@ -86,6 +88,7 @@ BY_MEMORY = ["hydra.launcher.array_size=auto", "hydra.launcher.memory={device_by
 
 @pytest.mark.parametrize(("ranks", "settings"), [(1, []), (2, BY_MEMORY)])
 def test_the_losses_of_solo_runs(ranks: int, settings: list[str], tmp_path: Path) -> None:
+    """Check the losses of an array against solo runs, and the files in its directory."""
     said = run_ranks(multirun, ranks, str(tmp_path), *ARRAY, *settings, "lr=0.1,0.01", "batch=5,10", timeout=90)
     assert said == [""] * ranks
     out = tmp_path / "out"
@@ -117,6 +120,7 @@ def test_failures_are_told_and_their_own(tmp_path: Path) -> None:
 
 
 def search(rank: int, folder: str, *more: str) -> str:
+    """Run a search with these additional arguments."""
     return multirun(rank, folder, *SEARCH, *more)
 
 
@@ -146,6 +150,7 @@ def test_a_search_and_its_next_run(tmp_path: Path) -> None:
 
 
 def test_two_searches_with_one_seed(tmp_path: Path) -> None:
+    """Check that two searches with one seed have the same trials."""
     found = []
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -157,6 +162,7 @@ def test_two_searches_with_one_seed(tmp_path: Path) -> None:
 
 
 def test_a_failing_trial_ends_the_search_unless_told(tmp_path: Path) -> None:
+    """Check that a failing trial ends a search, unless `max_failure_rate` allows failures."""
     (said,) = run_ranks(search, 1, str(tmp_path), "fail=value,no", timeout=90)
     assert re.fullmatch(r"ValueError: job \d fails", said)
     more = ["fail=value,no", "hydra.sweeper.max_failure_rate=1"]
@@ -168,6 +174,7 @@ def test_a_failing_trial_ends_the_search_unless_told(tmp_path: Path) -> None:
 
 
 def test_what_is_known_is_not_run_again(tmp_path: Path) -> None:
+    """Check that a search with `reuse=true` does not run equal trials again."""
     arguments = [a for a in SEARCH if not a.startswith(("lr", "batch"))]
     assert run_ranks(multirun, 2, str(tmp_path), *arguments, "lr=0.1,0.01", "hydra.sweeper.reuse=true") == ["", ""]
     ran = losses(tmp_path / "out")
@@ -229,6 +236,7 @@ class StrangersStore:
 
 
 def test_a_stranger_does_not_choose_the_directory_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that an unsigned message may choose only a directory like the rank's own."""
     monkeypatch.setattr(multirun_module, "LeaderStore", StrangersStore)
     for overrides, folder, accepted in (
         ("out/05-10", "out/06-11", True),
@@ -341,6 +349,7 @@ class TestSettings:
     ],
 )
 def test_sweeps_as_distributions(text: str, found: Any) -> None:
+    """Check the distributions of Hydra's sweep syntax."""
     assert distribution_from_override(OverridesParser.create().parse_override(text)) == found
 
 
@@ -355,5 +364,6 @@ def test_sweeps_as_distributions(text: str, found: Any) -> None:
     ],
 )
 def test_sweeps_that_are_none(text: str, said: str) -> None:
+    """Check the errors for sweeps that cannot become distributions."""
     with pytest.raises(PlanError, match=re.escape(said)):
         distribution_from_override(OverridesParser.create().parse_override(text))

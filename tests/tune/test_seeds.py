@@ -26,6 +26,7 @@ def tried(storage: InMemoryStorage, sampler: BaseSampler, trials: Sequence[int])
 
 @pytest.mark.parametrize("kind", [RandomSampler, TPESampler])
 def test_a_study_that_goes_on_tries_others(kind):
+    """Check that a continued study has new trials, which are the same each time."""
     a, b = InMemoryStorage(), InMemoryStorage()
     first = tried(a, kind(seed=1), [4])
     plain = optuna.create_study(sampler=kind(seed=1))
@@ -42,12 +43,14 @@ def test_a_study_that_goes_on_tries_others(kind):
 
 
 def test_a_sampler_that_goes_on_is_left_alone():
+    """Check that a sampler object that is used again continues with its own random numbers."""
     plain = optuna.create_study(sampler=TPESampler(seed=1))
     plain.optimize(toy, 6)
     assert tried(InMemoryStorage(), TPESampler(seed=1), [3, 3]) == [t.params["x"] for t in plain.trials]
 
 
 def test_enqueued_trials_do_not_count():
+    """Check that enqueued trials do not change the random numbers of later ones."""
     found = []
     for run in (optimize_array, lambda study, objective, n, _: study.optimize(objective, n)):
         study = optuna.create_study(sampler=RandomSampler(seed=1))

@@ -17,6 +17,7 @@ class Gpus(threading.local):
 
 
 def test_random_state_belongs_to_the_holder() -> None:
+    """Check that a function draws the same numbers if other code draws numbers while the function is paused."""
     torch.manual_seed(7)
     expected = [float(torch.rand(())) for _ in range(2)]
     torch.manual_seed(7)

@@ -66,6 +66,7 @@ def fit(rank: int, writes: str, folder: Path) -> bool:
 
 
 def in_an_array(rank: int, folder: str) -> dict[str, Any]:
+    """Return the results of `fit` in an array for all hooks, by the first hook."""
     quiet()
     outcomes = JobArray[bool](3).run([partial(fit, rank, writes, Path(folder)) for writes in HOOKS])
     return {[*HOOKS][o.index]: o.error or o.value for o in outcomes}
@@ -81,6 +82,8 @@ def test_what_a_hook_writes_on_one_rank_is_there_for_the_others(tmp_path: Path) 
 
 
 def test_barriers_are_for_what_users_hooks_do() -> None:
+    """Check that barriers around hooks are needed only if user code overrides these hooks."""
+
     class Writes(pl.Callback):
         def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None: ...
 
@@ -96,6 +99,7 @@ def test_barriers_are_for_what_users_hooks_do() -> None:
 
 
 def test_the_default_number_of_micro_batches_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that siblings share one message about the default number of micro-batches."""
     told: list[str] = []
     monkeypatch.setattr(connections, "rank_zero_info", told.append)
     request = RunRequest.from_arguments("1f1b", None, None, False, "parameters", False)

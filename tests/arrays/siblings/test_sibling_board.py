@@ -43,6 +43,7 @@ class Gone:
 
 
 def test_a_store_that_has_gone_is_a_peer_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that the requests of a rank raise PeerFailure after the host of the store was lost."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     watch = FailureWatch(store, 1, 2)
     monkeypatch.setattr(watch, "sub_store", Gone)
@@ -84,6 +85,8 @@ def fail_last(error: Exception) -> None:
 
 
 class Net(pl.LightningModule):
+    """A module that raises an error at the place `fails_in`."""
+
     def __init__(self, fails_in: str) -> None:
         super().__init__()
         self.fails_in = fails_in
@@ -110,6 +113,7 @@ class Net(pl.LightningModule):
 
 
 def job(fails_in: str, survives: bool = False) -> str:
+    """Train one sibling, and return its outcome as text."""
     trainer = make_trainer(
         devices=int(os.environ["WORLD_SIZE"]),
         strategy=PipelineStrategy("jap", microbatches=1),
@@ -127,6 +131,7 @@ def job(fails_in: str, survives: bool = False) -> str:
 
 
 def tries_again() -> str:
+    """Train a sibling that fails on one rank, and then train again in the same sibling."""
     with suppress(DivergedError):
         job("one rank")
     return job("")
@@ -136,6 +141,7 @@ PLACES = ["function", "hook", "configure_optimizers", "training_step", "loss", "
 
 
 def all_jobs(rank: int) -> list[str]:
+    """Return the results or errors of siblings that fail at all places."""
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -172,6 +178,7 @@ def test_one_error_on_all_ranks() -> None:
     ],
 )
 def test_an_error_is_the_same_elsewhere(error: Exception) -> None:
+    """Check that an error from another rank has the same type, text, arguments and attributes as the original."""
     copy = error_from_peer("rank 1", packed_error(error))
     assert (type(copy), str(copy), copy.args, vars(copy)) == (type(error), str(error), error.args, vars(error))
     assert isinstance(copy.__cause__, SiblingFailure)
@@ -179,6 +186,8 @@ def test_an_error_is_the_same_elsewhere(error: Exception) -> None:
 
 
 def test_errors_that_do_not_travel() -> None:
+    """Check that errors that cannot be sent to other ranks become a SiblingFailure there."""
+
     class LocalError(Exception):
         pass
 

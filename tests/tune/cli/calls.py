@@ -16,6 +16,7 @@ Say = Callable[..., str]
 
 
 def found(say: Say, *arguments: str) -> dict[str, Any]:
+    """Return the JSON output of a command."""
     text = say(*arguments, "--json")
     assert text.count("\n") == 1
     return dict(json.loads(text))

@@ -27,6 +27,7 @@ def say(capsys: pytest.CaptureFixture[str]) -> Say:
 
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the path of a profile with eight layers."""
     path = tmp_path_factory.mktemp("profile") / "profile.json"
     made = record_of([2, 2, 2, 6, 4, 2, 4, 2], 2, 4).profile
     assert made is not None

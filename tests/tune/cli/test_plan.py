@@ -38,6 +38,7 @@ class TestPlan:
         assert again["bubble"] == pytest.approx(got["bubble"])
 
     def test_replicas_add_their_ring(self, say: Say, profile: str) -> None:
+        """Check that the time of a step includes the all-reduce of the replicas."""
         arguments = ("plan", f"profile={profile}", "ranks=2", "batch=16", "microbatches=4", "schedule=1f1b")
         one = found(say, *arguments, "bandwidth=1GB/s")
         four = found(say, *arguments, "bandwidth=1GB/s", "replicas=4")
@@ -47,6 +48,7 @@ class TestPlan:
         assert four["strategy"].endswith("data_parallel=4)")
 
     def test_stale_gradients_come_into_question_where_they_are_allowed(self, say: Say, profile: str) -> None:
+        """Check that plans use stale gradients only if they are allowed and save time."""
         arguments = ("plan", f"profile={profile}", "ranks=2", "batch=16", "microbatches=4")
         exact = found(say, *arguments)
         stale = found(say, *arguments, "stale_gradients=true")
@@ -109,6 +111,7 @@ class TestPlanOfAScript:
         assert len(json.loads(say("plan", "--json", str(script), "2"))["pieces"]) == 8
 
     def test_units_of_one_module_are_a_line_where_there_are_many(self) -> None:
+        """Check that the units of one module share a line if there are many units."""
         pieces = [
             {
                 "stage": n // 60,

@@ -20,6 +20,7 @@ class TestStages:
         assert f"data_parallel={8 // stale['stages']}" in stale["strategy"]
 
     def test_stages_with_different_numbers_of_ranks_can_run(self, say: Say) -> None:
+        """Check that stages may have different numbers of ranks."""
         model = ("stages", "model=BERT-48", "device=A100-40G", "ranks=3", "batch=32", "bandwidth=1GB/s")
         three = found(say, *model, "--batches", "1:196,3:1960")
         devices = three["options"][1]["devices"]
@@ -45,6 +46,7 @@ class TestStages:
         assert "MemorySwap(device_bytes=" in say("stages", *model, "--cached")
 
     def test_theory_ends_where_staleness_never_reaches_the_target(self, say: Say) -> None:
+        """Check that too many stages get no number of batches, because their stale gradients never reach the target."""
         theory = "loss=10,lipschitz=60,noise=0.04,lr=0.01,target=0.1"
         options = found(say, *self.MODEL, "--theory", theory)["options"]
         assert options[-1]["batches"] is None

@@ -42,6 +42,7 @@ if __name__ == "__main__":
 
 
 def test_verify_runs_a_script_as_it_is(tmp_path, capfd, monkeypatch):
+    """Check that the command verifies an unchanged script, passes on its arguments, and finds a difference."""
     monkeypatch.setattr(os, "environ", run_environment("verify", tmp_path))  # Trainers of other tests leave LOCAL_RANK
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

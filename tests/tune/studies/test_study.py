@@ -155,6 +155,8 @@ def prune_as_optuna_integration(trial: Any) -> float:
 
 
 def test_a_trial_with_other_layers_fails_alone() -> None:
+    """Check that a trial with other layers fails, and that the other trials complete."""
+
     def one(trial: BaseTrial) -> float:
         return fit(lr=0.1, width=8 if trial.number == 1 else 6)
 
@@ -162,6 +164,11 @@ def test_a_trial_with_other_layers_fails_alone() -> None:
 
 
 def test_stop_and_maximal_trials() -> None:
+    """Check that studies end by `stop`, by MaxTrialsCallback or when a grid is complete.
+
+    A trial refuses the attributes that only a trial of `study.optimize` has.
+    """
+
     def stop(study: optuna.Study, trial: FrozenTrial) -> None:
         if trial.number == 3:
             study.stop()
@@ -215,12 +222,14 @@ def test_several_objectives() -> None:
 
 
 def test_values_that_are_none() -> None:
+    """Check that trials fail if their values are not numbers."""
     values: Iterator[Any] = iter([None, float("nan"), "word", [1.0, 2.0], 3])
     found = optimize_array(new_study(), lambda trial: next(values), 5, 1)
     assert states(found) == ["FAIL"] * 4 + ["COMPLETE"]
 
 
 def test_an_error_ends_the_study_when_the_others_have_ended() -> None:
+    """Check that an error ends the study after the other trials have ended, and that the study can be continued."""
     study, seen = new_study(), []
 
     def fails(trial: BaseTrial) -> float:
@@ -255,6 +264,7 @@ def said(caplog: pytest.LogCaptureFixture, run: Any) -> list[tuple[str, str]]:
 
 
 def test_trials_are_told_of_as_by_optuna(caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder) -> None:
+    """Check that the log messages about trials are equal to the messages of Optuna."""
     logging.getLogger("optuna.lightning_pipes").setLevel(logging.NOTSET)
     optunas = said(caplog, lambda study, ends: study.optimize(ends, 5, catch=KeyError))
     ours = said(caplog, lambda study, ends: optimize_array(study, ends, 5, 1, catch=KeyError))
@@ -292,6 +302,7 @@ def test_storages_and_resume(kind: int, tmp_path: Path) -> None:
 def test_who_is_killed_while_it_fails_a_trial_neither_loses_it_nor_tries_it_twice(
     at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Check that a process that is killed while it fails a dead trial neither loses nor duplicates this trial."""
     study = new_study()
     trial = study.ask()
     x = trial.suggest_float("x", -1.0, 1.0)
@@ -308,6 +319,7 @@ def test_who_is_killed_while_it_fails_a_trial_neither_loses_it_nor_tries_it_twic
 
 
 def test_storage_that_vanishes(tmp_path: Path) -> None:
+    """Check the error of a study whose storage is destroyed while it runs."""
     path = tmp_path / "study.db"
     study = new_study(storage=f"sqlite:///{path}", study_name="s")
 
@@ -338,6 +350,7 @@ def told_why(rank: int) -> str:
 
 
 def test_other_ranks_are_told_why_rank_0_ends_a_study() -> None:
+    """Check that the other rank reports why rank 0 has ended the study."""
     zero, one = run_ranks(told_why, 2, timeout=60)
     assert zero == "KeyError: 'callback'"
     assert one == "StudyFailedError: the study has ended on rank 0: KeyError: 'callback'"
@@ -397,6 +410,7 @@ def interrupted(rank: int, harm: str, storage: str) -> tuple[str, list[str]]:
     ],
 )
 def test_harm_leaves_a_study_to_go_on_with(harm: str, tmp_path: Path) -> None:
+    """Check that a study can be continued after each kind of failure, and that the error names its cause."""
     storage = f"sqlite:///{tmp_path}/study.db"
     outcomes = watch_ranks(interrupted, 2, harm, storage, timeout=60)
     study = optuna.load_study(study_name="s", storage=storage)
@@ -440,6 +454,7 @@ def caught(rank: int) -> list[str]:
 
 
 def test_what_another_rank_raises_is_caught() -> None:
+    """Check that `catch` covers errors that only another rank raises."""
     assert run_ranks(caught, 2) == [["COMPLETE", "FAIL", "FAIL", "COMPLETE"]] * 2
 
 
@@ -464,6 +479,7 @@ def apart(rank: int, flag: str) -> str:
 
 
 def test_a_rank_that_fails_alone_before_there_are_connections(tmp_path: Path) -> None:
+    """Check that the error of a rank is not lost if it fails before ranks are connected."""
     assert run_ranks(apart, 2, str(tmp_path / "flag")) == ["", "'no such file'"]
 
 
@@ -484,6 +500,7 @@ def following(rank: int, storage: str) -> tuple[str, list[Any]]:
 
 
 def test_others_write_to_no_storage(tmp_path: Path) -> None:
+    """Check that only rank 0 writes to its storage, and that all ranks have the same trials."""
     zero, one = run_ranks(following, 2, f"sqlite:///{tmp_path}/study", timeout=60)
     assert (zero[0], one[0]) == ("COMPLETE", "none")
     assert zero[1] == one[1]
@@ -529,6 +546,7 @@ def test_two_arrays_share_a_study(tmp_path: Path) -> None:
 
 
 def lonely(rank: int) -> str:
+    """Return the error of a study in this environment."""
     try:
         optimize_array(new_study(), toy, 3, 2)
     except PlanError as error:
@@ -537,6 +555,7 @@ def lonely(rank: int) -> str:
 
 
 def test_other_launchers_are_refused() -> None:
+    """Check that launchers that do not share a store are refused."""
     for env in ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, {}):
         (said,) = run_ranks(lonely, 1, env={**env, "TORCHELASTIC_USE_AGENT_STORE": "", "WORLD_SIZE": "2"})
         assert "srun torchrun" in said
@@ -557,6 +576,7 @@ TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node=2
 
 
 def six(rank: int) -> str:
+    """Return a summary of six trials."""
     return str(summary(optimize_array(new_study(), objective, 6, 3, catch=ValueError)))
 
 
