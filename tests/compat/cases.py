@@ -45,7 +45,7 @@ def together(schedule: str, ranks: int, area: str, slow: bool) -> dict[str, list
 def launch(names: list[str], schedule: str, ranks: int) -> dict[str, list[Found]]:
     """Run rows in new processes, and return the results of each rank by row.
 
-    The last of these rows is the first one that ends with an error.
+    The rows after the first one that ends with an error are not run, and have no results.
     """
     rows = sum(150 if ROWS[name].slow else 5 for name in names)  # seconds per rank: ten times the need of idle cores
     with TemporaryDirectory() as folder:

@@ -18,10 +18,12 @@ MOST = 0.05
 
 
 def all_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return all parameters of an optimizer."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def own_norm(tensors: Any) -> torch.Tensor:
+    """Return the norm of all tensors, computed without torch's functions for norms."""
     return torch.stack([t.pow(2).sum() for t in tensors]).sum().sqrt()
 
 
@@ -239,6 +241,7 @@ def ordered(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def tempered(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """Divide a batch by its standard deviation."""
     return x / x.std()
 
 
@@ -323,10 +326,14 @@ class ClampsGradients(LitOutside):
 
 
 class ClampsInside(Lit):
+    """The hooks of `ClampsGradients` in a module without code around its layers."""
+
     on_fit_start = ClampsGradients.on_fit_start  # type: ignore[assignment]
 
 
 class ScalesByOwnNormInside(Lit):
+    """The hook of `ScalesByOwnNorm` in a module without code around its layers."""
+
     on_before_optimizer_step = ScalesByOwnNorm.on_before_optimizer_step  # type: ignore[assignment]
 
 
@@ -407,6 +414,8 @@ class Replaces(Lit):
 
 
 class Slices(Lit):
+    """A module whose hook replaces the container by a shorter one with some of its layers."""
+
     def on_train_epoch_start(self) -> None:
         self.model = nn.Sequential(*self.model[:2], nn.Linear(WIDTH, 3).double())
 

@@ -38,6 +38,8 @@ def read(module: Any) -> float:
 
 
 class Kept(Annealed):
+    """A module whose layers store values. A hook clears their lists when fit starts."""
+
     def __init__(self) -> None:
         super().__init__()
         self.model = nn.Sequential(*(Keeping() for _ in range(5)), nn.Linear(WIDTH, 3))

@@ -136,6 +136,8 @@ class LitNan(Lit):
 
 
 class LitShown(Lit):
+    """A module that shows its loss in the progress bar."""
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
         loss = F.cross_entropy(self(x), y)

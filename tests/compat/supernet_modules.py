@@ -191,6 +191,8 @@ class LeavesOut(LitSupernet):
 
 
 class SaysNothing(LitSupernet):
+    """A supernet without `layers_of_batch`."""
+
     layers_of_batch: Any = None
 
 

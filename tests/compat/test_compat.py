@@ -14,8 +14,8 @@ from tests.compat.table import PATH, table, written
 def marked(schedule: str, ranks: int) -> list[Any]:
     """Return test cases for all rows in one column.
 
-    Nine of ten rows are slow tests, and all rows if this is not the first column. Rows with `not_yet` are expected to
-    fail.
+    In the first column, about one of ten rows is a fast test. All other rows and columns are slow tests. Rows with
+    `not_yet` are expected to fail.
     """
     cases = []
     for name, row in ROWS.items():
