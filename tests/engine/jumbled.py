@@ -1,4 +1,4 @@
-"""A policy that takes what is ready in any order."""
+"""A policy that runs the ready instructions in a pseudorandom order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from lightning_pipes.ir import Instruction, Plan, Policy, RankView
 
 @dataclass(frozen=True)
 class Jumbled(Policy):
-    """Any of what is ready, by lot; samples of a batch in their order."""
+    """Pick a pseudorandom kind, batch and stage, and of these the first instruction that is ready.
+
+    The samples of a batch therefore pass each stage in their order.
+    """
 
     seed: int = 0
     depth: int = 6

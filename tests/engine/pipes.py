@@ -1,4 +1,4 @@
-"""Engines to test: all ranks in one process, or one on each of several, and the same by hand without a pipeline."""
+"""Layers, batches, stages and connections from which the tests build engines."""
 
 from __future__ import annotations
 
@@ -48,7 +48,11 @@ def squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def body(stage: Stage, item: Item, span: Span, received: Any) -> Any:
-    """First stage: rows of x. Last stage: the loss, weighted by its share of the batch."""
+    """Run the layers of one stage on one micro-batch.
+
+    The first stage reads its rows of x from the batch. In training, the last stage returns the loss, weighted by the
+    share of the batch's samples that this micro-batch contains.
+    """
     x, target = item.data
     out = stage.run_layers(item, span, x[span.start : span.stop] if received is None else received)
     if not stage.is_last_of_test:  # type: ignore[attr-defined]
@@ -66,7 +70,7 @@ def make_stages(
     body: Callable[..., Any] = body,
     job: int = 0,
 ) -> list[Stage]:
-    """The layers in even shares, by stage."""
+    """Return the stages of one rank. The layers of `model` are divided evenly among all stages of the plan."""
     made = []
     for s in plan.stages[rank]:
         lo, hi = s * len(model) // plan.n_stages, (s + 1) * len(model) // plan.n_stages
@@ -79,7 +83,7 @@ def make_stages(
 
 
 def sgd_step(lr: float = 0.1) -> Callable[[Sequence[nn.Module]], Callable[[Item], None]]:
-    """A real optimizer per stage."""
+    """Return a function that creates the `step` of a stage, with SGD and momentum for the parameters of that stage."""
 
     def make(modules: Sequence[nn.Module]) -> Callable[[Item], None]:
         parameters = [p for m in modules for p in m.parameters()]
@@ -96,11 +100,14 @@ def sgd_step(lr: float = 0.1) -> Callable[[Sequence[nn.Module]], Callable[[Item]
 
 
 TRANSPORTS = ("local", "gloo", "direct")
-"""What two processes can be connected by here; "direct" is how NCCL is used, over gloo."""
+"""The transports that can connect two processes in these tests.
+
+"direct" sends tensors over a separate group for each link, as is done with NCCL, but here these groups use gloo.
+"""
 
 
 def connect(rank: int, plan: Plan, transport: str = "auto") -> tuple[FailureWatch, Transport]:
-    """A process group, a watch and a transport, in a rank of `run_ranks`."""
+    """Initialize the process group of a rank of `run_ranks`, and return a failure watch and a transport."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     watch = FailureWatch(dist.distributed_c10d._get_default_store(), rank)
     cpu, ranks = torch.device("cpu"), range(plan.n_ranks)
@@ -114,14 +121,17 @@ def connect(rank: int, plan: Plan, transport: str = "auto") -> tuple[FailureWatc
 
 
 def gradients(model: Sequence[nn.Module]) -> dict[str, torch.Tensor | None]:
+    """Return the gradient of each parameter by name, without copying it."""
     return {n: p.grad for n, p in nn.ModuleList(model).named_parameters()}
 
 
 def weights(model: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+    """Return a copy of each parameter by name."""
     return {n: p.detach().clone() for n, p in nn.ModuleList(model).named_parameters()}
 
 
 def assert_close(got: dict[str, Any], wanted: dict[str, Any], exact: bool = False) -> None:
+    """Check that two dictionaries of tensors are equal up to rounding, or bit by bit if `exact` is True."""
     assert got.keys() == wanted.keys()
     for name, value in wanted.items():
         if value is None:

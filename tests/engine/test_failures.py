@@ -1,4 +1,4 @@
-"""When a rank fails, all others end within seconds and say which, where and why."""
+"""If a rank fails, all other ranks end within seconds and report the rank, the place and the reason."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RANKS = 3
 
 
 def train(rank: int, what: str, victim: int, transport_name: str) -> None:
-    """Steps until the victim fails in its second step, by `what`."""
+    """Train until the rank `victim` fails in its second step, in the way that `what` specifies."""
     schedule = make_schedule("1f1b")
     assert isinstance(schedule, Schedule)
     plan = Plan.even(RANKS, 4, ROWS)
@@ -39,7 +39,7 @@ def train(rank: int, what: str, victim: int, transport_name: str) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             if what == "interrupt":
                 threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-                time.sleep(60)  # until it comes
+                time.sleep(60)  # until the signal arrives
         return body(stage, item, span, received)
 
     model = layers(3)
@@ -58,6 +58,7 @@ def train(rank: int, what: str, victim: int, transport_name: str) -> None:
 @pytest.mark.parametrize("what", ["raise", "kill", "interrupt"])
 @pytest.mark.parametrize("transport", ["local", "gloo"])
 def test_everybody_ends(what: str, victim: int, transport: str) -> None:
+    """After a failure of one rank, all ranks end within 10 seconds, and their errors name that rank."""
     outcomes = watch_ranks(train, RANKS, what, victim, transport, timeout=30)
     for o in outcomes:
         assert o.seconds - outcomes[victim].seconds < scale_timeout(10), o
@@ -93,7 +94,7 @@ def test_wrong_stages() -> None:
 
 
 def nothing(rank: int) -> None:
-    """Opens and closes channels without a message."""
+    """Open and close the channels of a rank without sending a message."""
     plan = Plan.even(RANKS, 4, ROWS)
     watch, transport = connect(rank, plan)
     transport.close()
@@ -106,6 +107,7 @@ def test_open_and_close() -> None:
 
 
 def test_failure_leaves_the_random_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a layer raises an error, the global random state is restored and the engine is closed."""
     schedule = make_schedule("1f1b")
     assert isinstance(schedule, Schedule)
     plan = Plan.even(1, 4, ROWS)

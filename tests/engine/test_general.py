@@ -1,6 +1,7 @@
-"""Small hand-made programs of each kind that schedules make, on real tensors and optimizers.
+"""Small handwritten programs of every kind that schedules can generate, run with real tensors and optimizers.
 
-Each is compared with a plain computation of the same thing, on two processes over gloo and with all ranks in one.
+Each result is compared with the same training without a pipeline. The programs run on two processes over gloo, and with
+all ranks in one process.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ from tests.engine.pipes import (
 )
 
 Script = Callable[[Engine, int], None]
-"""What one rank does with its engine; both ranks run the same."""
+"""A function that drives the engine of one rank. Both ranks run the same function."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One engine set-up: a plan, an order, this rank's stages, and the calls that drive it."""
+    """The configuration of one engine: a plan, an order, the stages of each rank, and the batches to inject."""
 
     plan: Plan
     order: Program | Policy
@@ -67,7 +68,7 @@ class Case:
 def on_two_processes(
     make: Callable[[], tuple[Case, list[nn.Module]]], transport: str = "gloo"
 ) -> dict[str, torch.Tensor]:
-    """The weights after the case has run on two processes, each keeping its own half."""
+    """Run a case on two processes and return the weights, each taken from the process that trains it."""
     parts = run_ranks(_run_case, 2, make, transport, timeout=60)
     return {n: w for part in parts for n, w in part.items()}
 
@@ -89,6 +90,7 @@ def _run_case(
 
 
 def in_one_process(case: Case, model: list[nn.Module]) -> dict[str, torch.Tensor]:
+    """Run a case with all ranks in this process and return the weights."""
     pipe = Loopback(case.plan, case.order, case.stages)
     for item in case.items:
         pipe.inject(item)
@@ -98,6 +100,7 @@ def in_one_process(case: Case, model: list[nn.Module]) -> dict[str, torch.Tensor
 
 
 def check(make: Callable[[], tuple[Case, list[nn.Module]]], wanted: dict[str, torch.Tensor]) -> None:
+    """Compare the weights of a case with `wanted`, in one process and on two processes."""
     case, model = make()
     if isinstance(case.order, Program):
         verify(case.order, case.plan)
@@ -157,6 +160,7 @@ UNEQUAL = {
 
 
 def unequal(name: str, rows: int) -> tuple[Case, list[nn.Module]]:
+    """Return a case in which every stage runs all forwards and then all backwards, with spans from `UNEQUAL`."""
     plan = Plan((0, 1), (UNEQUAL[name],))
     rows_of = [
         (*(F(s, x) for x in plan.spans(Kind.F, s)), *(B(s, x) for x in plan.spans(Kind.B, s)), STEP(s)) for s in (0, 1)
@@ -167,7 +171,7 @@ def unequal(name: str, rows: int) -> tuple[Case, list[nn.Module]]:
 
 
 class Unequal:
-    """Picklable, to be made again on each process."""
+    """A picklable call of `unequal`, which each process makes again."""
 
     def __init__(self, name: str, rows: int) -> None:
         self.name, self.rows = name, rows
@@ -197,7 +201,7 @@ def test_unequal_spans(name: str, rows: int) -> None:
 
 
 class Asynchronous:
-    """Picklable, to be made again on each process."""
+    """A picklable call of `asynchronous`, which each process makes again."""
 
     def __init__(self, batches: int) -> None:
         self.batches = batches
@@ -207,7 +211,7 @@ class Asynchronous:
 
 
 def asynchronous(batches: int) -> tuple[Case, list[nn.Module]]:
-    """1F1B across batches: stage 0 runs one batch ahead, so it holds two weight versions."""
+    """Return a case of 1F1B across batches, in which stage 0 runs one batch ahead and stores two weight versions."""
     plan = Plan((0, 1), (Cut.even(4, 1, 2),), batches=batches, versions=(2, 1))
     span = Span(0, 4)
     head = ((F(0, span),), (F(1, span), B(1, span), STEP(1)))
@@ -224,7 +228,7 @@ def asynchronous(batches: int) -> tuple[Case, list[nn.Module]]:
 
 @pytest.mark.parametrize("batches", [1, 2, 5])
 def test_asynchronous_weight_versions(batches: int) -> None:
-    """By hand: batch n goes through stage 0 as it was after update n - 2, and back through the same weights."""
+    """Compare with a loop in which stage 0 uses its weights after update n - 2 for forward and backward of batch n."""
     first, last = nn.Sequential(*layers(seed=4)[:2]), nn.Sequential(*layers(seed=4)[2:])
     steps = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (first, last)]
     pending: list[tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]] = []
@@ -256,12 +260,15 @@ def test_asynchronous_weight_versions(batches: int) -> None:
     check(Asynchronous(batches), weights([*first, *last]))
 
 
-# A policy that runs whatever is ready -------------------------------------------------------------------------------
+# A policy that runs the instructions that are ready -----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class LastSamplesFirst(Policy):
-    """Forward from the last micro-batch to the first, backward as soon as possible: no static schedule sends so."""
+    """A policy that runs forwards from the last micro-batch to the first, and backwards as soon as possible.
+
+    No static schedule sends messages in this order.
+    """
 
     name: str = "last samples first"
 
@@ -310,11 +317,11 @@ def test_policy_with_a_short_batch_and_several_steps(rows: int) -> None:
     assert_close(weights(model), weights(list(reference)))
 
 
-# A program swapped between two steps; input and weight gradients apart ----------------------------------------------
+# A program changed between two steps; input and weight gradients computed separately --------------------------------
 
 
 def split_program(plan: Plan) -> Program:
-    """GPipe's order with I and W instead of B, all W at the end."""
+    """Return a program in GPipe's order with I and W instead of B, in which all W come last."""
     return Program(
         tuple(
             (
@@ -329,6 +336,7 @@ def split_program(plan: Plan) -> Program:
 
 
 def test_swap_between_steps() -> None:
+    """Adopting another plan and order before each step gives the weights of training without a pipeline."""
     even = Plan.even(2, 4, ROWS)
     other = Plan.even(2, 2, ROWS)
     split = Plan((0, 1), (Cut.even(ROWS, 3, 2),), split_backward=True)
@@ -355,6 +363,7 @@ def test_swap_between_steps() -> None:
 
 
 def test_no_swap_in_a_window() -> None:
+    """Adopting an order while batches are in flight is refused."""
     plan = Plan.even(2, 4, ROWS)
     pipe = Loopback(plan, make_schedule("1f1b").program(plan), lambda r: make_stages(plan, r, layers()))
     pipe.inject(lambda: Item(0, ROWS, batch()))
@@ -366,7 +375,7 @@ def test_no_swap_in_a_window() -> None:
 
 
 class Fork(nn.Module):
-    """Sends a dict with tensors, None, an int and a mask that is not rows."""
+    """A layer whose output is a dictionary of tensors, None, an int, and a mask whose first axis is not samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -383,6 +392,8 @@ class Fork(nn.Module):
 
 
 class Join(nn.Module):
+    """A layer that receives the dictionary of `Fork` and returns one tensor."""
+
     def __init__(self) -> None:
         super().__init__()
         self.c = nn.Linear(6, 6).double()
@@ -417,7 +428,7 @@ def test_tree_on_the_edge(transport: str) -> None:
 
 
 def shapes(rank: int, name: str) -> list[torch.Tensor]:
-    """Gradients of a stage whose edge changes shape and size every step, small, large and small again."""
+    """Return the gradients of a stage for steps whose messages have different shapes, small and large in turn."""
     torch.manual_seed(7)
     model = [nn.Linear(1, 1).double(), nn.Linear(1, 1).double()]
     plan = Plan.even(2, 2, 4)
@@ -457,9 +468,10 @@ def test_shapes_change_every_step(transport: str) -> None:
 
 
 def tied(rank: int) -> torch.Tensor:
+    """Train two layers with the same weight on two ranks, which sum its gradients, and return the weight."""
     torch.manual_seed(8)
     model = [nn.Linear(6, 6, bias=False).double(), nn.Linear(6, 6, bias=False).double()]
-    model[1].weight = nn.Parameter(model[0].weight.detach().clone())  # a copy a rank
+    model[1].weight = nn.Parameter(model[0].weight.detach().clone())  # each rank has a copy
     plan = Plan.even(2, 4, ROWS)
     watch, transport = connect(rank, plan)
     optimizer = torch.optim.SGD(model[rank].parameters(), lr=0.1)
@@ -493,11 +505,11 @@ def test_tied_weights() -> None:
         torch.testing.assert_close(got, weight.detach(), rtol=1e-10, atol=1e-12)
 
 
-# What autograd makes awkward ----------------------------------------------------------------------------------------
+# Layers that are difficult for autograd -----------------------------------------------------------------------------
 
 
 class InPlace(nn.Module):
-    """Changes what it receives."""
+    """A layer that changes its input in place."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x += 1
@@ -505,7 +517,7 @@ class InPlace(nn.Module):
 
 
 class Transposed(nn.Module):
-    """A view as output, not contiguous."""
+    """A layer whose output is a view."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x * 2).unsqueeze(0).transpose(0, 1)[:, 0]
@@ -516,7 +528,7 @@ class Transposed(nn.Module):
 @pytest.mark.parametrize("recompute", [False, True])
 def test_odd_layers(odd: type[nn.Module], where: int, recompute: bool) -> None:
     def build() -> list[nn.Module]:
-        torch.manual_seed(9)  # no Tanh: its output must not be changed, pipeline or not
+        torch.manual_seed(9)  # no Tanh, because its output must not be changed, even without a pipeline
         made: list[nn.Module] = [nn.Linear(WIDTH, WIDTH).double() for _ in range(4)]
         made[where] = odd()
         return made
@@ -534,7 +546,7 @@ def test_odd_layers(odd: type[nn.Module], where: int, recompute: bool) -> None:
 
 
 def test_frozen_first_stage_and_empty_stage() -> None:
-    """A stage that needs no gradients and one without layers still take part."""
+    """Gradients are correct if the first stage is frozen and the second stage has no layers."""
     plan = Plan.even(3, 4, ROWS)
     model, reference = layers(2), nn.Sequential(*layers(2))
     for m in (model[0], reference[0]):

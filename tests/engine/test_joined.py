@@ -1,4 +1,4 @@
-"""The samples that a simulation takes for joined, beside those that the engine joins."""
+"""The samples that the cost model counts as concatenated, compared with the samples that the engine concatenates."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COUNTS = (1, 2, 3, 4, 6, 12)
 
 
 def drawn(seed: int) -> Plan:
-    """A plan whose stages, directions and links all cut in ways of their own."""
+    """Return a random plan in which each stage, direction and link divides the batch differently."""
     draw = random.Random(seed)
     ranks = draw.choice([(0, 1, 2), (0, 1, 0, 1), (0, 0, 1), (0, 1)])
 
@@ -41,6 +41,7 @@ def drawn(seed: int) -> Plan:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_what_is_said_to_be_joined_is_joined(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows that `torch.cat` returns in each kind of instruction are the rows that `count_concatenated` predicts."""
     plan = drawn(seed)
     program = UMPipe().program(plan)
     found: Counter[tuple[Kind, int]] = Counter()
@@ -76,6 +77,7 @@ def test_what_is_said_to_be_joined_is_joined(seed: int, monkeypatch: pytest.Monk
 
 @for_each("seed", range(10))
 def test_who_joins_takes_longer_by_what_is_joined(seed: int) -> None:
+    """A cost per concatenated byte increases each duration, and the makespan on one rank, by exactly that cost."""
     plan = drawn(seed)
     n = plan.n_stages
     bytes_ = {"forward_bytes": (8.0,) * (n - 1), "backward_bytes": (16.0,) * (n - 1)}

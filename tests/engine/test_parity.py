@@ -1,4 +1,4 @@
-"""Every schedule against one process that trains the same thing without a pipeline."""
+"""Compare every schedule with one process that trains the same model without a pipeline."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SCHEDULES = [
 def ordered(
     name: str, settings: dict[str, Any], ranks: int, microbatches: int, recompute: bool = False
 ) -> tuple[Plan, Program | Policy]:
-    """The plan of a schedule with its order."""
+    """Return a plan for a schedule, and the program or policy that orders it."""
     schedule = make_schedule(name, **settings)
     where = schedule.place_stages(ranks)
     plan = adapt_plan(Plan.even(len(where), microbatches, ROWS, where, recompute=[recompute] * len(where)), schedule)
@@ -57,7 +57,7 @@ def ordered(
 
 
 def alone(model: list[nn.Module], steps: int = 1, rows: int = ROWS) -> list[nn.Module]:
-    """Trains without a pipeline; the last step's gradients stay."""
+    """Train `model` without a pipeline and return it. The gradients of the last step are kept."""
     net = nn.Sequential(*model)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     for number in range(steps):
@@ -83,7 +83,7 @@ def test_gradients(name: str, settings: dict[str, Any], ranks: int, microbatches
 
 @pytest.mark.parametrize(("name", "settings"), [("ready", {}), ("ready", {"alternate": False}), ("gpipe", {})])
 def test_gradients_are_those_of_1f1b_to_the_bit(name: str, settings: dict[str, Any]) -> None:
-    """Every stage goes through the micro-batches in order, forward and backward, whatever is ready when."""
+    """The gradients equal the gradients of 1F1B bit by bit, because every stage runs the micro-batches in order."""
     found = []
     for chosen in (("1f1b", {}), (name, settings)):
         plan, order = ordered(*chosen, 4, 8)
@@ -98,7 +98,7 @@ def test_gradients_are_those_of_1f1b_to_the_bit(name: str, settings: dict[str, A
 @for_each("rows", [1, 5, 7])
 @for_each("name", ["1f1b", "zero_bubble", "ready"])
 def test_short_batch(name: str, rows: int) -> None:
-    """The plan is for 8 samples; fewer come, some micro-batches are empty."""
+    """Gradients are correct if a batch has fewer than the 8 samples of the plan and some micro-batches are empty."""
     plan, order = ordered(name, {}, 2, 4)
     model = layers()
     pipe = Loopback(plan, order, lambda r: make_stages(plan, r, model))
@@ -110,6 +110,7 @@ def test_short_batch(name: str, rows: int) -> None:
 def three_steps(
     rank: int, name: str, settings: dict[str, Any], ranks: int, transport_name: str
 ) -> dict[str, torch.Tensor]:
+    """Train for three steps on one rank and return the weights of its stages."""
     plan, order = ordered(name, settings, ranks, 4)
     watch, transport = connect(rank, plan, transport_name)
     from lightning_pipes.engine import Engine

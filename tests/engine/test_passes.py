@@ -1,4 +1,4 @@
-"""Forwards and backwards that cut a batch differently: what runs, what it is said to cost, and what comes out."""
+"""Plans whose forwards and backwards divide a batch differently: the passes that run, their cost, and their results."""
 
 from __future__ import annotations
 
@@ -31,21 +31,22 @@ from tests.engine.pipes import WIDTH, assert_close, batch, body, gradients, laye
 
 
 def cut(*sizes: int) -> tuple[Span, ...]:
+    """Return consecutive spans with the given numbers of samples."""
     ends = [sum(sizes[: n + 1]) for n in range(len(sizes))]
     return tuple(Span(end - size, end) for size, end in zip(sizes, ends, strict=True))
 
 
 FINER = Cut(4, (cut(4), cut(4)), (cut(1, 1, 2), cut(4)))
-"""Stage 0 runs one forward, and a backward for 1, 1 and 2 of its samples."""
+"""Stage 0 runs one forward of 4 samples, and backwards of 1, 1 and 2 samples."""
 COARSER = Cut(4, (cut(1, 3), cut(4)), (cut(2, 2), cut(4)))
-"""No cut of stage 0 is part of the other."""
+"""On stage 0, the forwards have 1 and 3 samples and the backwards 2 and 2, so neither division refines the other."""
 SETTINGS = {
     "split": {},
     "whole": {"whole_forward": (True, False)},
     "recompute": {"recompute": (True, False)},
     "both": {"whole_forward": (True, False), "recompute": (True, False)},
 }
-TIMES: dict[Kind, Table] = {  # neither proportional nor along a line, so that no other cut has the same sum
+TIMES: dict[Kind, Table] = {  # neither proportional nor affine, so that no other division has the same sum
     Kind.F: ((1, 3e-9), (2, 4e-9), (3, 9e-9), (4, 11e-9)),
     Kind.B: ((1, 5e-9), (2, 8e-9), (3, 19e-9), (4, 23e-9)),
     Kind.I: ((1, 2e-9), (2, 7e-9), (3, 10e-9), (4, 29e-9)),
@@ -56,7 +57,7 @@ BYTES = replace(COSTS, forward_bytes=(10.0,), activation_bytes=(0, 100), working
 
 
 def program(plan: Plan) -> Program:
-    """All forwards, then all backwards."""
+    """Return a program in which every stage runs all forwards and then all backwards."""
     late = (I, W) if plan.split_backward else (B,)
     rows = []
     for s in range(plan.n_stages):
@@ -70,10 +71,11 @@ def plan_of(spans: Cut, setting: str, split_backward: bool) -> Plan:
 
 
 Ran = dict[Instruction, list[int]]
-"""The samples of each run of stage 0's layers, by the instruction that caused it."""
+"""The number of samples in each run of the layers of stage 0, by the instruction that caused the run."""
 
 
 def run(plan: Plan, model: list[nn.Module], make_body: Callable[..., Any] = body, rows: int = 4) -> Ran:
+    """Run one batch with all ranks in this process, and return the runs of the layers of stage 0."""
     ran: Ran = {}
     current: list[Instruction] = []
 
@@ -101,6 +103,10 @@ def run(plan: Plan, model: list[nn.Module], make_body: Callable[..., Any] = body
 def test_a_forward_is_priced_as_it_runs_and_gradients_are_those_of_one_process(
     spans: Cut, setting: str, split_backward: bool
 ) -> None:
+    """The simulated duration of each instruction is the sum of the passes that the engine runs for it.
+
+    The gradients are compared with one process without a pipeline.
+    """
     plan = plan_of(spans, setting, split_backward)
     model, alone = layers(), nn.Sequential(*layers())
     ran = run(plan, model)
@@ -134,6 +140,7 @@ def test_a_forward_is_priced_as_it_runs_and_gradients_are_those_of_one_process(
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_short_batch(setting: str) -> None:
+    """A batch of 3 samples in a plan for 4 gives the gradients of one process, and runs passes of its own samples."""
     plan = plan_of(FINER, setting, False)
     model, alone = layers(), nn.Sequential(*layers())
     ran = run(plan, model, rows=3)
@@ -144,19 +151,20 @@ def test_a_short_batch(setting: str) -> None:
 
 
 LATER = Cut(4, (cut(4), cut(4), cut(4)), (cut(4), cut(1, 1, 2), cut(4)))
-"""The same on stage 1 of three, which keeps what it received."""
+"""The spans of `FINER` on stage 1 of three stages, which keeps its received input."""
 
 
 @pytest.mark.parametrize(
     ("whole", "peak"),
     [
-        # split: F takes 4 x 100, and 7 a sample while it computes: the largest of the parts, 2 samples, comes last
+        # split: F takes 4 x 100, and 7 per sample of the running part. The largest part, 2 samples, comes last
         (False, 4 * 100 + 2 * 7),
-        # whole: keeps 4 x 10 of input, with 4 x 7 at work; the last B makes 2 x 100 again while 2 x 10 are left
+        # whole: keeps 4 x 10 of input, plus 4 x 7 while F runs. The last B makes 2 x 100 again, with 2 x 10 left
         (True, max(4 * 10 + 4 * 7, 2 * 10 + 2 * 100 + 2 * 7, 4 * 10 + 100 + 7)),
     ],
 )
 def test_the_peak_of_memory_follows(whole: bool, peak: int) -> None:
+    """The peak memory of stage 1, by simulation and by `peak_bytes`, is the value computed by hand."""
     plan = Plan((0, 1, 2), (LATER,), whole_forward=(False, whole, False))
     costs = CostModel(
         {(kind, s): table for kind, table in TIMES.items() for s in range(3)},
@@ -174,7 +182,7 @@ def test_the_peak_of_memory_follows(whole: bool, peak: int) -> None:
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_what_is_held_is_what_is_said(whole: bool) -> None:
-    """Measured on one rank: a forward in one piece leaves its input, and a backward gives its rows of it back."""
+    """As measured on one rank, a forward in one piece keeps only its input, and each backward frees its rows of it."""
     plan = Plan((0, 0, 0), (LATER,), whole_forward=(False, whole, False))
     width = 1000
 
@@ -184,7 +192,7 @@ def test_what_is_held_is_what_is_said(whole: bool) -> None:
             self.weight = nn.Parameter(torch.ones(width))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for _ in range(5):  # each keeps its own input
+            for _ in range(5):  # each operation keeps its own input
                 x = torch.sin(x * self.weight)
             return x
 
@@ -206,18 +214,18 @@ def test_what_is_held_is_what_is_said(whole: bool) -> None:
             executor.run(i)
             wanted[i] = found.live_bytes - before
             before = found.live_bytes
-    activations = 10 * row  # inputs of five products and of five sines; the weights are no activations
+    activations = 10 * row  # inputs of five products and of five sines; the weights are not activations
     kept = row if whole else activations
-    forward = wanted[F(0, Span(0, 4))] + wanted[F(1, Span(0, 4))]  # the second takes what the first has made
-    assert 4 * kept <= forward - 4 * width * 4 <= 4 * kept + 2 * 4 * row  # the batch, and what was handed on
+    forward = wanted[F(0, Span(0, 4))] + wanted[F(1, Span(0, 4))]  # F1 takes over the output of F0
+    assert 4 * kept <= forward - 4 * width * 4 <= 4 * kept + 2 * 4 * row  # the batch, and the messages between stages
     if whole:
         for span in cut(1, 1, 2)[:2]:
-            gained = wanted[B(1, span)] - (row if span.start == 0 else 0)  # the first makes the weight's gradient
+            gained = wanted[B(1, span)] - (row if span.start == 0 else 0)  # the first B allocates the weight's gradient
             assert gained <= -span.rows * row, "a backward gives its rows of the input back"
 
 
 class Noise(nn.Module):
-    """Draws in another way than dropout does, and for training only."""
+    """A layer that draws random numbers with `torch.randn`, and only in training."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + torch.randn(x.shape[1], dtype=x.dtype) if self.training else x
@@ -232,6 +240,11 @@ class Noise(nn.Module):
     ],
 )
 def test_what_would_come_out_otherwise_in_parts_is_refused(layer: nn.Module, why: str) -> None:
+    """A forward in one piece is refused if running it again in parts would give another result.
+
+    Random numbers and batch normalization are examples. In evaluation mode, and if forward and backward have the same
+    spans, the plan is accepted.
+    """
     model = layers()
     model[1] = layer
     halves = Cut(4, (cut(4), cut(4)), (cut(2, 2), cut(4)))
@@ -245,6 +258,8 @@ def test_what_would_come_out_otherwise_in_parts_is_refused(layer: nn.Module, why
 
 @pytest.mark.parametrize("where", [BEFORE_LAYERS, AFTER_LAYERS])
 def test_user_code_around_the_layers_may_not_draw_either(where: int) -> None:
+    """A forward in one piece is refused if user code before or after the layers draws random numbers."""
+
     def noisy(stage: Stage, item: Item, span: Span, received: Any) -> Any:
         def user_code(layer: int) -> None:
             if stage.number == 0:
@@ -270,7 +285,7 @@ def test_user_code_around_the_layers_may_not_draw_either(where: int) -> None:
 
 
 def test_layers_that_work_in_place() -> None:
-    """The second run needs the input as it was."""
+    """Gradients are correct if a layer changes its input in place, although the forward runs twice."""
     plan = Plan((0, 1, 2), (LATER,), whole_forward=(False, True, False))
 
     def make() -> list[nn.Module]:
@@ -290,7 +305,10 @@ def test_layers_that_work_in_place() -> None:
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("spans", [FINER, COARSER])
 def test_costs_are_measured_by_pass(spans: Cut, setting: str, split_backward: bool) -> None:
-    """Where times are in proportion to samples, what a run shows predicts itself, and the same work cut otherwise."""
+    """Costs measured from a timeline equal the true costs, and a simulation with them has the same makespan.
+
+    The true times are proportional to the number of samples.
+    """
     times = {Kind.F: 30, Kind.B: 70, Kind.I: 40, Kind.W: 50}
     true = CostModel({(kind, s): ((0, 0.0), (1, t * 1e-9)) for kind, t in times.items() for s in (0, 1)})
     true = replace(true, link=Link(latency=5e-9))
@@ -306,6 +324,7 @@ def test_costs_are_measured_by_pass(spans: Cut, setting: str, split_backward: bo
 
 
 def test_plans_say_which_forwards_are_whole() -> None:
+    """`whole_forward` is validated, survives conversion to plain data, and cannot be changed by `adopt`."""
     with pytest.raises(PlanError, match="whole_forward has 1 entries for 2 stages"):
         Plan((0, 1), (FINER,), whole_forward=(True,))
     with pytest.raises(PlanError, match="names the last stage"):
@@ -313,7 +332,7 @@ def test_plans_say_which_forwards_are_whole() -> None:
     plan = plan_of(FINER, "whole", False)
     assert plan_of_data(plan_data(plan)) == plan
     old = plan_data(plan)
-    del old["whole_forward"]  # as versions before wrote it
+    del old["whole_forward"]  # as written by earlier versions
     assert plan_of_data(old) == plan_of(FINER, "split", False)
     model = layers()
     pipe = Loopback(plan, program(plan), lambda rank: make_stages(plan, rank, model))
@@ -322,7 +341,7 @@ def test_plans_say_which_forwards_are_whole() -> None:
 
 
 def test_equal_spans_whose_forwards_run_otherwise_are_not_taken_for_equal() -> None:
-    """Two forwards of two samples; only the first one is cut by the backwards."""
+    """Two forwards of two samples each have different durations if the backwards divide only the first of them."""
     plan = Plan((0, 1), (Cut(4, (cut(2, 2), cut(4)), (cut(1, 1, 2), cut(4))),))
     for order in (program(plan), make_schedule("ready")):
         timeline = simulate(order, plan, COSTS)  # type: ignore[arg-type]
@@ -333,6 +352,7 @@ def test_equal_spans_whose_forwards_run_otherwise_are_not_taken_for_equal() -> N
 
 @pytest.mark.parametrize("seed", range(8))
 def test_what_a_stage_needs_is_never_less_than_what_it_holds(seed: int) -> None:
+    """For random plans, the bound `stage_peak` is at least the peak memory of the simulation."""
     rng = random.Random(seed)
     plan = random_plan(seed)
     n = plan.n_stages

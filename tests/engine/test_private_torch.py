@@ -1,4 +1,4 @@
-"""One test for every private name of torch that the engine and the layers above it touch."""
+"""One test for each private name of torch that the engine and the packages above it use."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lightning_pipes.testing.ranks import run_ranks
 
 
 def test_process_group_gloo():
-    """Made by hand, from a store, a rank, a number of ranks and a timeout."""
+    """A gloo group can be created directly from a store, a rank, a number of ranks and a timeout."""
     group = private.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=60))
     assert (group.rank(), group.size()) == (0, 1)
     assert all(hasattr(group, name) for name in ("send", "recv"))
@@ -56,7 +56,7 @@ def test_execution_engine_run_backward(rooted):
 
 
 def test_engine_run_backward():
-    """A function of the module's own name space, which grad() and backward() call with the inputs as fourth."""
+    """`grad()` and `backward()` call a function of their module's namespace, with the inputs as fourth argument."""
     x = torch.ones(2, requires_grad=True)
     seen = list[Any]()
     private.check_backward(lambda outputs, inputs: seen.append((outputs, inputs)))
@@ -183,7 +183,7 @@ def test_forward_hooks():
 
 
 def test_tensors_without_values():
-    """A mode takes tensors with values, too; those that it makes share memory as others do, and `item()` fails."""
+    """Fake tensors can be mixed with real tensors, share storage between views, and have no value for `item()`."""
     real = torch.ones(2, 3)
     with private.FakeTensorMode(allow_non_fake_inputs=True):
         made = real @ torch.empty_strided((3, 4), (4, 1))
@@ -196,7 +196,7 @@ def test_tensors_without_values():
 
 
 def test_flat_weight_refs():
-    """Recurrent modules hold weak references to their weights, which then can't be swapped."""
+    """Recurrent modules store weak references to their weights, which prevent swapping until they are removed."""
     part = nn.LSTM(2, 3)
     other = nn.Parameter(torch.zeros_like(part.weight_hh_l0))
     with pytest.raises(RuntimeError, match="weakref"):
@@ -217,7 +217,7 @@ def test_non_persistent_buffers_set():
 
 
 def test_tables_of_modules():
-    """What is put into them is what the module has, and they keep their order."""
+    """Entries of `_parameters`, `_modules` and `_buffers` are attributes of the module, in order of registration."""
     module = nn.Linear(2, 2)
     assert list(module._parameters) == ["weight", "bias"]
     module._parameters["weight"] = other = nn.Parameter(torch.zeros(2, 2))
@@ -276,7 +276,11 @@ def test_functions_within_modes_and_transforms() -> None:
 
 
 def test_the_generator_around_a_checkpoint() -> None:
-    """It runs to its yield before the block, and to its end behind it; one that only yields saves as without it."""
+    """A replaced checkpoint generator runs up to its yield before the block, and to its end after the block.
+
+    Because this generator only yields, the block saves its tensors normally and runs once. With the original generator,
+    the block runs again in backward.
+    """
     seen: list[str] = []
 
     def make(*args: Any, **kwargs: Any) -> Any:
@@ -299,8 +303,9 @@ def test_the_generator_around_a_checkpoint() -> None:
 
 
 def test_references_of_python_are_counted_without_those_of_the_graph() -> None:
+    """A reference from the autograd graph does not change the count, and a second name adds one."""
     held = {0: torch.ones(3, requires_grad=True) * 1}
-    alone = private.count_python_references(held[0])  # an assert would hold it, too
+    alone = private.count_python_references(held[0])  # an assert would add a reference
     product = held[0] * held[0]
     in_graph = private.count_python_references(held[0])
     name = held[0]
@@ -311,7 +316,7 @@ def test_references_of_python_are_counted_without_those_of_the_graph() -> None:
 
 
 def shard_and_undo(rank: int) -> list[Any]:
-    """Units of two layers and a module around them, a backward of weights alone, and the undoing."""
+    """Shard two layers with `fully_shard`, undo the outer unit, run a backward for weights only, and free shards."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("replicas",))
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -345,7 +350,7 @@ def test_fully_shard():
 
 
 def test_store_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The level of torch's C++ log is where it is looked for, and one in the environment stays."""
+    """Store warnings are silenced by the level of torch's C++ log, unless the environment specifies a level."""
     library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libc10.so"))
     level = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
     before = level.value

@@ -1,4 +1,4 @@
-"""What torch 2.13's own pipelining gets wrong without a word, each as a test of ours."""
+"""Cases that the pipelining of torch 2.13 computes incorrectly without an error, tested on this engine."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests.engine.pipes import ROWS, WIDTH, assert_close, batch, body, gradients
 
 
 def pipe_of(model: list[nn.Module], microbatches: int = 4, name: str = "1f1b", make_body: Any = body) -> Loopback:
+    """Return a pipeline of two stages, with both ranks in this process."""
     schedule = make_schedule(name)
     assert isinstance(schedule, Schedule)
     plan = Plan.even(2, microbatches, ROWS)
@@ -23,12 +24,13 @@ def pipe_of(model: list[nn.Module], microbatches: int = 4, name: str = "1f1b", m
 
 
 def run(pipe: Loopback, number: int = 0, data: Any = None, rows: int = ROWS) -> None:
+    """Run one training batch to its end."""
     pipe.inject(lambda: Item(number, rows, batch(0, rows) if data is None else data))
     pipe.drain()
 
 
 def evaluate(pipe: Loopback, rows: int, data: Any = None) -> torch.Tensor:
-    """Forward only, the ranks one after the other: messages wait in the mailboxes."""
+    """Run only forwards, one rank after the other. Messages wait in the mailboxes in between."""
     outputs = [engine.evaluate(Item(0, rows, batch(1, rows) if data is None else data)) for engine in pipe.engines]
     assert outputs[0] == []
     return torch.cat([output for _, output in outputs[-1]])
@@ -59,7 +61,7 @@ def test_forward_returns_the_rows_of_its_batch_only(rows: int) -> None:
     model = layers()
     pipe = pipe_of(model)
     with torch.no_grad():
-        evaluate(pipe, ROWS)  # a full batch first, whose rows must not show up again
+        evaluate(pipe, ROWS)  # a full batch first, whose rows must not appear in later outputs
         torch.testing.assert_close(
             evaluate(pipe, rows), nn.Sequential(*model)(batch(1, rows)[0]), rtol=1e-12, atol=1e-12
         )
@@ -67,7 +69,10 @@ def test_forward_returns_the_rows_of_its_batch_only(rows: int) -> None:
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_batch_norm_counts_each_micro_batch_once(recompute: bool) -> None:
-    """Nothing runs to learn shapes, neither at the start nor after an evaluation; a second run does not count."""
+    """BatchNorm updates its statistics once per micro-batch: the engine runs no extra forward to find shapes.
+
+    A second forward for recomputation does not update them either.
+    """
     model: list[nn.Module] = [nn.BatchNorm1d(WIDTH).double(), nn.BatchNorm1d(WIDTH).double()]
     schedule = make_schedule("1f1b")
     assert isinstance(schedule, Schedule)
@@ -114,7 +119,7 @@ def test_dropout_does_not_depend_on_the_number_of_stages() -> None:
         assert isinstance(schedule, Schedule)
         plan = Plan.even(stages, 4, ROWS)
         pipe = Loopback(plan, schedule.program(plan), lambda r, p=plan, m=model: make_stages(p, r, m), seed=3)
-        torch.manual_seed(100 * stages)  # whatever the global generators are at
+        torch.manual_seed(100 * stages)  # the result must not depend on the global generators
         run(pipe, number=5)
         found.append(gradients(model))
     assert_close(found[1], found[0])

@@ -1,4 +1,4 @@
-"""Windows without flushes against one process that trains with weights as old as the papers say."""
+"""Compare windows without flushes with one process that trains with weights of the age that the papers specify."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ DEPTH = 4
 
 
 def planned(name: str, stages: int, microbatches: int, recompute: bool = False) -> tuple[Plan, Program]:
+    """Return a plan for a schedule, and the program of the schedule for this plan."""
     schedule = make_schedule(name)
     assert isinstance(schedule, Schedule)
     plan = adapt_plan(Plan.even(stages, microbatches, ROWS, recompute=[recompute] * stages), schedule)
@@ -28,8 +29,11 @@ def planned(name: str, stages: int, microbatches: int, recompute: bool = False) 
 
 
 def stale(delays: list[int], batches: int) -> list[nn.Module]:
-    """Batch n goes through stage s, there and back, with the weights after `n - delays[s]` updates; then every stage
-    is updated by its gradient. No pipeline, no micro-batches."""
+    """Train with stale weights, without a pipeline and without micro-batches.
+
+    Batch n runs forward and backward through stage s with the weights after `n - delays[s]` updates. Then every stage
+    is updated with its gradient.
+    """
     model = layers(DEPTH)
     stages = [
         nn.Sequential(*model[s * DEPTH // len(delays) : (s + 1) * DEPTH // len(delays)]) for s in range(len(delays))
@@ -54,7 +58,7 @@ def stale(delays: list[int], batches: int) -> list[nn.Module]:
 
 
 def delays_of(name: str, stages: int, microbatches: int) -> list[int]:
-    """Section 3.3 of PipeDream, stages counted from 0; one everywhere for 2BW."""
+    """Return the delay of each stage in updates, by Section 3.3 of PipeDream with stages from 0; for 2BW always one."""
     if name == "pipedream_2bw":
         return [1] * stages
     return [-(-(stages - 1 - s) // microbatches) for s in range(stages)]
@@ -90,15 +94,16 @@ def test_weights_are_as_old_as_the_papers_say(
 
 
 def test_old_weights_are_another_result() -> None:
+    """Training with stale weights differs from training without delays, so the other tests compare something."""
     assert not torch.equal(stale([1, 0], 5)[0][0].weight, stale([0, 0], 5)[0][0].weight)  # type: ignore[index,arg-type]
 
 
 def test_two_windows() -> None:
-    """After a drain every stage is up to date, and the next window starts anew."""
+    """After a drain, every stage has the newest weights, and the next window starts without delays."""
     plan, program = planned("pipedream", 2, 2)
     model, reference = layers(DEPTH), layers(DEPTH)
     pipe = Loopback(plan, program, lambda r: make_stages(plan, r, model, sgd_step()))
-    for n in (0, 1):  # one batch a window: as without a pipeline
+    for n in (0, 1):  # one batch per window gives the same as training without a pipeline
         pipe.inject(lambda n=n: Item(n, ROWS, batch(n)))  # type: ignore[misc]
         pipe.drain()
     optimizer = torch.optim.SGD(nn.Sequential(*reference).parameters(), lr=0.1, momentum=0.9)
@@ -111,6 +116,7 @@ def test_two_windows() -> None:
 
 
 def stream(rank: int, name: str, stages: int, microbatches: int, batches: int) -> dict[str, Any]:
+    """Train on one rank without flushes between batches, and return the weights of its stages."""
     from lightning_pipes.engine import Engine
 
     plan, program = planned(name, stages, microbatches)

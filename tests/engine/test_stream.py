@@ -1,5 +1,7 @@
-"""Batches without end that use different layers, ordered by a policy: the weights of one batch after another, bit by
-bit."""
+"""Streams of batches that use different layers, ordered by a policy.
+
+The weights are compared bit by bit with training on one batch after another.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ WHOLE = ("0", "1", "2", "3", "5", "6", "7")
 
 
 class Optional(nn.Module):
-    """A layer that only batches go through which have chosen it."""
+    """A layer that only the batches that have chosen it pass through."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -56,7 +58,7 @@ class Optional(nn.Module):
 
 
 class Either(nn.Module):
-    """One of two."""
+    """A layer with two alternatives, of which a batch chooses at most one."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -77,12 +79,16 @@ def model() -> list[nn.Module]:
 
 
 def chosen(number: int) -> tuple[str, ...]:
+    """Return the names of the layers that a batch uses."""
     rng = random.Random(number)
     return (*(n for n in WHOLE if rng.random() < 0.4), f"4.nets.{rng.randrange(2)}")
 
 
 def stepped(number: int) -> tuple[str, ...] | None:
-    """Every third batch leaves some of its layers as they are."""
+    """Return the layers that the optimizer updates after a batch; None means all layers that the batch uses.
+
+    Every third batch updates only some of its layers.
+    """
     return chosen(number)[::2] if number % 3 == 2 else None
 
 
@@ -92,28 +98,35 @@ def batch(number: int, rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rows_of(number: int) -> int:
+    """Return the number of samples in a batch. Every fifth batch is shorter."""
     return 5 if number % 5 == 4 else ROWS
 
 
 def parts_of(layers: Sequence[nn.Module], names: Sequence[str]) -> list[nn.Parameter]:
+    """Return the parameters of the layers with the given names."""
     return [p for name in names for p in nn.ModuleList(layers).get_submodule(name).parameters()]
 
 
 Late = Callable[[int], Mapping[str, int]]
-"""The layers that a batch reads late, and by how many batches."""
+"""A function that returns the layers whose stale weights a batch reads, and the age of the weights in batches."""
 
 
 def never(number: int) -> Mapping[str, int]:
+    """Return no layers: no batch reads stale weights."""
     return {}
 
 
 @cache
 def one_after_another(batches: int, spans: tuple[Span, ...], late: Late = never) -> dict[str, torch.Tensor]:
-    """No pipeline: a batch goes through its layers, and those that it steps are stepped, each by an Adam of its own
-    time. For what a batch reads late, the weights are put back for a moment."""
+    """Train on one batch after another without a pipeline, and return the weights.
+
+    Adam updates the layers that the batch steps, and counts the updates of each layer separately. While a batch reads
+    stale weights, the older values temporarily replace the newest ones.
+    """
     layers = model()
     optimizer = torch.optim.Adam(nn.ModuleList(layers).parameters(), lr=0.02, weight_decay=0.1)
-    left = [[p.detach().clone() for p in nn.ModuleList(layers).parameters()]]  # by each batch, and at the start
+    # the weights at the start and after each batch
+    left = [[p.detach().clone() for p in nn.ModuleList(layers).parameters()]]
     for number in range(batches):
         rows = rows_of(number)
         for name, by in late(number).items():
@@ -147,6 +160,7 @@ def one_after_another(batches: int, spans: tuple[Span, ...], late: Late = never)
 
 
 def body(stage: Stage, item: Item, span: Span, received: Any) -> Any:
+    """Run the layers of a stage on one micro-batch; the last stage returns its share of the loss."""
     x, target = item.data
     out = stage.run_layers(
         item, span, (x[span.start : span.stop], chosen(item.number)) if received is None else received
@@ -157,6 +171,7 @@ def body(stage: Stage, item: Item, span: Span, received: Any) -> Any:
 
 
 def stages_of(plan: Plan, rank: int, layers: Sequence[nn.Module], body: Any = body) -> list[Stage]:
+    """Return the stages of one rank, each with an Adam optimizer."""
     made = []
     for number in plan.stages[rank]:
         mine = {n: layers[n] for n in range(*plan.layers[number])}
@@ -171,6 +186,7 @@ def stages_of(plan: Plan, rank: int, layers: Sequence[nn.Module], body: Any = bo
 
 
 def step(stage: Stage, item: Item, optimizer: torch.optim.Optimizer) -> None:
+    """Update only the parameters that a batch steps, and keep the gradients of all others."""
     mine = {id(p) for p in stage.stepped_parameters(item)}
     others = {p: p.grad for g in optimizer.param_groups for p in g["params"] if id(p) not in mine}
     for p in others:
@@ -182,12 +198,14 @@ def step(stage: Stage, item: Item, optimizer: torch.optim.Optimizer) -> None:
 
 
 def planned(stages: int, microbatches: int, ranks: Sequence[int] | None = None, recompute: bool = False) -> Plan:
+    """Return a plan that divides the layers evenly among the stages."""
     cuts = [s * DEPTH // stages for s in range(stages + 1)]
     layers = [Span(a, b) for a, b in pairwise(cuts)]
     return Plan.even(stages, microbatches, ROWS, ranks, layers, [recompute] * stages)
 
 
 def item(number: int, plan: Plan, late: Late = never) -> Item:
+    """Return a batch with the layers that it uses, steps, and reads late."""
     rows = rows_of(number)
     names, steps = chosen(number), stepped(number)
     if late is not never:
@@ -198,7 +216,7 @@ def item(number: int, plan: Plan, late: Late = never) -> Item:
 
 
 def overlaps(events: Sequence[Any]) -> int:
-    """How often a batch began on a stage before one ahead of it had stepped there."""
+    """Return the number of times that a batch began on a stage before the STEP of an earlier batch on that stage."""
     begun = {
         (e.instruction.stage, e.instruction.batch): e.start for e in reversed(events) if e.instruction.kind is Kind.F
     }
@@ -219,6 +237,7 @@ PLANS = {
 
 @pytest.mark.parametrize("what", PLANS)
 def test_weights_are_those_of_one_after_another(what: str) -> None:
+    """The weights equal the weights of sequential training bit by bit, although batches overlap."""
     plan, layers = PLANS[what], model()
     pipe = Loopback(plan, Jumbled(len(what)), lambda r: stages_of(plan, r, layers))
     for number in range(BATCHES):
@@ -231,18 +250,19 @@ def test_weights_are_those_of_one_after_another(what: str) -> None:
 
 
 def some(number: int) -> Mapping[str, int]:
-    """Constant delays, of a layer that many batches use and of parts of one."""
+    """Return constant delays for two layers and for both alternatives of layer 4."""
     return {"1": 3, "6": 1, "4.nets.0": 4, "4.nets.1": 4}
 
 
 def bulks(number: int) -> Mapping[str, int]:
-    """All layers as they were at the start of a bulk of four batches."""
+    """Return delays with which every batch reads all weights as of the start of its group of four batches."""
     return dict.fromkeys((*WHOLE, "4.nets.0", "4.nets.1"), number % 4 + 1)
 
 
 @for_each("late", [some, bulks])
 @for_each("what", ["1 stage", "2 stages", "2 stages a rank", "recomputed", "split backward"])
 def test_what_is_read_late_is_as_it_was(what: str, late: Late) -> None:
+    """Reading stale weights gives the same weights, bit by bit, as sequential training with the older values."""
     plan, layers = PLANS[what], model()
     pipe = Loopback(plan, Jumbled(len(what)), lambda r: stages_of(plan, r, layers))
     for number in range(BATCHES):
@@ -256,6 +276,7 @@ def test_what_is_read_late_is_as_it_was(what: str, late: Late) -> None:
 
 
 def test_a_program_can_not_read_late() -> None:
+    """A schedule with a fixed order refuses batches that read stale weights."""
     schedule = make_schedule("pipedream")
     assert isinstance(schedule, Schedule)
     plan, layers = adapt_plan(planned(1, 2), schedule), model()
@@ -266,6 +287,7 @@ def test_a_program_can_not_read_late() -> None:
 
 @pytest.mark.parametrize("shared", [{"steps": []}, {"delays": {"0": Delayed(1)}}])
 def test_statistics_of_what_batches_share_must_not_change(shared: dict[str, Any]) -> None:
+    """Running statistics are refused in a layer that a batch does not step, or whose weights it reads late."""
     plan = planned(1, 1)
     layers = [nn.BatchNorm1d(WIDTH) if n == 0 else nn.Linear(WIDTH, WIDTH) for n in range(DEPTH)]
 
@@ -280,6 +302,7 @@ def test_statistics_of_what_batches_share_must_not_change(shared: dict[str, Any]
 
 
 def test_batches_that_do_not_say_what_they_use_use_all() -> None:
+    """Batches without a layer use do not overlap, and give the weights of GPipe on one stage bit by bit."""
     plan, layers, alone = planned(2, 2), model(), model()
     pipe = Loopback(plan, Jumbled(), lambda r: stages_of(plan, r, layers))
     for number in range(4):
@@ -295,13 +318,14 @@ def test_batches_that_do_not_say_what_they_use_use_all() -> None:
 
 
 def make_program(name: str, plan: Plan) -> Any:
+    """Return the program that a schedule makes for a plan."""
     schedule = make_schedule(name)
     assert isinstance(schedule, Schedule)
     return schedule.program(plan)
 
 
 def test_a_program_steps_what_batches_step() -> None:
-    """On one stage PipeDream is one batch after another, whatever batches use."""
+    """On one stage, PipeDream gives the weights of sequential training, and updates only what each batch steps."""
     schedule = make_schedule("pipedream")
     assert isinstance(schedule, Schedule)
     plan, layers = adapt_plan(planned(1, 2), schedule), model()
@@ -315,7 +339,7 @@ def test_a_program_steps_what_batches_step() -> None:
 
 @dataclass(frozen=True)
 class Looking(Jumbled):
-    """Notes what it sees."""
+    """A policy that records every view that it receives."""
 
     seen: ClassVar[list[RankView]] = []
 
@@ -325,6 +349,7 @@ class Looking(Jumbled):
 
 
 def test_the_policy_sees_versions_and_uses() -> None:
+    """The view of a policy contains the layers that batches use, and the number and last batch of their updates."""
     plan, layers = planned(1, 2), model()
     Looking.seen.clear()
     pipe = Loopback(plan, Looking(), lambda r: stages_of(plan, r, layers))
@@ -342,9 +367,10 @@ def test_the_policy_sees_versions_and_uses() -> None:
 
 
 def test_depth_is_what_may_be_under_way() -> None:
+    """The engine requests batches until `depth` of them are in flight."""
     plan, layers = planned(2, 2), model()
     pipe = Loopback(plan, Jumbled(depth=3), lambda r: stages_of(plan, r, layers))
-    engine = pipe.engines[1]  # gets nothing as long as the first stage does not run
+    engine = pipe.engines[1]  # receives nothing as long as the first stage does not run
     for number in range(3):
         assert engine.is_satisfied
         engine.inject(item(number, plan))
@@ -352,6 +378,7 @@ def test_depth_is_what_may_be_under_way() -> None:
 
 
 def test_nothing_is_kept_of_batches_that_are_over() -> None:
+    """The size of the data that the order keeps is the same after 20 and after 60 batches."""
     plan, layers = planned(2, 2), model()
     pipe = Loopback(plan, Jumbled(), lambda r: stages_of(plan, r, layers))
     sizes = []
@@ -375,6 +402,7 @@ def test_refuses_layers_that_are_not_here(name: str) -> None:
 
 
 def test_refuses_a_plan_that_it_can_not_order() -> None:
+    """A policy without flushes refuses a plan with several weight versions."""
     plan, layers = replace(planned(2, 2), versions=(2, 1)), model()
     with pytest.raises(PlanError, match="one version"):
         Loopback(plan, Jumbled(), lambda r: stages_of(plan, r, layers))
@@ -384,6 +412,7 @@ def test_refuses_a_plan_that_it_can_not_order() -> None:
 
 
 def on_a_process(rank: int, stages: int, victim: int | None) -> dict[str, torch.Tensor]:
+    """Train on one rank and return the weights of its stage. The rank `victim` kills itself in batch 13."""
     torch.set_num_threads(1)
     plan, layers = planned(stages, 2), model()
 

@@ -1,4 +1,4 @@
-"""Objects of all kinds are opened into the tensors that they hold, and put together again."""
+"""Objects of many types are flattened into the tensors that they contain, and rebuilt from them."""
 
 from __future__ import annotations
 
@@ -53,6 +53,8 @@ class Plain:
 
 
 class Own(Plain):
+    """A class that defines its own pickled state."""
+
     def __getstate__(self) -> Any:
         return (self.a,)
 
@@ -61,6 +63,7 @@ class Own(Plain):
 
 
 def with_attribute(thing: Any, value: Any) -> Any:
+    """Set the attribute `more` of an object, and return the object."""
     thing.more = value
     return thing
 
@@ -130,11 +133,14 @@ def test_objects_may_refer_to_themselves():
 
 
 class Whole(trees.SentWhole):
+    """An object that is sent whole, so that flattening it must not pickle it."""
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise AssertionError("it is not opened")
 
 
 def unpicklable() -> Any:
+    """Return a generator, which cannot be pickled."""
     return (n for n in range(3))
 
 

@@ -1,6 +1,6 @@
-"""A rank dies while connections are made, or before or after; or goes its own way. Nobody is left waiting for it.
+"""A rank dies before, during or after the connection phase, or continues alone, and no other rank waits without end.
 
-Ranks end as interpreters do: with what waits there for threads of theirs.
+Ranks end like complete interpreters, which also wait for their threads.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ from tests.trainers import make_trainer
 
 
 def soon() -> float:
-    """Return the seconds that an end may take. Each limit of ours is below ten seconds, and half a minute and more was
-    waited without them on a quiet machine."""
+    """Return the limit in seconds for the end of a rank.
+
+    Each time limit of the package is below ten seconds. Without these limits, ranks waited for half a minute and more
+    on a quiet machine.
+    """
     return scale_timeout(30.0, least=1.0)
 
 
@@ -50,13 +53,14 @@ KILLED = {
 
 
 def killed(fault: Fault, folder: Path) -> list[RankResult]:
+    """Train on two ranks with a fault, and return the results of the ranks."""
     fault = Fault(fault.rank, fault.point, str(folder / "when"), fault.nth)
     return watch_ranks(train, 2, Run(str(folder)), timeout=60, env=dict(fault.to_environment()))
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[RankResult], float]]:
-    """Of each case, with the seconds from the death to the end of the last rank."""
+    """The results of each case, with the seconds from the death of the victim to the end of the last rank."""
     found = {}
     for name, fault in KILLED.items():
         folder = tmp_path_factory.mktemp("killed")
@@ -67,6 +71,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[R
 
 @pytest.mark.parametrize("name", KILLED)
 def test_a_death_while_connections_are_made(name, outcomes):
+    """The surviving rank ends in time, with an error that says which rank has ended."""
     found, seconds = outcomes[name]
     victim = KILLED[name].rank
     assert found[victim].exitcode == -signal.SIGKILL
@@ -91,13 +96,14 @@ def loader(rows: int = 3 * ROWS, batch_size: int = ROWS) -> DataLoader[Any]:
 
 
 class Quiet(Net):
-    """Writes nothing."""
+    """A module that writes no files."""
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         return ((self.layers(batch[0]) - batch[1]) ** 2).mean()
 
 
 def one_goes_on(rank: int, folder: str, who: int) -> str:
+    """Train on both ranks, then train again on the rank `who` only."""
     fit(default_root_dir=folder)
     if rank == who:
         fit(default_root_dir=folder)
@@ -106,7 +112,7 @@ def one_goes_on(rank: int, folder: str, who: int) -> str:
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_rank_that_goes_on_alone_hears_that_the_other_has_ended(who, tmp_path):
-    """As `if trainer.is_global_zero: trainer.test()` would have it."""
+    """A rank that starts another run alone, as with `if trainer.is_global_zero: trainer.test()`, gets an error."""
     outcomes = watch_ranks(one_goes_on, 2, str(tmp_path), who, timeout=60)
     assert outcomes[1 - who].value == "through"
     error = outcomes[who].error
@@ -119,7 +125,7 @@ def test_a_rank_that_goes_on_alone_hears_that_the_other_has_ended(who, tmp_path)
 
 
 def no_threads(rank: int) -> str:
-    """What a rank says that fails when it can't have a thread; or what the other hears."""
+    """Let rank 1 fail when it cannot start threads, and return the error of each rank."""
     quiet()
 
     class Full(Callback):
@@ -142,13 +148,14 @@ def no_threads(rank: int) -> str:
 
 
 def test_a_failure_is_told_without_a_new_thread():
+    """A rank that cannot start threads still reports its failure to the other rank."""
     other, own = run_ranks(no_threads, 2, timeout=40)
     assert own == "MemoryError: no room"
     assert other.startswith("PeerFailure: rank 1 (stage 0) failed: MemoryError: no room")
 
 
 class TooSmall(Quiet):
-    """Finds no room on one stage for more than 8 rows."""
+    """A module that runs out of memory on one stage if a batch has more than 8 rows."""
 
     def __init__(self, rank: int, batch_size: int = 2) -> None:
         super().__init__(os.devnull)
@@ -182,6 +189,7 @@ def find_batch_size(rank: int, folder: str, full: int) -> str:
 
 @pytest.mark.parametrize("full", [0, 1])
 def test_a_batch_size_that_is_too_large_ends_all_ranks(full, tmp_path):
+    """If BatchSizeFinder exceeds the memory of one rank, all ranks end with an error that explains it."""
     outcomes = watch_ranks(find_batch_size, 2, str(tmp_path), full, timeout=60)
     for o in outcomes:
         assert "If BatchSizeFinder tried a batch size that is too large, set the one before it" in o.error
@@ -193,7 +201,7 @@ def test_a_batch_size_that_is_too_large_ends_all_ranks(full, tmp_path):
 
 
 class Told(Callback):
-    """The process gets SIGTERM, once, in the fourth step of the first sibling."""
+    """A callback that sends SIGTERM to rank 1 once, in the fourth step of the first sibling."""
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         if trainer.global_rank == 1 and trainer.global_step == 4:
@@ -201,9 +209,9 @@ class Told(Callback):
 
 
 def array(rank: int, folder: str) -> list[tuple[Any, str]]:
-    """Steps and errors of siblings, of which a third is not begun."""
+    """Run an array of three jobs, two at a time, and return the steps and errors of the two that began."""
     quiet()
-    begun: dict[int, pl.Trainer] = {}  # siblings may begin in another order
+    begun: dict[int, pl.Trainer] = {}  # by index, because siblings may begin in another order
 
     def job(number: int) -> None:
         saver = OnExceptionCheckpoint(folder, filename=f"left{number}")
@@ -256,7 +264,10 @@ for outcome in JobArray(2).run([job, job]):
 
 
 def test_sigterm_ends_siblings_that_have_not_met(tmp_path):
-    """torchrun sends it to all ranks where one has died, and kills after 30 s those that are still there."""
+    """SIGTERM ends a rank that still waits for the others.
+
+    torchrun sends this signal to all ranks when one has died, and kills the remaining ranks after 30 s.
+    """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = {
         **os.environ,
@@ -270,7 +281,7 @@ def test_sigterm_ends_siblings_that_have_not_met(tmp_path):
     }
     rank = subprocess.Popen([sys.executable, "-c", ALONE], env=env, text=True, stderr=subprocess.PIPE)
     try:
-        store.wait(["lightning_pipes/asks/0"], timedelta(seconds=scale_timeout(90)))  # it waits for rank 1
+        store.wait(["lightning_pipes/asks/0"], timedelta(seconds=scale_timeout(90)))  # the rank now waits for rank 1
         rank.send_signal(signal.SIGTERM)
         told = time.monotonic()
         _, said = rank.communicate(timeout=scale_timeout(60))

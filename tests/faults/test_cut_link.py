@@ -1,4 +1,4 @@
-"""Two hosts lose sight of each other, or nearly: nothing breaks, bytes only cease to arrive."""
+"""The link between two hosts is cut or becomes very slow. No connection is closed, but bytes do not arrive."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.engine.pipes import connect
 from tests.faults.training import Run, train
 
 TIMEOUT, SOON = 5.0, 80.0
-"""Seconds; on a machine that is not busy all are through 8 after the timeout, and who hangs is so for half an hour."""
+"""Seconds. On a machine that is not busy, all ranks end 8 s after the timeout; a rank that hangs waits half an hour."""
 needs_hosts = pytest.mark.skipif(bool(namespaces.unavailable_reason()), reason=namespaces.unavailable_reason())
 
 
@@ -34,6 +34,7 @@ needs_hosts = pytest.mark.skipif(bool(namespaces.unavailable_reason()), reason=n
 @needs_hosts
 @pytest.mark.parametrize("place", ["forward", "save"])
 def test_both_ends_notice_a_cut_link(place: str, tmp_path: Path) -> None:
+    """If the link between two hosts is cut, both ranks end after the heartbeat timeout with errors that explain it."""
     run = Run(str(tmp_path), "cut", place, (1,), strategy={"heartbeat_timeout": TIMEOUT})
     with namespaces.Hosts(2) as hosts:
         with_store, without = hosts.watch_ranks(train, run, timeout=120)
@@ -50,8 +51,11 @@ MESSAGE, FAST, CRAWLING = 32 * 1024, 4e6, 16e3
 
 
 def crawl(rank: int, folder: str) -> list[tuple[LinkEffect, float]]:
-    """A step while links crawl, and one when they are fast again: what they are measured to do, and seconds of the
-    message that this rank received."""
+    """Run one step over slow links and one step over fast links.
+
+    Returns:
+        For each step, the measured effect of the links, and the seconds of the message that this rank received.
+    """
     torch.set_num_threads(1)
     plan = Plan.even(2, 1, layers=even_partition([1.0, 1.0], 2))
     layer = sleeping_layer(0.01, 0.02, message_bytes=MESSAGE)
@@ -86,6 +90,7 @@ def wait_for(path: Path) -> None:
 @pytest.mark.root
 @pytest.mark.skipif(bool(netlab.lab_unavailable_reason()), reason=netlab.lab_unavailable_reason())
 def test_a_link_that_falls_to_nearly_nothing_is_waited_for_and_seen(tmp_path: Path) -> None:
+    """A step over very slow links completes, and the measured durations show that the bandwidth limits it."""
     with netlab.NetLab(2) as lab:
 
         def shapes() -> None:
@@ -108,6 +113,7 @@ def test_a_link_that_falls_to_nearly_nothing_is_waited_for_and_seen(tmp_path: Pa
 @pytest.mark.root
 @needs_hosts
 def test_hosts_vanish_with_their_owner() -> None:
+    """When the owner of emulated hosts is killed, all their processes end."""
     code = (
         "import os, signal\n"
         "from benchmarks.harness.namespaces import Hosts\n"
@@ -128,6 +134,7 @@ def test_hosts_vanish_with_their_owner() -> None:
 
 
 def is_there(pid: str) -> bool:
+    """Return whether a process exists and is not a zombie."""
     try:
         return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except FileNotFoundError:

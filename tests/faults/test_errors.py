@@ -1,4 +1,4 @@
-"""A rank raises, a loss is not a number, the scheduler sends SIGTERM: all ranks do the same."""
+"""If a rank raises an error, a loss is NaN, or the scheduler sends SIGTERM, all ranks react in the same way."""
 
 from __future__ import annotations
 
@@ -39,6 +39,8 @@ def test_a_rank_that_raises_is_named_by_all(place, victim, tmp_path):
 
 
 class Poisoned(lit.Lit):
+    """A module whose loss is NaN in one batch."""
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
         if self.trainer.fit_loop.total_batch_idx == 3:
@@ -48,7 +50,7 @@ class Poisoned(lit.Lit):
 
 
 class CountsBad(Callback):
-    """A callback of a user's that stops after the second loss that is not finite."""
+    """A user's callback that stops the training after the second loss that is not finite."""
 
     def __init__(self) -> None:
         self.bad = 0
@@ -74,6 +76,7 @@ REACTIONS = {"goes on": (goes_on, 9), "early stopping": (stops_early, 6), "a cal
 
 
 def poisoned(rank: int, ranks: int, folder: str) -> dict[str, Any]:
+    """Train with a NaN loss for each reaction in `REACTIONS`, without a pipeline if `ranks` is 1."""
     cases = {}
     for name, (options, _) in REACTIONS.items():
         case = lit.Case(Poisoned, trainer={"max_epochs": 3, **options()}, strategy={"microbatches": 2})
@@ -83,13 +86,14 @@ def poisoned(rank: int, ranks: int, folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def reactions(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Of two ranks, and of one process without a pipeline."""
+    """The results of two ranks, followed by the results of one process without a pipeline."""
     one, two = (str(tmp_path_factory.mktemp(name)) for name in ("one", "two"))
     return [*run_ranks(poisoned, 2, 2, two, timeout=60), *run_ranks(poisoned, 1, 1, one, timeout=60)]
 
 
 @pytest.mark.parametrize("name", REACTIONS)
 def test_a_loss_that_is_not_a_number_means_what_it_means_on_one_process(name, reactions):
+    """With a NaN loss, both ranks run the same steps and have the same losses and weights as one process."""
     wanted = reactions[2][name]
     assert wanted["steps"] == REACTIONS[name][1]
     losses = [out["loss"] for out in wanted["outputs"]]
@@ -123,7 +127,7 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, set[str]]:
 
 @pytest.mark.parametrize(("place", "victims", "step"), TERMINATED)
 def test_sigterm_leaves_a_whole_checkpoint(place, victims, step, tmp_path, wanted):
-    """Every rank ends after the same batch; what is saved then is an ordinary checkpoint, and training can go on."""
+    """After SIGTERM, every rank ends after the same batch, and the training resumed from it has the same losses."""
     saver = OnExceptionCheckpoint(tmp_path, filename="left")
     run = Run(str(tmp_path), "term", place, victims, trainer={"callbacks": [saver]})
     outcomes = watch_ranks(train, 2, run, timeout=30)

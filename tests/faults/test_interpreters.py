@@ -1,4 +1,7 @@
-"""Faults at named places in interpreters of their own: all end, say who it was, leave nothing, and go on as before."""
+"""Faults at named points in separate interpreters.
+
+All processes end, name the victim and leave nothing behind, and the resumed run gives the same result.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import pytest
 from benchmarks import faults as benchmark
 
 SOON = 60.0
-"""Seconds: ten would do on a machine that is not busy; nobody who hangs comes back in sixty."""
+"""Seconds. Ten are enough on a machine that is not busy, and a process that hangs does not end within sixty."""
 CASES = {
     "while connections are made": {"kind": "fit", "form": "full", "phase": "connecting", "point": "new_group"},
     "when a sibling hands over": {"kind": "array", "form": "sharded", "phase": "hand-over", "point": "sibling.pause"},
@@ -19,11 +22,11 @@ CASES = {
 
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    monkeypatch.setattr(benchmark, "SHM", tmp_path)  # others of this machine are at work in /dev/shm
+    monkeypatch.setattr(benchmark, "SHM", tmp_path)  # other programs on this machine use /dev/shm
     return benchmark
 
 
-@pytest.mark.slow  # test_connecting.py and test_kills.py have the like on ranks
+@pytest.mark.slow  # test_connecting.py and test_kills.py test the same with ranks of one server
 @pytest.mark.parametrize("name", CASES)
 def test_all_end_and_go_on(name, faults):
     case = faults.Case(number=0, launcher="lightning", ranks=2, victim=1, act="kill", nth=2, **CASES[name])

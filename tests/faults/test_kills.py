@@ -1,4 +1,4 @@
-"""A rank is killed at every place where it can be: all others end soon, say who it was, and training can go on."""
+"""A rank is killed at each place of a training: all other ranks end soon and name it, and training can be resumed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FOUR = [(place, 2) for place in PLACES]
 
 @dataclass(frozen=True)
 class Death:
-    """A run that lost `victim`, and the losses of all steps once it was resumed on two ranks."""
+    """The results of a run in which a rank was killed, and the losses of all steps after it was resumed on two."""
 
     outcomes: list[RankResult]
     losses: dict[int, set[str]]
@@ -28,13 +28,14 @@ Case = tuple[str, int]
 
 
 def undisturbed(folder: Path) -> dict[int, set[str]]:
+    """Return the losses of a run without a fault."""
     folder.mkdir()
     run_ranks(train, 2, Run(str(folder)), timeout=60)
     return losses(folder)
 
 
 def deaths(folder: Path, ranks: int, cases: list[Case]) -> dict[Case, Death]:
-    """All cases, each in processes of its own; they are resumed in the same ones."""
+    """Run all cases, each in separate processes, then resume all of them in the same two processes."""
     found = {}
     for place, victim in cases:
         directory = folder / f"{place}{victim}"
@@ -61,6 +62,7 @@ def of_four(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Death]:
 
 
 def check(death: Death, place: str, victim: int, wanted: dict[int, set[str]]) -> None:
+    """Check that the other ranks ended in time and named the victim, and that the resumed losses are correct."""
     last_rank = len(death.outcomes) - 1
     assert death.outcomes[victim].exitcode == -signal.SIGKILL
     assert seconds_after(death.outcomes, victim) < scale_timeout(SOON)
@@ -68,10 +70,11 @@ def check(death: Death, place: str, victim: int, wanted: dict[int, set[str]]) ->
         assert o.exitcode is not None, "it was still there at the deadline"
         if o.rank != victim:
             assert f"rank {victim} (stage {last_rank - victim}) has ended" in o.error
-            waited = ["a collective call"]  # which a rank may be in between the instructions of two batches
+            waited = ["a collective call"]  # a rank may be in one between the instructions of two batches
             if place in ("forward", "backward", "validation"):
                 waited.append("instruction")
-            between = place in ("step", "save") and "while waiting for" not in o.error  # it heard of it in no wait
+            # the failure was noticed outside of any wait
+            between = place in ("step", "save") and "while waiting for" not in o.error
             assert between or any(f"while waiting for {what}" in o.error for what in waited), o.error
     assert wanted.keys() == set(range(EPOCHS * STEPS))
     assert death.losses == wanted

@@ -1,4 +1,4 @@
-"""A rank is killed while layers are on their way: all others end soon and name it, and nothing is lost."""
+"""A rank is killed while layers move between ranks: the other rank ends soon and names it, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.trainer.relocation.waiting import BATCHES, Waiting, expected, fit, pa
 
 SOON = 10.0
 SAVED = 1
-"""The last checkpoint is that of this batch."""
+"""The batch after which the last checkpoint is saved."""
 WAYS = {
     "buffered": Waiting(saved=(SAVED,), slow=0.03, saves=True),
     "ahead": Waiting(relocation="overlapped", saved=(SAVED,), slow=0.03, saves=True),
@@ -32,7 +32,7 @@ WAYS = {
 
 @dataclass(frozen=True)
 class Death:
-    """Rank `victim` dies `delay` seconds after it has come to a point for the n-th time."""
+    """A fault that kills rank `victim` `delay` seconds after it has reached a point for the `nth` time."""
 
     way: str
     victim: int
@@ -51,7 +51,7 @@ EVERYWHERE = [
 ]
 rng = random.Random(5)
 TRAVEL = [way for way in WAYS if way != "drain"]
-"""In these layers are under way for a quarter of a second or more."""
+"""The cases in which layers are in flight for a quarter of a second or more."""
 RANDOM = [Death(rng.choice(TRAVEL), rng.randrange(2), "move", rng.uniform(0.0, 0.25)) for _ in range(20)]
 
 
@@ -60,13 +60,13 @@ def dies(rank: int, way: str, folder: str) -> None:
 
 
 def go_on(rank: int, ways: Sequence[tuple[str, str]]) -> list[Any]:
-    """Trainings that go on from the checkpoints in folders."""
+    """Resume each training from the checkpoint in its folder, and return the results."""
     return [fit(replace(WAYS[way], saved=(), slow=0.0), 2, at, resume=f"{at}/{SAVED}.ckpt") for way, at in ways]
 
 
 @cache
 def after(deaths: tuple[Death, ...]) -> list[tuple[list[RankResult], list[Any]]]:
-    """The end of the ranks, and what both have when they go on, by death."""
+    """Return, for each fault, the results of the ranks that it ended, and the results of both ranks after resuming."""
     folders = [mkdtemp() for _ in deaths]
     ends = []
     for death, folder in zip(deaths, folders, strict=True):
@@ -79,6 +79,7 @@ def after(deaths: tuple[Death, ...]) -> list[tuple[list[RankResult], list[Any]]]
 
 
 def check(deaths: list[Death], number: int) -> None:
+    """Check that the other rank ended in time and named the victim, and that the resumed weights are correct."""
     death, (outcomes, ranks) = deaths[number], after(tuple(deaths))[number]
     victim, other = outcomes[death.victim], outcomes[1 - death.victim]
     assert victim.exitcode == -signal.SIGKILL

@@ -1,4 +1,4 @@
-"""A process that is stopped has no heartbeat; one that is busy does."""
+"""A stopped process is declared dead because its heartbeats stop; a busy process still sends them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ DEADLINE = 60.0
 
 @dataclass(frozen=True)
 class Case:
-    """Ranks that stop themselves, and when they are told to continue: once all others are gone, or after a while."""
+    """Ranks that stop themselves, and the time at which they are resumed.
+
+    They continue after `seconds`, or if this is None, when all other ranks have ended.
+    """
 
     ranks: int
     stopped: tuple[int, ...]
@@ -52,12 +55,12 @@ def alive(process: psutil.Process) -> bool:
 
 
 def processes(directory: Path, ranks: Iterable[int]) -> list[psutil.Process]:
-    """Those of these ranks; others that get their numbers later are not taken for them."""
+    """Return the processes of the given ranks. They are not confused with later processes of the same number."""
     return [psutil.Process(int((directory / f"pid{rank}").read_text())) for rank in ranks]
 
 
 def go_on(case: Case, directory: Path) -> None:
-    """Waits until the ranks have stopped themselves, then until they shall continue, and lets them."""
+    """Wait until the ranks have stopped themselves, and resume them when the case requires it."""
     until = time.monotonic() + scale_timeout(DEADLINE)
     while not all((directory / f"harmed{rank}").exists() for rank in case.stopped) and time.monotonic() < until:
         time.sleep(0.05)
@@ -72,6 +75,7 @@ def go_on(case: Case, directory: Path) -> None:
 
 
 def run(case: Case, directory: Path) -> list[RankResult]:
+    """Train with the stopped or busy ranks of a case, and return the results of all ranks."""
     env = {}
     if case.rank_zero_hosts_store:
         with socket.socket() as free:
@@ -86,7 +90,7 @@ def run(case: Case, directory: Path) -> list[RankResult]:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[RankResult]]:
-    """All cases at once: most of their time they wait."""
+    """The results of all cases, which run concurrently because they spend most of their time waiting."""
     folders = [tmp_path_factory.mktemp("stopped") for _ in CASES]
     with ThreadPoolExecutor(len(CASES)) as pool:
         return dict(zip(CASES, pool.map(run, CASES.values(), folders), strict=True))
@@ -94,6 +98,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[RankRes
 
 @pytest.mark.parametrize("name", ["the last rank", "rank 0, with the store", "one of four"])
 def test_a_stopped_rank_is_declared_dead(name, outcomes):
+    """The other ranks declare a stopped rank dead and end, and the rank itself reports this when it is resumed."""
     case = CASES[name]
     (victim,) = case.stopped
     who = f"rank {victim} (stage {case.ranks - 1 - victim}) was declared dead by rank"
@@ -104,14 +109,15 @@ def test_a_stopped_rank_is_declared_dead(name, outcomes):
         if o.rank != victim:
             assert who in o.error
             assert "PeerFailure" in o.error
-            assert o.seconds <= outcomes[name][victim].seconds  # which could go on after that only
+            assert o.seconds <= outcomes[name][victim].seconds  # the victim could continue only after that
     own = outcomes[name][victim].error
     assert who in own, "a rank that goes on does not learn that it was given up"
 
 
-# Where one rank stops before the other has come to its place, that one waits for it and rightly gives it up.
+# If one rank stops before the other has reached its place, the other waits for it and rightly declares it dead.
 @pytest.mark.parametrize("name", [pytest.param("all for a while", marks=pytest.mark.slow), "busy"])
 def test_who_was_only_late_is_not_declared_dead(name, outcomes):
+    """Ranks that are busy, or that are all stopped together, complete their training without an error."""
     for o in outcomes[name]:
         assert o.error == ""
         assert o.value["steps"] == EPOCHS * STEPS
@@ -119,11 +125,12 @@ def test_who_was_only_late_is_not_declared_dead(name, outcomes):
 
 
 def test_silence_is_measured_in_the_time_of_who_listens():
+    """Time in which the listening process itself was stopped does not count as silence of the other process."""
     silence = StallTimer(gap=2.0)
     assert [silence.stalled_seconds(7, now) for now in (100.0, 101.0, 102.5)] == [0.0, 1.0, 2.5]
     assert silence.stalled_seconds(8, 103.0) == 0.0
     assert silence.stalled_seconds(8, 104.0) == 1.0
-    assert silence.stalled_seconds(8, 1104.0) == 3.0  # who listens was stopped itself for the most of it
+    assert silence.stalled_seconds(8, 1104.0) == 3.0  # the listening process itself was stopped for most of this time
 
 
 def test_heartbeat_timeout_is_checked_at_once():

@@ -1,4 +1,4 @@
-"""Processes that are stopped before ranks have met, in interpreters of their own: nobody waits for them without end."""
+"""Processes in separate interpreters that are stopped before the ranks have connected. No rank waits without end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from benchmarks import faults
 
 SOON = 60.0
-"""Seconds on a busy machine; heartbeat_timeout is 5 s in these runs, and `timeout` 180 s."""
+"""The limit in seconds on a busy machine. In these runs, `heartbeat_timeout` is 5 s and `timeout` is 180 s."""
 CASES = {
     "a rank of torchrun's": {"launcher": "torchrun", "victim": 1, "point": "rendezvous"},
     "rank 0 of torchrun's": {"launcher": "torchrun", "victim": 0, "point": "rendezvous"},
@@ -26,6 +26,7 @@ QUICK = "rank 0 of torchrun's"
     "name", [pytest.param(name, marks=() if name == QUICK else pytest.mark.slow) for name in CASES]
 )
 def test_who_is_stopped_before_ranks_have_met(name: str, tmp_path: Path) -> None:
+    """The run ends in less than half of `timeout`, with an error that names the stopped rank and its process."""
     usual = {"number": 0, "kind": "fit", "form": "full", "ranks": 2, "act": "stop", "phase": "launch"}
     case = faults.Case(**{**usual, **CASES[name]})
     run = faults.Run(case, tmp_path, SOON)

@@ -1,4 +1,4 @@
-"""A small training in which one rank comes to harm, at a known step and place."""
+"""A small training in which a fault occurs on some ranks, at a known step and place."""
 
 from __future__ import annotations
 
@@ -25,18 +25,21 @@ from tests.trainers import make_trainer
 EPOCHS, STEPS, ROWS, WIDTH = 3, 3, 8, 6
 PLACES = ("forward", "backward", "step", "save", "validation")
 STEP = STEPS + 1
-"""The harm is done in the second epoch; the checkpoint of the first is there."""
+"""The first step in which the fault can occur. It is in the second epoch, after the checkpoint of the first epoch."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training, as its ranks are told.
+    """The description of one training, which all its ranks receive.
 
     Attributes:
-        directory: of the last checkpoint, and of the losses.
-        harm: what happens to `victims`: a key of HARM, or "nan".
-        place: where in the second epoch.
-        resume: continue from the last checkpoint.
+        directory: the directory of the last checkpoint and of the losses.
+        harm: the fault that happens to `victims`: a key of `HARM`, or "nan"; empty for no fault.
+        place: the place of the fault in the second epoch.
+        victims: the ranks with the fault.
+        resume: whether training continues from the last checkpoint.
+        strategy: additional arguments of the strategy.
+        trainer: additional arguments of the trainer.
     """
 
     directory: str
@@ -49,7 +52,7 @@ class Run:
 
 
 class Net(pl.LightningModule):
-    """Linear layers with dropout; rank 0, where the last stage is, writes each loss with all its bits."""
+    """Linear layers with dropout. Rank 0, which runs the last stage, writes each loss to a file without rounding."""
 
     def __init__(self, directory: str) -> None:
         super().__init__()
@@ -57,7 +60,7 @@ class Net(pl.LightningModule):
         self.layers = nn.Sequential(*[self.block() for _ in range(6)])
         self.directory = directory
         self.poisoned = -1
-        """The batch whose loss is not a number."""
+        """The batch whose loss is NaN."""
 
     def block(self) -> nn.Module:
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.1))
@@ -89,13 +92,13 @@ def fail() -> None:
 
 
 def stop() -> None:
-    """Stops the whole process, until somebody sends SIGCONT."""
+    """Stop the whole process until it receives SIGCONT."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(0.01)  # the handler runs now, and not two instructions later
+    time.sleep(0.01)  # the handler runs here, not some instructions later
 
 
 def be_busy() -> None:
@@ -103,7 +106,7 @@ def be_busy() -> None:
 
 
 def requeue() -> None:
-    """What SLURM sends before the time is up."""
+    """Send the signal that SLURM sends before the time limit of a job."""
     os.kill(os.getpid(), signal.SIGUSR1)
     time.sleep(0.01)
 
@@ -121,7 +124,7 @@ HARM: dict[str, Callable[[], None]] = {
 
 
 class Harm(Callback):
-    """Does harm to the process that it is in, once."""
+    """A callback that causes the fault in its own process once."""
 
     def __init__(self, run: Run) -> None:
         self.act, self.place = HARM[run.harm], run.place
@@ -132,7 +135,7 @@ class Harm(Callback):
             wanted = self.place == ("validation" if trainer.validating else "forward")
             self.harm(trainer, wanted)
 
-        layers = module.layers.children()  # hooks see those of all ranks
+        layers = module.layers.children()  # hooks see the layers of all ranks
         mine = next(layer for layer in layers if not any(p.is_meta for p in layer.parameters()))
         mine.register_forward_pre_hook(here)
         if self.place == "backward":
@@ -162,7 +165,7 @@ def pairs(seed: int, rows: int) -> TensorDataset:
 
 
 def train(rank: int, run: Run) -> dict[str, Any]:
-    """Trains on this rank, in a world of what WORLD_SIZE says; returns what is left of it."""
+    """Train on this rank of WORLD_SIZE ranks, and return the number of steps and the last loss."""
     quiet()
     Path(run.directory, f"pid{rank}").write_text(str(os.getpid()))
     last = Path(run.directory, "last.ckpt")
@@ -189,12 +192,15 @@ def train(rank: int, run: Run) -> dict[str, Any]:
 
 
 def train_all(rank: int, runs: list[Run]) -> list[dict[str, Any]]:
-    """Several trainings in the same processes."""
+    """Run several trainings in the same processes."""
     return [train(rank, run) for run in runs]
 
 
 def losses(directory: str | Path) -> dict[int, set[str]]:
-    """The losses of every step's micro-batches, with all their bits; a step that ran twice must not add any."""
+    """Return the losses of the micro-batches of every step, without rounding.
+
+    A step that ran twice must give the same losses, so that it adds no values.
+    """
     found: dict[int, set[str]] = {}
     for line in Path(directory, "losses.txt").read_text().splitlines():
         step, bits = line.split()
@@ -203,5 +209,5 @@ def losses(directory: str | Path) -> dict[int, set[str]]:
 
 
 def seconds_after(outcomes: list[RankResult], first: int) -> float:
-    """From the end of rank `first` to that of the last."""
+    """Return the seconds from the end of rank `first` to the end of the last rank."""
     return max(o.seconds for o in outcomes) - outcomes[first].seconds

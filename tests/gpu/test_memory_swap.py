@@ -1,4 +1,4 @@
-"""Siblings whose weights and optimizers take turns on a GPU are what they are where all of them stay there."""
+"""Siblings whose weights and optimizers are swapped on a GPU give the same results as without swapping."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 def with_and_without(rank: int, jobs: list[Job], size: int, prefetch: bool) -> Any:
-    """What becomes of jobs with and without swapping, and the statistics."""
+    """Return the results of jobs with and without swapping, and the statistics of swapping."""
     quiet()
     memory = MemorySwap(1 << 30, slots=2, prefetch=prefetch)
     memory._poison = True
@@ -30,7 +30,10 @@ def with_and_without(rank: int, jobs: list[Job], size: int, prefetch: bool) -> A
 @pytest.mark.parametrize("prefetch", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_bit_for_bit(ranks: int, prefetch: bool, width: int) -> None:
-    """One joins late, one leaves early, one fails, one clips, batches differ."""
+    """The results are the same bit by bit for six jobs, of which one joins late, one ends early and one fails.
+
+    Another job clips its gradients, and batch sizes differ.
+    """
     jobs = [
         Job(0, gpu=True, width=width),
         Job(1, gpu=True, width=width, batch=16),

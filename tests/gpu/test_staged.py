@@ -1,4 +1,4 @@
-"""Several processes share one GPU: tensors go through pinned memory and gloo."""
+"""Several processes share one GPU and send tensors through pinned memory and gloo."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def data(number: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def train(rank: int, name: str, settings: dict[str, Any], ranks: int, recompute: bool) -> dict[str, torch.Tensor]:
+    """Train for five steps on one rank, the last one with a short batch, and return the weights of its stages."""
     device = torch.device("cuda:0")
     schedule = make_schedule(name, **settings)
     assert isinstance(schedule, Schedule)

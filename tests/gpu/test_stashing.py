@@ -1,4 +1,4 @@
-"""Weight versions that take turns on a GPU are what they are where all of them stay there."""
+"""Weight versions that are swapped on a GPU give the same weights as versions that stay there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Supernets on a GPU: subnets at once are as one after another, also with layers that take turns or change ranks."""
+"""Supernets on a GPU: concurrent subnets give the same results as sequential training on one rank.
+
+This also holds if layers are swapped on the device or copied between ranks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole trainings on a GPU, which several ranks share, leave what one process leaves."""
+"""Complete trainings on a GPU that several ranks share give the same results as one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BOTH = ("outputs", "metrics", "weights", "rates", "steps")
 
 
 def both(rank: int, ranks: int, cases: list[Case], folder: str) -> list[Any]:
-    """Each run through the pipeline."""
+    """Run each case on one rank of a shared GPU, and return the results."""
     options = on_one_gpu(ranks)
     return [
         train(
@@ -52,7 +52,7 @@ def test_equals_one_process(ranks: int) -> None:
 
 
 def moved(rank: int, folder: str) -> list[Any]:
-    """A run whose layers move twice, and one that drains and moves nothing."""
+    """Return the results of a run whose layers move twice, and of a run that drains without moving layers."""
     install("mover")
     options = on_one_gpu(2) | {"max_steps": 24, "max_epochs": -1, "limit_val_batches": 0}
     strategy = {"schedule": "mover", "partition": "parameters"} | SHARED
@@ -73,7 +73,7 @@ def test_layers_move_between_ranks() -> None:
 
 
 class LitFloat(Lit):
-    """Takes its samples in single precision."""
+    """A module that converts its samples to single precision."""
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         x, y = batch
@@ -81,11 +81,13 @@ class LitFloat(Lit):
 
 
 def precise(rank: int, precision: str, folder: str) -> Any:
+    """Train on two ranks with the given precision."""
     options = on_one_gpu(2) | {"precision": precision}
     return train(Case(LitFloat, {}, {"schedule": "1f1b", "microbatches": 2} | SHARED, options), 2, folder)
 
 
 def plainly(rank: int, precision: str, folder: str) -> Any:
+    """Train in one process without a pipeline with the given precision."""
     return train(Case(LitFloat, {}, None, on_one_gpu(1) | {"precision": precision}), 1, folder)
 
 

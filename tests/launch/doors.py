@@ -1,6 +1,7 @@
-"""A fit, or a study whose trials share a pipeline, by Lightning's own launcher and on defaults; see test_doors.py.
+"""A script for test_doors.py: a fit, or a study whose trials share a pipeline, with Lightning's launcher and defaults.
 
-Arguments: what runs, and the folder in which `planted` says that it may come to its end.
+Its arguments are the kind of run, "fit" or "study", and a folder. The run ends when the file `planted` appears in the
+folder.
 """
 
 from __future__ import annotations

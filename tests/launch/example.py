@@ -1,4 +1,4 @@
-"""The examples in processes of their own, and on ranks."""
+"""Functions that run the examples in separate processes or on ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_pipes.testing.ranks import TOKEN, rank_environment, run_ranks, sc
 
 ROOT = Path(__file__).parents[2]
 STARTUP = ROOT / "tests" / "startup"
-"""What makes interpreters start sooner, for PYTHONPATH."""
+"""A folder for PYTHONPATH that makes interpreters start faster."""
 SCRIPT = str(ROOT / "examples" / "train.py")
 EPOCHS = 12
 SETTINGS = [
@@ -34,14 +34,18 @@ SETTINGS = [
 
 
 def environment(token: str) -> dict[str, str]:
-    """What to add to the environment; one thread a process, so that sums are the same whatever starts it."""
+    """Return additional environment variables for a run.
+
+    Each process has one thread, so that sums do not depend on the launcher.
+    """
     path = f"{STARTUP}{os.pathsep}{ROOT}"
     return {TOKEN: token, "PYTHONPATH": path, "RES_OPTIONS": "timeout:1 attempts:1", "OMP_NUM_THREADS": "1"}
 
 
 def run_main(rank: int, script: str, cwd: Path, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run an example as the main program of this process, and return its exit status and output."""
     os.chdir(cwd)
-    if os.environ["WORLD_SIZE"] == "1":  # as started by hand
+    if os.environ["WORLD_SIZE"] == "1":  # as if started without a launcher
         for name in rank_environment(0, 1, "", 0):
             del os.environ[name]
     path = ROOT / "examples" / script
@@ -58,12 +62,13 @@ def run_main(rank: int, script: str, cwd: Path, arguments: Sequence[str]) -> sub
 
 
 def run_in_ranks(script: str, cwd: Path, *arguments: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
-    """Run a script on ranks that have loaded what it imports; its outcome is that of rank 0."""
+    """Run an example on ranks that have already imported its packages, and return the result of rank 0."""
     found, *_ = run_ranks(run_main, ranks, script, cwd, arguments, timeout=120)
     return found  # type: ignore[no-any-return]
 
 
 def wait_until(ready: Callable[[], object], agents: list[subprocess.Popen[str]]) -> None:
+    """Wait until `ready()` returns a true value. Fail if it takes too long or an agent ends."""
     deadline = time.monotonic() + scale_timeout(90)
     while not ready():
         assert time.monotonic() < deadline

@@ -1,4 +1,4 @@
-"""A script that trains for ever; it says in files how far each rank is."""
+"""A script that trains without end and reports the progress of each rank in files."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from lightning_pipes import PipelineStrategy
 
 HEARTBEAT_TIMEOUT = 5.0
 STOPS = "LIGHTNING_PIPES_TEST_STOPS"
-"""The environment variable with when a rank stops itself, and which: "started1" before it meets the others, "training1"
-while rank 0 waits for it in a collective call of gloo."""
+"""The environment variable that specifies a rank and the point at which this rank stops itself.
+
+With "started1", rank 1 stops before it connects to the others. With "training1", it stops while rank 0 waits for it in
+a collective call of gloo.
+"""
 
 
 class Net(pl.LightningModule):
@@ -40,6 +43,8 @@ def stop_at(place: str) -> None:
 
 
 class Says(Callback):
+    """A callback that writes the process number to a file after some steps."""
+
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == 3:
             Path(f"training{trainer.global_rank}").write_text(str(os.getpid()))

@@ -1,4 +1,4 @@
-"""What is typed at a prompt: two trainings in one process, a failure, and an interrupt; see test_notebook.py."""
+"""Definitions for the cells of test_notebook.py: trainings in one process, a failure, and an interrupt."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipes import PipelineStrategy
 
-torch.ones(300, 300) @ torch.ones(300, 300)  # by threads that forks do not have
+torch.ones(300, 300) @ torch.ones(300, 300)  # starts threads, which forked processes do not have
 
 
 class Net(pl.LightningModule):

@@ -1,4 +1,4 @@
-"""Who reaches a port of a run on one host: nobody from another host, and from this one nobody who can do anything."""
+"""The ports of a run on one host: other hosts cannot reach them, and other users of this host cannot misuse them."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ pytestmark = [
 NOBODY = 65534
 SCRIPT = str(Path(__file__).with_name("doors.py"))
 RAW = "\x1b[2Jplanted"
-"""A failure that would clear a terminal."""
+"""The text of a forged failure, which would clear a terminal."""
 ANYWHERE = (0, 1)  # 0.0.0.0 and ::, as numbers of /proc/net
 
 
 class Evil:
-    """Has code run where it is unpickled."""
+    """An object that runs code when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -43,7 +43,7 @@ class Evil:
 
 
 def listening(pid: int) -> Iterator[tuple[bool, int]]:
-    """For each TCP socket on which a process listens, whether other hosts may connect to it, and its port."""
+    """Yield, for each TCP socket on which a process listens, whether other hosts may connect to it, and its port."""
     mine = {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()}
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
@@ -54,7 +54,7 @@ def listening(pid: int) -> Iterator[tuple[bool, int]]:
 
 
 def doors(token: str) -> tuple[dict[int, bool], Mapping[str, str]]:
-    """The ports of all processes, whether other hosts reach them, and the environment of rank 1."""
+    """Return the ports of all processes with whether other hosts reach them, and the environment of rank 1."""
     ports, env = dict[int, bool](), dict[str, str]()
     for pid, found in find_processes(token).items():
         ports.update((port, outside) for outside, port in listening(pid))
@@ -69,13 +69,13 @@ def connects(host: str, port: int) -> bool:
 
 
 def reached(rank: int, holder: int, ports: list[int]) -> list[int]:
-    """The ports that another host reaches."""
+    """Return the ports that another host reaches."""
     namespaces.enter(holder)
     return [port for port in ports if connects(namespaces.host_address(0), port)]
 
 
 def plant(rank: int, holder: int, stores: list[int], payload: bytes) -> list[str]:
-    """As another user of the host writes into all stores wherever bytes are read, and says where."""
+    """Write into all stores as another user of the host, to every key that is read as bytes, and return the keys."""
     namespaces.enter(holder)
     os.setgroups([])
     os.setgid(NOBODY)
@@ -103,7 +103,7 @@ def plant(rank: int, holder: int, stores: list[int], payload: bytes) -> list[str
 
 @pytest.mark.parametrize("what", ["study", pytest.param("fit", marks=pytest.mark.slow)])
 def test_a_run_on_one_host(what: str, tmp_path: Path) -> None:
-    """What is planted does not run, ends nothing, and is named once in the log without what a terminal would obey."""
+    """Forged values run no code and end no process, and the log mentions them without control characters."""
     token, ran = secrets.token_hex(8), tmp_path / "ran"
     command = ["env", "-u", "GLOO_SOCKET_IFNAME", sys.executable, SCRIPT, what, str(tmp_path)]
     with namespaces.Hosts(2) as hosts:

@@ -1,6 +1,6 @@
-"""Interpreters of their own, which somebody launches: who dies, stops or is terminated takes nobody's time.
+"""Runs in separate interpreters with a launcher. If a process dies, stops or is terminated, the others end soon.
 
-Processes end as users' do, with all that Python does then.
+Processes end like the processes of users, with the complete shutdown of Python.
 """
 
 from __future__ import annotations
@@ -28,17 +28,22 @@ from tests.launch.fit import HEARTBEAT_TIMEOUT, STOPS
 
 SCRIPT = str(Path(__file__).with_name("fit.py"))
 START = 300.0
-"""Seconds; two interpreters load Lightning one after the other."""
+"""The limit for the start in seconds. Two interpreters import Lightning one after the other."""
 SOON = 40.0
-"""Seconds on a busy machine, where the end of an interpreter alone takes five; our own limits are below ten."""
+"""The limit for the end in seconds on a busy machine, where the end of an interpreter alone takes five seconds.
+
+The time limits of the package are below ten seconds.
+"""
 
 
 @dataclass
 class Script:
-    """A script with two ranks that was launched.
+    """A launched script with two ranks.
 
     Attributes:
-        launched: the process that launches, which under Lightning is rank 0.
+        launched: the process of the launcher. With Lightning's launcher, this is rank 0.
+        folder: the working directory, where ranks report their progress.
+        token: the token that all processes of the run inherit.
     """
 
     launched: subprocess.Popen[str]
@@ -46,7 +51,7 @@ class Script:
     token: str
 
     def send(self, signum: signal.Signals, rank: int | None, when: str) -> None:
-        """Sends a signal to a rank, or to the launcher, when all ranks are there."""
+        """Send a signal to a rank, or to the launcher if `rank` is None, when all ranks have reached `when`."""
         ready = [self.folder / f"{when}{r}" for r in range(2)]
         until = time.monotonic() + START
         while not all(map(Path.exists, ready)):
@@ -57,8 +62,11 @@ class Script:
         os.kill(pid, signum)
 
     def end(self, but: int | None = None) -> tuple[int | None, str]:
-        """The exit status of the launcher, and what was said; all processes end soon, `but` for a rank that is stopped,
-        which may stay."""
+        """Wait until all processes have ended, and return the exit status of the launcher and the output.
+
+        Args:
+            but: a stopped rank, which may remain.
+        """
         until = time.monotonic() + scale_timeout(SOON)
         stays = "-1" if but is None else (self.folder / f"started{but}").read_text()
         while any(str(pid) != stays for pid in find_processes(self.token)):
@@ -70,7 +78,13 @@ class Script:
 
 @contextmanager
 def script(folder: Path, *launcher: str, stops: str = "") -> Iterator[Script]:
-    """It trains until all is over; `stops` is for STOPS."""
+    """Launch the training script, and kill all its processes at the end of the block.
+
+    Args:
+        folder: the working directory.
+        launcher: arguments of the interpreter that precede the script.
+        stops: the value of the environment variable `STOPS`.
+    """
     token = secrets.token_hex(8)
     env = {**os.environ, **environment(token), STOPS: stops}
     with open(folder / "said", "w") as said:
@@ -88,6 +102,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2")
 
 
 def test_who_can_not_host_the_store_ends_and_all_that_it_has_started(tmp_path, monkeypatch):
+    """If the port of the store is in use, rank 0 ends with an error, together with all processes that it started."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -101,16 +116,17 @@ def test_who_can_not_host_the_store_ends_and_all_that_it_has_started(tmp_path, m
 
 @pytest.mark.slow
 def test_who_raises_ends_though_a_stopped_rank_owes_it_an_answer(tmp_path):
+    """A rank ends although it waits in a collective call for a stopped rank, which it declares dead."""
     with script(tmp_path, stops="training1") as run:
         run.send(signal.SIGSTOP, 1, "training")
         status, said = run.end(but=1)
     assert status == 1
     assert f"rank 1 (stage 0) was declared dead by rank 0: no heartbeat for {HEARTBEAT_TIMEOUT:.0f} s" in said
-    assert "Traceback" not in said  # which the failing rank alone prints
+    assert "Traceback" not in said  # only the failed rank would print one
 
 
 def test_who_is_stopped_before_ranks_have_met_is_not_waited_for(tmp_path):
-    """Nobody knows a sign of life of it, but the system knows that it is stopped."""
+    """A rank that was stopped before it connected is detected by its process state, as it has sent no heartbeat yet."""
     with script(tmp_path, stops="started1") as run:
         run.send(signal.SIGSTOP, 1, "started")
         status, said = run.end(but=1)
@@ -120,8 +136,9 @@ def test_who_is_stopped_before_ranks_have_met_is_not_waited_for(tmp_path):
     )
 
 
-@pytest.mark.slow  # tests/faults/test_errors.py has the same of ranks
+@pytest.mark.slow  # tests/faults/test_errors.py tests the same with ranks
 def test_sigterm_is_no_success(tmp_path):
+    """After SIGTERM, the launcher has the exit status 143, and a complete checkpoint was saved."""
     with script(tmp_path) as run:
         run.send(signal.SIGTERM, 0, "training")
         status, said = run.end()
@@ -132,8 +149,11 @@ def test_sigterm_is_no_success(tmp_path):
 
 @pytest.mark.slow
 def test_ctrl_c_is_no_death_of_a_rank(tmp_path):
-    """A terminal sends the signal to all processes; Lightning then kills the ranks that it has started."""
-    with script(tmp_path, stops="training1") as run:  # the other rank is slow to end
+    """Ctrl-C ends the run with KeyboardInterrupt, and no rank is reported as killed.
+
+    A terminal sends the signal to all processes, and Lightning then kills the ranks that it has started.
+    """
+    with script(tmp_path, stops="training1") as run:  # the other rank takes long to end
         run.send(signal.SIGINT, 0, "training")
         status, said = run.end()
     assert status == 1
@@ -145,6 +165,7 @@ def test_ctrl_c_is_no_death_of_a_rank(tmp_path):
 @pytest.mark.parametrize("when", ["started", "training"])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_death_under_lightnings_launcher(victim, when, tmp_path):
+    """If a rank is killed, the other rank ends and names it, both before and after the ranks have connected."""
     with script(tmp_path) as run:
         run.send(signal.SIGKILL, victim, when)
         status, said = run.end()
@@ -159,6 +180,7 @@ def test_a_death_under_lightnings_launcher(victim, when, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["started", "training"])
 def test_a_death_of_torchruns_agent(when, tmp_path):
+    """If the agent of torchrun is killed, the ranks end with an error that names the launcher."""
     with script(tmp_path, *TORCHRUN) as run:
         run.send(signal.SIGKILL, None, when)
         _, said = run.end()
@@ -181,7 +203,7 @@ def test_a_terminated_rank_is_a_failure_for_torchrun(tmp_path):
 
 
 def test_who_was_started_by_a_rank_is_no_rank(monkeypatch):
-    """It has the rank's environment."""
+    """A process that a rank has started is not treated as a rank, although it inherits the environment of the rank."""
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv(launcher.LAUNCHER, str(os.getpid()))
     code = "from lightning_pipes.engine.watch.launcher import _launcher; import os; print(_launcher() == os.getppid())"
@@ -213,7 +235,7 @@ if trainer.is_global_zero:
 
 
 def test_nothing_of_ours_stays_in_the_environment(tmp_path):
-    """Neither a secret nor the launcher: whatever the script starts later would inherit them."""
+    """Secret and launcher are removed from the environment, because later child processes would inherit them."""
     (tmp_path / "trains.py").write_text(TRAINS)
     env = {**os.environ, **environment(secrets.token_hex(8))}
     found = subprocess.run(
@@ -238,6 +260,7 @@ trainer.fit(Lit(), DataLoader(data(), batch_size=8, num_workers=1, multiprocessi
 
 
 def test_a_script_without_a_main_guard_is_named_where_loader_workers_import_it(tmp_path):
+    """If spawned loader workers import a script without a main guard, the error explains how to add one."""
     (tmp_path / "trains.py").write_text(UNGUARDED)
     env = {**os.environ, **environment(secrets.token_hex(8))}
     found = subprocess.run(

@@ -1,4 +1,4 @@
-"""Programs that no rank can start again: notebooks and prompts, standard input, the text behind `python -c`."""
+"""Programs that ranks cannot start again: notebooks, prompts, standard input, and code given with `python -c`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ exit()
 
 
 def test_cells_of_a_notebook(tmp_path: Path) -> None:
-    """The process of the notebook has afterwards what it has after a training in itself."""
+    """After training on forked ranks, the notebook process has the same state as after a training in one process.
+
+    Errors and interrupts of ranks also reach the notebook, and no process is left.
+    """
     env = run_environment("notebook", tmp_path) | environment("notebook")
     run = subprocess.run(
         [sys.executable, "-i", "-q"],
@@ -75,6 +78,7 @@ def test_cells_of_a_notebook(tmp_path: Path) -> None:
 
 
 def compare(one: Any, two: Any) -> None:
+    """Check that two nested structures are equal, up to rounding for floats."""
     if isinstance(one, dict):
         assert one.keys() == two.keys()
         one, two = [*one.values()], [*two.values()]
@@ -96,6 +100,7 @@ def test_forks_can_not_use_cuda_after_this_process(monkeypatch: pytest.MonkeyPat
 
 
 def test_strategy_is_shown_as_it_is_made() -> None:
+    """`repr` of a strategy is its constructor call, and passing it to Fabric or pytorch_lightning is refused."""
     made = PipelineStrategy("kfkb", microbatches=4, schedule_args={"k": 2})
     assert repr(made) == "PipelineStrategy('kfkb', microbatches=4, schedule_args={'k': 2})"
     assert repr(PipelineStrategy()) == "PipelineStrategy('1f1b')"

@@ -1,4 +1,4 @@
-"""Processes of one attempt find each other in a store that still holds what the dead have written."""
+"""Processes of one attempt find each other in a store that still contains values of ended processes."""
 
 from __future__ import annotations
 
@@ -30,17 +30,19 @@ def store() -> TCPStore:
 
 
 def join(pool: ThreadPoolExecutor, store: TCPStore, rank: int) -> Future[str]:
+    """Let one of three ranks agree on a name in a thread, and return its future."""
     connection = TCPStore("127.0.0.1", store.port, is_master=False)
     return pool.submit(agree_on_name, connection, rank, 3, SOON)
 
 
 def test_each_attempt_agrees_on_a_name_of_its_own(store):
+    """All ranks of an attempt get the same name, attempts get different names, and no rank gets one too early."""
     names = []
     with ThreadPoolExecutor(3) as pool:
-        for late in (0, 1, 2):  # whoever comes late: the others see only the keys of the attempt before
+        for late in (0, 1, 2):  # without the late rank, the others see only keys of the previous attempt
             early = [join(pool, store, rank) for rank in range(3) if rank != late]
             time.sleep(0.2)
-            assert not early[0].done()  # rank 0, or one that needs it
+            assert not early[0].done()  # rank 0, or a rank that waits for rank 0
             found = {future.result() for future in [*early, join(pool, store, late)]}
             assert len(found) == 1
             names += found
@@ -48,6 +50,8 @@ def test_each_attempt_agrees_on_a_name_of_its_own(store):
 
 
 def test_who_asks_again_at_once_is_not_given_the_same_name(store):
+    """Ranks that immediately agree on a second name get a different one."""
+
     def twice(rank: int) -> list[str]:
         connection = TCPStore("127.0.0.1", store.port, is_master=False, timeout=SOON / 4)
         return [agree_on_name(connection, rank, 2, SOON / 4) for _ in range(2)]
@@ -87,6 +91,7 @@ def test_a_requeued_slurm_job_keeps_its_name(environment):
 
 
 def test_who_comes_after_the_launcher_has_died_says_so(environment):
+    """A rank whose launcher has ended raises an error that says so."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # no process listens
         for name, value in {
@@ -100,9 +105,10 @@ def test_who_comes_after_the_launcher_has_died_says_so(environment):
 
 
 def test_a_launcher_that_is_stopped_is_not_waited_for_without_end(environment):
+    """A connection to a launcher that does not answer ends after the timeout."""
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
-        silent.listen()  # the kernel takes connections for a process that is stopped
+        silent.listen()  # the kernel accepts connections for a stopped process
         environment.setenv("MASTER_ADDR", "127.0.0.1")
         environment.setenv("MASTER_PORT", str(silent.getsockname()[1]))
         with pytest.raises(TimeoutError, match="the launcher has not answered within 1 s"):
@@ -119,6 +125,7 @@ time.sleep(600)
 
 
 def test_a_launcher_that_is_stopped_while_ranks_meet_is_not_waited_for_without_end(environment, monkeypatch):
+    """If the launcher is stopped while the ranks connect, a rank raises an error after the timeout."""
     host = subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True)
     try:
         environment.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
@@ -129,7 +136,7 @@ def test_a_launcher_that_is_stopped_while_ranks_meet_is_not_waited_for_without_e
         looks = itertools.count()
 
         def check():
-            if next(looks) == 5:  # rank 1 has asked for the name by then, or does so of a host that is stopped
+            if next(looks) == 5:  # rank 1 has requested the name by then, or requests it from a stopped host
                 host.send_signal(signal.SIGSTOP)
 
         with pytest.raises(TimeoutError, match="the launcher has not answered within 2 s"):
@@ -141,7 +148,10 @@ def test_a_launcher_that_is_stopped_while_ranks_meet_is_not_waited_for_without_e
 
 
 def test_who_was_alive_and_has_ended_is_not_waited_for(monkeypatch):
-    """And the dead of an earlier attempt, whom nobody has seen alive, are not taken for those of this one."""
+    """A rank that was alive and has ended is reported immediately.
+
+    Ended processes of an earlier attempt, which were never seen alive, are not counted as ranks of this attempt.
+    """
     alive = {"own": True, "old": False}
 
     class Seen:

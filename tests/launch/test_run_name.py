@@ -1,4 +1,4 @@
-"""The name of a run comes from its own processes: another user, on this host or another, does not choose it."""
+"""The name of a run is chosen by its own processes, not by other users of this host or other hosts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ while True:
 @pytest.mark.root
 @pytest.mark.skipif(bool(namespaces.unavailable_reason()), reason=namespaces.unavailable_reason())
 def test_another_user_of_another_host_does_not_name_a_run(tmp_path: Path) -> None:
-    """Before it starts and while it goes on, over a restart."""
+    """A run keeps its own name over a restart although another user writes names into the store all the time."""
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
@@ -82,7 +82,7 @@ def test_another_user_of_another_host_does_not_name_a_run(tmp_path: Path) -> Non
 
 @pytest.fixture
 def store() -> TCPStore:
-    """What anybody can write to."""
+    """A store that any process can write to."""
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
 
 
@@ -108,6 +108,7 @@ def torchrun(monkeypatch: pytest.MonkeyPatch, store: TCPStore, tmp_path: Path) -
 
 
 def test_processes_of_one_host_keep_the_name_to_themselves(torchrun: pytest.MonkeyPatch, store: TCPStore) -> None:
+    """On one host, the name is stored in a file in the private log folder of torchrun, and forged names are ignored."""
     store.set(KEY, PLANTED[1])
     folder = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[2]
     first = run_name()
@@ -116,8 +117,9 @@ def test_processes_of_one_host_keep_the_name_to_themselves(torchrun: pytest.Monk
     assert [path.read_text() for path in folder.iterdir() if path.is_file()] == [first]
     store.set(KEY, "")
     assert run_name() == first
-    assert store.get(KEY).decode() == first  # where a host that joins later finds it
-    next(path for path in folder.iterdir() if path.is_file()).write_text("2026-03-01/14-05-09")  # of another start
+    assert store.get(KEY).decode() == first  # a host that joins later reads it here
+    # the name of another start
+    next(path for path in folder.iterdir() if path.is_file()).write_text("2026-03-01/14-05-09")
     torchrun.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "attempt_1" / "0" / "error.json"))
     assert run_name() == "2026-03-01/14-05-09"
     torchrun.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
@@ -125,11 +127,12 @@ def test_processes_of_one_host_keep_the_name_to_themselves(torchrun: pytest.Monk
 
 
 def test_a_folder_that_others_may_write_to_keeps_no_name(torchrun: pytest.MonkeyPatch) -> None:
+    """If other users may write to the log folder, or it does not exist, an error asks for a secret."""
     folder = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[2]
     folder.chmod(0o777)
     with pytest.raises(PipelineError, match="set LIGHTNING_PIPES_SECRET"):
         run_name()
-    torchrun.setenv("TORCHELASTIC_ERROR_FILE", "")  # of --log-dir=/dev/null
+    torchrun.setenv("TORCHELASTIC_ERROR_FILE", "")  # as with --log-dir=/dev/null
     with pytest.raises(PipelineError, match="set LIGHTNING_PIPES_SECRET"):
         run_name()
 
@@ -137,11 +140,12 @@ def test_a_folder_that_others_may_write_to_keeps_no_name(torchrun: pytest.Monkey
 def test_without_such_a_folder_a_secret_keeps_the_name_in_the_store(
     torchrun: pytest.MonkeyPatch, store: TCPStore
 ) -> None:
+    """Without a log folder, the name is stored signed in the store, and names with a wrong signature are ignored."""
     torchrun.setenv("TORCHELASTIC_ERROR_FILE", "")
     torchrun.setenv(SECRET, "long and random")
     seal = seal_from_environment()
     assert seal is not None
-    for planted in (*PLANTED, seal.sign(b"../planted", KEY)):  # who overwrites it is not believed either
+    for planted in (*PLANTED, seal.sign(b"../planted", KEY)):  # an overwritten value is not accepted either
         store.set(KEY, planted)
         first = run_name()
         assert TIME.fullmatch(first)
@@ -151,9 +155,10 @@ def test_without_such_a_folder_a_secret_keeps_the_name_in_the_store(
 
 
 def test_several_hosts_agree_and_each_remembers(torchrun: pytest.MonkeyPatch, store: TCPStore) -> None:
+    """With a secret, a host reads the signed name of another host, and keeps it if the store is overwritten."""
     torchrun.setenv("WORLD_SIZE", "4")
     torchrun.setenv(SECRET, "long and random")
-    SignedStore(store, seal_from_environment()).set(KEY, "2026-03-01/14-05-09")  # another host's
+    SignedStore(store, seal_from_environment()).set(KEY, "2026-03-01/14-05-09")  # the name from another host
     assert run_name() == "2026-03-01/14-05-09"
     store.set(KEY, PLANTED[1])
     assert run_name() == "2026-03-01/14-05-09"
@@ -162,6 +167,7 @@ def test_several_hosts_agree_and_each_remembers(torchrun: pytest.MonkeyPatch, st
 def test_hosts_without_a_secret_take_the_form_of_a_name_only(
     torchrun: pytest.MonkeyPatch, store: TCPStore, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Without a secret, several hosts accept only values that have the form of a name, and log a warning."""
     torchrun.setenv("WORLD_SIZE", "4")
     torchrun.setenv("TORCHELASTIC_ERROR_FILE", "")
     for planted in ("../../planted", "/planted", "2026-03-01/14-05-09/..", "2026-03-01/14-05-0\u0669", b"\xff"):

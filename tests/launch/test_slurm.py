@@ -1,4 +1,4 @@
-"""Processes that SLURM starts: they know each other by its variables, and a requeued job goes on where it was."""
+"""Processes started by SLURM: they connect by its variables, and a requeued job continues from its checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ echo "$@" >> "$CALLS"
 
 
 def as_task(rank: int, run: Run) -> tuple[dict[str, Any], str]:
-    """Trains as one of two tasks of a node; also returns the environment that Lightning found."""
+    """Train as one of two tasks of a node. Also return whether Lightning detects the environment of SLURM."""
     for name in [name for name in os.environ if name.startswith("TORCHELASTIC") or name.endswith(("RANK", "_SIZE"))]:
         del os.environ[name]
     os.environ.update(
@@ -35,14 +35,17 @@ def as_task(rank: int, run: Run) -> tuple[dict[str, Any], str]:
         SLURM_LOCALID=str(rank),
         SLURM_NODEID="0",
     )
-    del os.environ["MASTER_ADDR"]  # to be found in the list of nodes
+    del os.environ["MASTER_ADDR"]  # derived from the list of nodes
     from lightning.pytorch.plugins.environments import SLURMEnvironment
 
     return train(rank, run), str(SLURMEnvironment.detect())
 
 
 def job(folder: Path, path: str, harm: str = "", place: str = "", victims: tuple[int, ...] = ()) -> Path:
-    """The directory of a job's losses; hpc checkpoints go to the folder above, as those of all its attempts."""
+    """Run one attempt of a job, and return the directory of its losses.
+
+    The checkpoints of all attempts are saved in `folder`.
+    """
     directory = folder / f"attempt{len([*folder.glob('attempt*')])}"
     directory.mkdir()
     with socket.socket() as free:
@@ -57,7 +60,7 @@ def job(folder: Path, path: str, harm: str = "", place: str = "", victims: tuple
 
 @dataclass(frozen=True)
 class Scheduler:
-    """The PATH that leads to a `scontrol` which writes down its calls."""
+    """A PATH with a `scontrol` command that records its calls."""
 
     path: str
 
@@ -82,7 +85,7 @@ def test_a_requeued_job_goes_on(victims, tmp_path, scheduler, wanted):
     (checkpoint,) = tmp_path.glob("hpc_ckpt_*.ckpt")
     assert torch.load(checkpoint, weights_only=False)["global_step"] == 2 * STEPS
     again = job(tmp_path, scheduler.path)
-    assert losses(first) == wanted  # saving disturbs nothing
+    assert losses(first) == wanted  # saving does not change the training
     assert losses(again) == {step: wanted[step] for step in range(2 * STEPS, EPOCHS * STEPS)}
 
 

@@ -1,4 +1,4 @@
-"""The example under torchrun: on one host and on two, and when a process is killed."""
+"""The example with torchrun on one host and on two hosts, also if a process is killed."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from lightning_pipes.testing.ranks import find_processes, scale_timeout
 from tests.launch.example import EPOCHS, SCRIPT, SETTINGS, environment, run_in_ranks, wait_until
 
 Start = Callable[[int, list[str], dict[str, str], Path], "subprocess.Popen[str]"]
-"""Starts a command on one of the hosts, in a directory."""
+"""A function that starts a command on one of the hosts, in a directory."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """A run of torchrun, and what it left in its one run directory."""
+    """The results of a run of torchrun, read from its run directory."""
 
     directory: Path
     said: str
@@ -37,7 +37,10 @@ class Training:
         return len([*self.directory.rglob("metrics.csv")])
 
     def validation(self) -> list[tuple[int, str]]:
-        """Step and validation loss, with all digits, of every epoch; the latest where an epoch was run twice."""
+        """Return the step and the validation loss of every epoch, without rounding.
+
+        If an epoch ran twice, the later values are returned.
+        """
         found = {}
         for path in sorted(self.directory.rglob("metrics.csv"), key=lambda p: p.stat().st_mtime):
             with open(path) as file:
@@ -62,8 +65,10 @@ def torchrun(
     lost: int | None = None,
     settings: Sequence[str] = SETTINGS,
 ) -> Training:
-    """Trains on `hosts` hosts that share a file system; kills global rank `kill`, or all that host `lost` runs, once
-    there is a checkpoint."""
+    """Train on `hosts` hosts that share a file system, and return the results.
+
+    When a checkpoint exists, global rank `kill` or all processes of host `lost` are killed.
+    """
     token = secrets.token_hex(8)
     env = environment(token)
     command = [sys.executable, "-m", "torch.distributed.run", *options]
@@ -93,6 +98,7 @@ def torchrun(
 
 
 def check_same(found: Training, wanted: Training) -> None:
+    """Check that the validation losses and weights of two trainings are equal bit by bit."""
     assert len(found.validation()) == EPOCHS
     assert found.validation() == wanted.validation()
     weights = found.weights()
@@ -105,7 +111,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Training:
 
 
 def test_the_result_of_one_process(undisturbed, tmp_path):
-    """One stage in one process: the same numbers up to rounding."""
+    """One stage in one process gives the same validation losses as two ranks, up to rounding."""
     found = run_in_ranks("train.py", tmp_path, *SETTINGS, "trainer.devices=1", ranks=1)
     assert found.returncode == 0, found.stdout + found.stderr
     (last,) = tmp_path.glob("outputs/**/last.ckpt")
@@ -114,7 +120,7 @@ def test_the_result_of_one_process(undisturbed, tmp_path):
 
 
 def check_near(found: Training, wanted: Training) -> None:
-    """Equal up to the order of sums, as on other numbers of stages."""
+    """Check that validation losses are equal up to rounding, as the order of sums depends on the number of stages."""
     one, two = ([(s, float(v)) for s, v in t.validation()] for t in (found, wanted))
     assert len(one) == EPOCHS
     torch.testing.assert_close(torch.tensor(one), torch.tensor(two), rtol=1e-3, atol=0)
@@ -122,7 +128,8 @@ def check_near(found: Training, wanted: Training) -> None:
 
 @pytest.mark.parametrize("rendezvous", ["c10d", pytest.param("static", marks=pytest.mark.slow)])
 def test_a_restart_goes_on_where_the_dead_one_was(rendezvous, undisturbed, tmp_path):
-    options = []  # torchrun's own choice on one host is c10d
+    """After a rank was killed, torchrun restarts the training, which gives the same results bit by bit."""
+    options = []  # the default of torchrun on one host is c10d
     if rendezvous == "static":
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -134,7 +141,7 @@ def test_a_restart_goes_on_where_the_dead_one_was(rendezvous, undisturbed, tmp_p
 
 @pytest.mark.slow
 def test_fewer_stages_go_on_when_a_host_is_gone(undisturbed, tmp_path):
-    """An elastic run, as on machines that may be taken away: from four stages on two hosts to two on one."""
+    """An elastic run loses a host and continues with two stages on one host instead of four on two, up to rounding."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         endpoint = f"--rdzv-endpoint=127.0.0.1:{free.getsockname()[1]}"
@@ -158,7 +165,7 @@ def on_two_hosts(folder: Path, options: list[str], kill: int | None = None) -> T
     with namespaces.Hosts(2) as hosts:
 
         def start(host: int, command: list[str], env: dict[str, str], cwd: Path) -> subprocess.Popen[str]:
-            # as options --local-addr and --rdzv-conf; names don't tell these hosts apart
+            # as with --local-addr and --rdzv-conf, because these hosts have the same name
             own = {"PET_LOCAL_ADDR": namespaces.host_address(host), "PET_RDZV_CONF": f"is_host={int(host == 0)}"}
             return hosts.start(host, command, {**env, **own}, cwd=cwd, stdout=-1, stderr=-2)
 
@@ -173,7 +180,10 @@ ENDPOINT = f"{namespaces.host_address(0)}:29500"
 @needs_hosts
 @pytest.mark.parametrize("victim", [0, 1])
 def test_two_hosts_that_find_each_other(victim, undisturbed, tmp_path):
-    """With the c10d rendezvous each host counts restarts for itself, and ranks may change hosts."""
+    """A run on two hosts gives the same results after a rank was killed.
+
+    With the c10d rendezvous, each host counts restarts separately, and ranks may change hosts.
+    """
     options = ["--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={ENDPOINT}", "--max-restarts=2"]
     found = on_two_hosts(tmp_path, options, victim)
     assert found.attempts == 2
@@ -184,6 +194,7 @@ def test_two_hosts_that_find_each_other(victim, undisturbed, tmp_path):
 @pytest.mark.slow
 @needs_hosts
 def test_two_hosts_with_two_processes_each(undisturbed, tmp_path):
+    """Four ranks on two hosts give the validation loss of two ranks on one host, to three decimals."""
     master = ["--master-addr", namespaces.host_address(0), "--master-port=29500"]
     found = on_two_hosts(tmp_path, ["--nproc-per-node=2", "--rdzv-backend=static", *master])
     assert f"val_loss={float(undisturbed.validation()[-1][1]):.3f}" in found.said

@@ -1,10 +1,12 @@
-"""Runs first in interpreters that have this folder in PYTHONPATH: for torchmetrics, which every import of Lightning
-loads, some packages are not installed that it would load for nothing. Entry points, which each Trainer asks for, are
-read once.
+"""Makes interpreters start faster. Python runs it first if this folder is in PYTHONPATH.
 
-They take two fifths of the time until a script begins. The collector of garbage looks less often at what is imported,
-which is none: that takes another fifth. Lightning also imports torch's compiler, for the name of one class; that is a
-third of what is left, and waits until something is compiled.
+Every import of Lightning loads torchmetrics. Some optional packages that torchmetrics would import without need are
+hidden from it. Entry points, which each Trainer reads, are read only once. Together, these take two fifths of the time
+until a script begins.
+
+Garbage collection runs less often, because imported modules are not garbage. It takes another fifth of the time.
+Lightning also imports torch's compiler for the name of one class. This takes a third of the remaining time, and the
+import is delayed until something is compiled.
 """
 
 import functools
@@ -48,7 +50,7 @@ DYNAMO = "torch._dynamo"
 
 
 class Compiler(types.ModuleType):
-    """Stands for `torch._dynamo` until one of its attributes is asked for that does not stand here."""
+    """A placeholder for `torch._dynamo` until an attribute is requested that the placeholder does not have."""
 
     def __getattr__(self, name):
         if name.startswith("__"):
@@ -63,7 +65,7 @@ class CompiledType(type):
 
 
 class CompiledModule(metaclass=CompiledType):
-    """What has this type is asked of the compiler, if it is there."""
+    """A placeholder for `OptimizedModule`. `isinstance` uses the class of the compiler if the compiler is loaded."""
 
 
 def load_compiler():
@@ -73,7 +75,7 @@ def load_compiler():
 
 
 class CompilerFinder:
-    """Finds the stand-in once, and the compiler when a module of it is imported."""
+    """A finder that returns the placeholder once, and loads the compiler when one of its submodules is imported."""
 
     found = False
 
@@ -89,7 +91,7 @@ class CompilerFinder:
         module = Compiler(spec.name)
         module.__path__ = [f"{path}/_dynamo" for path in sys.modules["torch"].__path__]
         module.OptimizedModule = CompiledModule
-        # What an optimizer and a process group call; compiled functions alone need what these do.
+        # Optimizers and process groups call these functions, which have an effect only for compiled functions.
         module.disable = lambda function, *_, **__: function
         module.graph_break = lambda: None
         module.trace_rules = types.SimpleNamespace(clear_lru_cache=lambda: None)

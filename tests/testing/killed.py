@@ -1,4 +1,4 @@
-"""Two ranks, one of which is killed, as a script: what is left behind is said when it ends."""
+"""A script that runs two ranks and kills one of them. Remaining resources are reported when it ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KEPT: list[Any] = []
 
 
 def with_lock(rank: int) -> None:
-    """Makes what a progress bar makes, and does not free it; one rank is killed."""
+    """Create a lock, as a progress bar does, without freeing it. Rank 1 then kills itself."""
     KEPT.append(multiprocessing.RLock())
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

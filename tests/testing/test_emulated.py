@@ -1,5 +1,4 @@
-"""Emulated layers take the time that they are told to, by the clock of the package, and the benchmark that predicts
-their steps finds it again."""
+"""Emulated layers take the given time on the clock of the package, and the fidelity benchmark measures this time."""
 
 from __future__ import annotations
 
@@ -34,16 +33,19 @@ def virtual_clock(monkeypatch):
 
 
 def timed(work):
+    """Return the seconds that a call takes, and its result."""
     began = read_seconds()
     result = work()
     return read_seconds() - began, result
 
 
 def exactly(seconds):
+    """Return an approximate value that allows for a few reads of the clock."""
     return pytest.approx(seconds, abs=3 * TICK / 1e9)
 
 
 def forward(layer):
+    """Run the forward of a layer, and return its seconds and the saved forward."""
     saved = SavedForward(Span(0, 2), None)
     seconds, _ = timed(lambda: leave_stage(layer(enter_stage(torch.ones(2, 3), (True,), saved)), saved))
     return seconds, saved
@@ -84,7 +86,7 @@ def test_steps_end_with_the_last_rank():
 class TestFidelity:
     @pytest.mark.parametrize("transfer", [0.0, 0.005])
     def test_overheads_are_found_in_what_was_recorded(self, fidelity, transfer):
-        """A training that is simulated with overheads gives them back, whatever the plan."""
+        """Overheads are recovered from trainings that were simulated with them, with different schedules."""
         link = Link(fidelity.MESSAGE / transfer, burst=8192) if transfer else Link()
         links = {(a, b): link for a in range(4) for b in range(4) if a != b}
         kinds = {Kind.F: 1e-3, Kind.B: 2e-3, Kind.I: 4e-3, Kind.W: 8e-3}
@@ -94,7 +96,7 @@ class TestFidelity:
             cell = fidelity.equal_stages(name, microbatches=8)
             run = simulate(cell.emulation.order, cell.plan, cell.costs(links, overheads))
             assert cell.predicted(links, overheads) == run.makespan / 1e9
-            none = I(0, cell.plan.spans(Kind.I, 0)[0])  # the engine has no use for input gradients on stage 0
+            none = I(0, cell.plan.spans(Kind.I, 0)[0])  # the engine does not compute input gradients on stage 0
             events = [
                 tuple(
                     e._replace(end=e.start) if e.instruction._replace(span=none.span) == none else e
@@ -119,7 +121,7 @@ class TestFidelity:
         assert one.emulation.order.to_lines() == other.emulation.order.to_lines()
 
     def test_a_slow_rank_can_be_made_up_for(self, fidelity):
-        """The layers of the benchmark can be cut so that all ranks take as long."""
+        """The number of layers in the benchmark allows a cut with which all ranks take the same time."""
         layers, slow = fidelity.MANY, fidelity.SLOW_RANK
         shares = [layers / (4 - 1 / 3) * (2 / 3 if rank == slow else 1) for rank in range(4)]
         assert shares == pytest.approx([12, 8, 12, 12])

@@ -1,4 +1,4 @@
-"""Neighbours take the core that they are told to, as much as they are told to, and end with whoever started them."""
+"""Processes of a `Neighbour` use the given share of the given core, and end with the process that started them."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ with Neighbour("spin", processes=2) as there:
 
 
 def cpu(pid: int) -> float:
+    """Return the CPU seconds that a process has used."""
     times = psutil.Process(pid).cpu_times()
     return times.user + times.system
 
 
 def count_throttled(quota: Quota) -> int:
-    """Return how often the kernel has made the processes of a quota wait."""
+    """Return the number of times that the kernel has throttled the processes of a quota."""
     lines = (quota._group / "cpu.stat").read_text().split()
     return int(lines[lines.index("nr_throttled") + 1])
 
@@ -53,7 +54,7 @@ def test_it_works_on_its_core_from_the_start(kind):
 
 
 def test_it_rests_in_between(monkeypatch):
-    """On a clock that its work and its rest move."""
+    """The process works for the given share of each period, on a virtual clock that work and rest advance."""
     now, worked, turns = 100.0, 0.0, 50
 
     def work() -> None:
@@ -75,11 +76,13 @@ def test_it_rests_in_between(monkeypatch):
     monkeypatch.setattr(neighbours, "os", system)
     monkeypatch.setitem(KINDS, "spin", lambda: work)
     neighbours.main(["spin", "0.1", "-1", "0", "1"])
-    assert worked == pytest.approx(0.0005 + 50 * 0.1 * neighbours.PERIOD, rel=1e-6)  # once before the first turn
+    # one unit of work before the first period
+    assert worked == pytest.approx(0.0005 + 50 * 0.1 * neighbours.PERIOD, rel=1e-6)
     assert now == pytest.approx(100.0005 + 50 * neighbours.PERIOD, rel=1e-6)
 
 
 def processes_gone(pids: list[int]) -> None:
+    """Wait until all processes have ended."""
     deadline = time.monotonic() + scale_timeout(10)
     while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
         assert time.monotonic() < deadline
@@ -99,13 +102,14 @@ def test_it_ends_with_whoever_started_it():
 
 @pytest.mark.skipif(why_no_quota() is not None, reason=f"no quotas here: {why_no_quota()}")
 def test_a_quota_holds_a_process_back():
+    """The kernel throttles a process in a quota, and the control group is removed when the quota ends."""
     groups = Path("/proc/self/cgroup").read_text()
     with Neighbour("spin") as there:
         with Quota(0.1, there.pids[0]) as quota:
             assert wait_until(lambda: count_throttled(quota) > 2, scale_timeout(20))
         assert not quota._group.exists()
         with Quota(0.1, there.pids[0]) as quota:
-            there.__exit__()  # it ends meanwhile
+            there.__exit__()  # the process ends within the quota
     assert not quota._group.exists()
     assert Path("/proc/self/cgroup").read_text() == groups
 
@@ -127,6 +131,7 @@ def test_mistakes(arguments, message):
 
 @pytest.mark.skipif(why_no_quota() is not None, reason=f"no quotas here: {why_no_quota()}")
 def test_a_weight_is_told_to_the_kernel():
+    """The weight of a quota is written to the file of its control group, for both versions of control groups."""
     with Neighbour("spin") as there, Quota(None, there.pids[0], 1000) as quota:
         new, old = quota._group / "cpu.weight", quota._group / "cpu.shares"
         assert (new.read_text() == "1000\n") if new.exists() else (old.read_text() == "10240\n")

@@ -1,4 +1,4 @@
-"""The network laboratory: links as fast as they were set to, also while they are used, and nothing left of it."""
+"""The network laboratory: links have the bandwidth that was set, also during use, and all processes end with it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def lab() -> Iterator[NetLab]:
 
 
 def speed(*traffic: Competition, seconds: float = 0.4) -> float:
-    """Bytes per second that come through, once a change has taken hold."""
+    """Return the bytes per second that competing traffic receives, measured after a change has taken effect."""
     time.sleep(0.2)
     before, began = sum(each.received for each in traffic), time.monotonic()
     time.sleep(seconds)
@@ -41,8 +41,10 @@ def speed(*traffic: Competition, seconds: float = 0.4) -> float:
 
 
 def assert_speed(bandwidth: float, *traffic: Competition, within: float = 0.0) -> None:
-    """That many bytes per second come through, to 10 % or `within`. On a busy machine it may be less for a while, and
-    then more: what has waited for the process that receives it."""
+    """Wait until traffic receives `bandwidth` bytes per second, up to 10 % or `within`.
+
+    On a busy machine, the speed may be lower for a while, and then higher because bytes have waited for the receiver.
+    """
     found: list[float] = []
     until = time.monotonic() + scale_timeout(10)
     while not found or found[-1] != pytest.approx(bandwidth, rel=0.1, abs=within):
@@ -62,7 +64,7 @@ class TestShaping:
         with NetLab(2, 2e6, bands=True) as lab, lab.compete_on(0, 1) as bulk:
             for sender in bulk.senders:
                 sender.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, 2)
-            time.sleep(1.0)  # what was sent before is through
+            time.sleep(1.0)  # earlier bytes have arrived
             with lab.compete_on(0, 1) as urgent:
                 assert_speed(2e6, urgent)
                 assert_speed(0.0, bulk, within=0.1 * 2e6)
@@ -71,7 +73,7 @@ class TestShaping:
     def test_each_direction_and_cable_has_its_own(self, lab: NetLab) -> None:
         lab.shape(2e6, [(0, 1)])
         lab.shape(6e6, [(1, 0)])
-        lab.shape(4e6, [(2, 0)])  # the ring is closed
+        lab.shape(4e6, [(2, 0)])  # the links form a closed ring
         with lab.compete_on(0, 1) as there, lab.compete_on(1, 0) as back, lab.compete_on(2, 0) as around:
             assert_speed(2e6, there)
             assert_speed(6e6, back)
@@ -82,13 +84,13 @@ class TestShaping:
         lab.shape(None)
         assert set(lab.links.values()) == {Link()}
         with lab.compete_on(0, 1) as traffic:
-            assert speed(traffic) > 1e7  # a hundred times as much on a quiet machine
+            assert speed(traffic) > 1e7  # a quiet machine reaches a hundred times as much
 
     def test_set_times(self, lab: NetLab) -> None:
         lab.shape(8e6)
         with lab.play_changes([(0.0, 2e6, [(0, 1)]), (60.0, 1e6, None)]), lab.compete_on(0, 1) as traffic:
             assert_speed(2e6, traffic)
-        assert lab.links[0, 1].bandwidth == 2e6  # what is set for later is not done any more
+        assert lab.links[0, 1].bandwidth == 2e6  # the later change is cancelled
         assert lab.links[1, 0].bandwidth == 8e6
 
     def test_connections_share_a_link(self, lab: NetLab) -> None:
@@ -109,13 +111,14 @@ class TestShaping:
 
 
 def measured(rank: int) -> tuple[str, dict[tuple[int, int], Link]]:
-    """The transport that ranks choose by themselves, and the links from this one."""
+    """Return the class of the transport that is chosen automatically, and the measured links of this rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     watch = FailureWatch(dist.distributed_c10d._get_default_store(), rank)
     plan = Plan.even(3, 3)
     transport = make_transport(plan, rank, range(3), torch.device("cpu"), watch)
-    links = measure_links(plan, rank, transport, sizes=(2**12, 2**17), repeats=31)  # half a second: not one bad moment
+    # half a second, so that a short disturbance does not matter
+    links = measure_links(plan, rank, transport, sizes=(2**12, 2**17), repeats=31)
     transport.close()
     watch.close()
     return type(transport).__name__, links
@@ -123,12 +126,13 @@ def measured(rank: int) -> tuple[str, dict[tuple[int, int], Link]]:
 
 @pytest.mark.alone
 def test_ranks_find_the_links_as_they_were_set(lab: NetLab) -> None:
+    """Ranks measure the bandwidth that was set for each link, up to 10 %."""
     lab.shape(8e6)
     lab.shape(2e6, [(1, 2)])
     asked = {(0, 1): 8e6, (1, 0): 8e6, (1, 2): 2e6, (2, 1): 8e6}
     seen: list[dict[tuple[int, int], float]] = []
     right = set[tuple[int, int]]()
-    while right < set(asked):  # others on this machine may hold messages up for as long as a measurement takes
+    while right < set(asked):  # other programs on this machine may delay messages for a whole measurement
         assert len(seen) < 12, seen
         found = lab.run_ranks(measured, timeout=60)
         assert [name for name, _ in found] == [GlooTransport.__name__] * 3
@@ -139,11 +143,12 @@ def test_ranks_find_the_links_as_they_were_set(lab: NetLab) -> None:
 
 @pytest.mark.parametrize(("ends", "code"), [("true", 0), ("exit $RANK", 1)])
 def test_a_command_on_every_host(tmp_path: Path, ends: str, code: int) -> None:
+    """The command line runs a command on every host with the variables of its rank, and fails if one of them fails."""
     command = ["sh", "-c", f"echo $WORLD_SIZE $MASTER_ADDR > {tmp_path}/$RANK; {ends}"]
     netlab = [sys.executable, "-m", "benchmarks.netlab", "run", "-n", "2", "--bandwidth", "1e6", "--"]
     ran = subprocess.run([*netlab, *command], cwd=Path(__file__).parents[2], check=False, timeout=600)
     assert ran.returncode == code
-    ranks = ("0", "1") if not code else ("1",)  # who has not ended when another fails is killed
+    ranks = ("0", "1") if not code else ("1",)  # a command that still runs when another fails is killed
     assert [(tmp_path / rank).read_text() for rank in ranks] == [f"2 {namespaces.host_address(0)}\n"] * len(ranks)
 
 
@@ -176,7 +181,7 @@ def test_nothing_is_left_when_the_owner_is_killed(tmp_path: Path) -> None:
     pids = [int(word) for _ in range(3) for word in owner.stdout.readline().split()]
     networks = {os.readlink(f"/proc/{pid}/ns/net") for pid in pids}
     assert len(pids) == 5
-    assert len(networks) == 2  # the ranks are on the hosts
+    assert len(networks) == 2  # the ranks run on the hosts
     owner.kill()
     owner.communicate(timeout=scale_timeout(30))
     until = time.monotonic() + scale_timeout(40)  # the kernel takes its time to remove a network
@@ -188,9 +193,11 @@ def test_nothing_is_left_when_the_owner_is_killed(tmp_path: Path) -> None:
 
 @pytest.mark.alone
 def test_clean_kills_what_slipped_through_and_nothing_else() -> None:
+    """`kill_orphans` kills processes whose owner has ended, and leaves processes of a living owner alone."""
     here = f"{os.getpid()} {Path('/proc/self/stat').read_text().rpartition(')')[2].split()[19]}"
     sleepers = []
-    for owner in ("4194304 1", f"{os.getpid()} 1", here):  # nobody, one whose number was taken again, one that lives
+    # no process, a process number that was reused, a living owner
+    for owner in ("4194304 1", f"{os.getpid()} 1", here):
         env = {**os.environ, "LIGHTNING_PIPES_HOSTS_OWNER": owner}
         sleepers.append(subprocess.Popen(["sleep", "infinity"], env=env, preexec_fn=namespaces.die_with_parent))
     try:

@@ -1,4 +1,4 @@
-"""Ranks end without a trace, in whatever way they end."""
+"""Ranks leave no resources behind, also if they are killed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_no_semaphore_is_left() -> None:
-    """The tracker of resources would say so when it ends, and remove it."""
+    """No semaphore is left, because otherwise the resource tracker of Python would print a warning when it ends."""
     found = subprocess.run(
         [sys.executable, "-m", "tests.testing.killed"], cwd=ROOT, capture_output=True, text=True, timeout=120
     )

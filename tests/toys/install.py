@@ -1,4 +1,4 @@
-"""Toys: distributions of their own beside the tests, as other people's schedules are. Each is one folder."""
+"""Toys: separate distributions next to the tests, like schedules of third parties. Each of them is one folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_pipes.ir.registry import installed_schedules
 
 
 def install(name: str) -> None:
-    """From now on this process finds the distribution in the folder `name`, as if pip had installed it."""
+    """Make the distribution in the folder `name` available in this process, as if pip had installed it."""
     folder = str(Path(__file__).with_name(name))
     if folder not in sys.path:
         sys.path.append(folder)

@@ -1,4 +1,4 @@
-"""A replanner that moves a layer to the neighbour every ten batches, installed by its entry point."""
+"""A planner that moves a layer to a neighboring stage every ten batches, installed through its entry point."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from tests.trainer.lit import Case, Lit, LitOutside, data, differences, plain_va
 from tests.trainers import make_trainer
 
 BATCHES = 24
-"""Three an epoch; layers move before batches 10 and 20, counted from 0."""
+"""The number of batches, three per epoch. Layers move before batches 10 and 20, counted from 0."""
 NINE = [(0, 4), (4, 9)], [(0, 5), (5, 9)], [(0, 4), (4, 9)]
-"""Where nine layers are before, between and after."""
+"""The layers of both stages before, between and after the two moves."""
 MOVERS = [pytest.param("mover", marks=pytest.mark.slow), "stashing_mover"]
-"""tests/trainer/test_replan.py has less of a schedule that flushes, and is quicker."""
+"""The schedules to test. tests/trainer/test_replan.py has a smaller and faster test of a schedule that flushes."""
 
 
 class LitFrozen(LitOutside):
-    """Trains its layers only: schedules that do not flush refuse parameters that all ranks train."""
+    """A module that trains only its layers, as schedules without flushes refuse parameters that all ranks train."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -36,7 +36,7 @@ class LitFrozen(LitOutside):
 
 
 class Sees(Callback):
-    """Keeps who has which layers after every batch, and saves checkpoints before and after the first move."""
+    """A callback that records the layers of each stage after every batch, and saves checkpoints at the first move."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -63,7 +63,7 @@ class Sees(Callback):
 
 
 def runs(rank: int, schedule: str, folder: str) -> list[tuple[Any, ...]]:
-    """One that moves, one that drains and moves nothing, and two that resume the first right before and after."""
+    """Run four trainings: with moves, without moves, and two that resume before and after the first move."""
     install("mover")
     found = []
     for moves, resume in ((True, None), (False, None), (True, 10), (True, 11)):
@@ -82,7 +82,7 @@ def runs(rank: int, schedule: str, folder: str) -> list[tuple[Any, ...]]:
             LitFrozen, {"dropout": 0.2}, strategy, options, resume=resume and f"{folder}/TrueNone/{resume}.ckpt"
         )
         out = train(case, 2, sees.folder)
-        for output in out["outputs"][:1]:  # not known yet where stages step apart
+        for output in out["outputs"][:1]:  # not known yet if stages step at different times
             output["loss"] = np.nan_to_num(output["loss"])
         report = sees.trainer.strategy.report
         about = [tuple(span) for span in report.record.plan.layers], report.measured.makespan > 0
@@ -97,8 +97,9 @@ def results(schedule: str) -> list[list[tuple[Any, ...]]]:
 
 @pytest.mark.parametrize("schedule", MOVERS)
 def test_everything_is_as_in_a_run_that_drains_and_moves_nothing(schedule: str) -> None:
+    """A training with moves gives the same results bit by bit as a training that only drains."""
     for (moved, layers, consistent, about), (stayed, same, *_), *_ in results(schedule):
-        # A stream moves once all have told what they saw, or are drained: after batch 20, with which an epoch ends.
+        # A stream moves layers when all ranks have reported or are drained: after batch 20, with which an epoch ends.
         assert [layers[n] for n in (0, 9, 10, 19, 21, 23)] == [p for p in NINE for _ in (0, 1)]
         assert (same, consistent, about) == ([NINE[0]] * BATCHES, True, (NINE[2], True))
         for key in ("outputs", "metrics", "weights", "rates", "steps"):
@@ -108,6 +109,7 @@ def test_everything_is_as_in_a_run_that_drains_and_moves_nothing(schedule: str) 
 
 @pytest.mark.parametrize("schedule", MOVERS)
 def test_training_goes_on_from_right_before_and_right_after_a_move(schedule: str) -> None:
+    """Trainings resumed from checkpoints directly before and after a move give the same results bit by bit."""
     for (moved, *_), _, (before, layers, *_), (after, *_) in results(schedule):
         assert [layers[n] for n in (0, 9, 11)] == [NINE[1], NINE[1], NINE[0]]
         for found in (before, after):
@@ -118,7 +120,7 @@ def test_training_goes_on_from_right_before_and_right_after_a_move(schedule: str
 
 
 class Layers(Callback):
-    """Keeps who has which layers after every batch."""
+    """A callback that records the layers of each stage after every batch."""
 
     def __init__(self) -> None:
         self.found: list[Any] = []
@@ -128,7 +130,11 @@ class Layers(Callback):
 
 
 def accumulating(rank: int) -> list[Any]:
-    """Weights, and the batches before which layers moved: of a run that moves, and of one that drains."""
+    """Train with accumulated gradients, with and without moves.
+
+    Returns:
+        For both trainings, the weights and the batches before which layers moved.
+    """
     install("mover")
     quiet()
     found = []
@@ -151,6 +157,7 @@ def accumulating(rank: int) -> list[Any]:
 
 
 def test_gradients_that_are_accumulated_move_with_their_layer() -> None:
+    """The weights are the same bit by bit if a layer with accumulated gradients moves between ranks."""
     for (moved, batches), (stayed, none) in run_ranks(accumulating, 2, timeout=60):
-        assert (batches, none) == ([8, 13], [])  # 13 is the second of four that are stepped together
+        assert (batches, none) == ([8, 13], [])  # batch 13 is the second of four that are stepped together
         assert differences(moved, stayed, tolerance=0) == []

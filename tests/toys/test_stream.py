@@ -1,5 +1,7 @@
-"""A policy over batches without end that use different layers, installed by its entry point, with nothing of ours
-changed: bit by bit the weights of one batch after another."""
+"""A third-party policy for a stream of batches that use different layers, installed through its entry point.
+
+The weights are compared bit by bit with training on one batch after another.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ CUTS = {1: [], 2: [4], 4: [2, 4, 6]}
 
 
 class Optional(nn.Module):
-    """A layer that only batches go through which have chosen it."""
+    """A layer that only the batches that have chosen it pass through."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -74,7 +76,10 @@ class Lit(pl.LightningModule):
 
 
 class Batches(Dataset[Any]):
-    """A batch and the layers that it goes through; the last one is short. Loading one may take some seconds."""
+    """Batches with the names of the layers that they use. The last batch is shorter.
+
+    Loading a batch takes `seconds`.
+    """
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds = seconds
@@ -91,7 +96,7 @@ class Batches(Dataset[Any]):
 
 
 class Seen(Callback):
-    """The order in which this rank ran, and the losses that it heard of."""
+    """A callback that records the instructions of this rank in order, and the losses that it receives."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -110,6 +115,7 @@ def new_module() -> Lit:
 
 
 def fit(rank: int, ranks: int, folder: str, resume: str | None = None, dies_at: int = -1, seconds: float = 0.0) -> Any:
+    """Train on one rank and return the results. Rank 0 kills itself in batch `dies_at`."""
     quiet()
     install("stream")
     module, seen = new_module(), Seen()
@@ -138,7 +144,7 @@ def fit(rank: int, ranks: int, folder: str, resume: str | None = None, dies_at: 
 
 @cache
 def one_after_another() -> tuple[dict[str, np.ndarray], list[float], float]:
-    """Plain PyTorch: weights, losses and the validation after the last epoch."""
+    """Return the weights, the losses and the last validation loss of the same training in plain PyTorch."""
     module = new_module()
     [optimizer], [scheduler] = module.configure_optimizers()
     losses, given = [], [Batches()[n] for n in range(BATCHES)]
@@ -152,7 +158,7 @@ def one_after_another() -> tuple[dict[str, np.ndarray], list[float], float]:
                 total += float(loss.detach()) * share
             losses.append(total)
             optimizer.step()
-            optimizer.zero_grad()  # to None: Adam leaves layers alone that got no gradient
+            optimizer.zero_grad()  # sets gradients to None, so that Adam skips layers without a gradient
             scheduler["scheduler"].step()
     with torch.no_grad():
         found = [(len(y), float(F.mse_loss(module.model((x, c))[0], y))) for x, y, c in given]
@@ -161,7 +167,7 @@ def one_after_another() -> tuple[dict[str, np.ndarray], list[float], float]:
 
 
 def overlaps(events: list[Any]) -> int:
-    """How often a batch began on a stage before one ahead of it had stepped there."""
+    """Return the number of times that a batch began on a stage before the STEP of an earlier batch on that stage."""
     begun = {(i.stage, i.batch): e.start for e in reversed(events) if (i := e.instruction).kind is Kind.F}
     over = {(i.stage, i.batch): e.end for e in events if (i := e.instruction).kind is Kind.STEP}
     return sum(start < over[stage, n] for (stage, b), start in begun.items() for n in range(b))
@@ -169,6 +175,7 @@ def overlaps(events: list[Any]) -> int:
 
 @pytest.mark.parametrize("ranks", CUTS)
 def test_weights_are_those_of_one_after_another(ranks: int) -> None:
+    """The weights equal the weights of plain PyTorch bit by bit, although batches overlap."""
     weights, losses, validated = one_after_another()
     found = run_ranks(fit, ranks, ranks, mkdtemp(), timeout=120)
     for each in found:
@@ -179,13 +186,12 @@ def test_weights_are_those_of_one_after_another(ranks: int) -> None:
         assert abs(each["validated"] - validated) < 1e-6
         assert 0 <= min(each["bubbles"]) <= max(each["bubbles"]) < 1
     assert found[0]["losses"][-1] == pytest.approx(losses[-1], rel=1e-6)
-    assert (
-        sum(overlaps(events) for each in found for events in each["events"]) >= (ranks > 1) * 5
-    )  # alone, a stage waits for nobody
+    # a single stage does not wait for other stages
+    assert sum(overlaps(events) for each in found for events in each["events"]) >= (ranks > 1) * 5
 
 
 def resumed(rank: int, folder: str) -> Any:
-    """In the middle of an epoch on 2 stages; see below."""
+    """Train on two stages, then resume from a checkpoint in the middle of an epoch."""
     fit(rank, 2, folder)
     return fit(rank, 2, folder, resume=f"{folder}/step={BATCHES + 7}.ckpt")
 
@@ -197,7 +203,10 @@ def test_resumes_in_the_middle_of_an_epoch() -> None:
 
 
 def test_the_first_stage_may_load_slowly() -> None:
-    """The last one waits for it in the flush at the end of an epoch, when it has told of earlier batches."""
+    """The result is correct if the first stage loads its batches slowly.
+
+    The last stage waits for it in the flush at the end of an epoch, after it has reported earlier batches.
+    """
     weights, _, _ = one_after_another()
     for found in run_ranks(fit, 2, 2, mkdtemp(), None, -1, 0.03, timeout=40):
         assert all(np.array_equal(found["weights"][name], value) for name, value in weights.items())
@@ -210,7 +219,7 @@ def test_a_killed_rank_ends_all() -> None:
 
 
 class LitOutside(Lit):
-    """Has a parameter of which no batch can say that it uses it."""
+    """A module with a parameter outside its layers, which no batch can name."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Where backward starts, and with what."""
+"""The roots and gradients with which the backward of a stage starts, compared with `torch.autograd.backward`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_pipes.ir import Span
 
 
 class Twice(torch.autograd.Function):
-    """Leaves a node that is written in Python."""
+    """A function whose node in the autograd graph is implemented in Python."""
 
     @staticmethod
     def forward(ctx, x):
@@ -33,6 +33,7 @@ LOSSES: list[Callable[[torch.Tensor], torch.Tensor]] = [
 
 
 def saved_of(out: torch.Tensor) -> SavedForward:
+    """Return the saved forward of a micro-batch with one output."""
     saved = SavedForward(Span(0, 1), None)
     leave_stage(out, saved)
     return saved

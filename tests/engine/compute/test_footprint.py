@@ -1,4 +1,4 @@
-"""What autograd saves is seen, and not kept."""
+"""Tensors that autograd saves are found, and no reference to them remains."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from lightning_pipes.engine.compute.footprint import saved_for_backward, storage
 
 
 def test_nothing_outlives_a_graph_of_which_a_part_has_no_backward() -> None:
-    """As of a metric that is logged with its gradient: no collector sees a cycle through autograd's own objects."""
+    """No tensor stays alive if a part of the graph never runs backward, such as a metric that is logged with its graph.
+
+    The garbage collector cannot find cycles through the objects of autograd.
+    """
     layer, x = nn.Linear(3, 3), torch.ones(2, 3)
     with saved_for_backward() as found:
         y = layer(x).tanh()

@@ -1,4 +1,4 @@
-"""Layers of tasks take turns on the device: a hit counts where a stage turns to another batch or direction."""
+"""Layers are moved to the device for each task; the hit rate counts changes to another batch or direction."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LAYERS = (Span(0, 1),)
 
 
 class Counting(nn.Module):
-    """Puts another tensor in place of its buffer."""
+    """A layer that replaces its buffer by another tensor in each forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,6 +43,7 @@ def test_buffers_that_a_forward_replaces_leave_the_device_with_their_values() ->
 
 
 def test_micro_batches_of_a_batch_count_once() -> None:
+    """The hit rate leaves out hits of later micro-batches of the same batch in the same direction."""
     block = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
     memory = MemorySwap(10**6, prefetch=False)
     layers = LayerMemory(memory, torch.device("cpu"), lambda: [torch.optim.SGD(block.parameters())])
@@ -56,6 +57,6 @@ def test_micro_batches_of_a_batch_count_once() -> None:
             pass
     found = memory.statistics
     assert (found.misses, found.hits, found.again) == (2, 11, 9)
-    assert found.hit_rate == 2 / 4  # two forwards found nothing; a backward and a later forward did
+    assert found.hit_rate == 2 / 4  # two forwards missed their layers; a backward and a later forward found them
     layers.close()
     memory.close()

@@ -1,4 +1,4 @@
-"""What a rank knows of its own future."""
+"""The upcoming instructions and layers that the orders of a rank predict."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from lightning_pipes.testing.generators import tiny_plan
 
 
 class Everything:
-    """A mailbox with every message."""
+    """A mailbox in which every message has arrived."""
 
     def has_message(self, key: Any) -> bool:
         return True
 
 
 def far(program: Program, rank: int) -> list[Any]:
-    """The row, far beyond the batches that come."""
+    """Return the instructions of a rank for many more batches than the test injects."""
     turns = [i for turn in range(20) for i in shift_batches(program.cycle[rank], turn)] if program.is_endless else []
     return [*program.head[rank], *turns]
 
@@ -34,6 +34,7 @@ def far(program: Program, rank: int) -> list[Any]:
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("schedule", [PipeDream(), OneFOneB()])
 def test_coming(schedule: Any, rank: int, microbatches: int) -> None:
+    """`upcoming_instructions` of a static order is the rest of the program's row for the injected batches."""
     plan = adapt_plan(tiny_plan(4, microbatches), schedule)
     program = lower(schedule.program(plan), plan)
     order, mailbox, ran, batches = StaticOrder(program, rank), Everything(), [], 5 if program.is_endless else 1
@@ -52,14 +53,14 @@ def test_coming(schedule: Any, rank: int, microbatches: int) -> None:
 
 
 def test_layers_of_forwards_and_of_batches_that_come_back_take_turns() -> None:
-    """Six batches whose forwards are all ready on the first stage: a gradient may come at any time."""
+    """On the first stage, layers of ready forwards alternate with layers of batches whose gradients may arrive next."""
     policy = CSP()
     plan = adapt_plan(tiny_plan(2, 2), policy)
     order = ReadyOrder(policy, plan, rank=0)
     for batch in range(6):
         order.add((0, batch), plan.jobs[0].rows, LayerUse.from_names([str(batch), "9"], (Span(0, 9), Span(9, 10))))
     mailbox: Any = Mailbox()
-    for _ in range(7):  # three forwards and sends of two micro-batches each, but the last one
+    for _ in range(7):  # two forwards of each of the batches 0 to 2, and the first forward of batch 3
         i = order.next_instruction(mailbox, 0)
         assert i is not None
         while i.kind is not Kind.F:
@@ -74,7 +75,7 @@ def test_layers_of_forwards_and_of_batches_that_come_back_take_turns() -> None:
 
 
 class Post:
-    """A transport on which everything has arrived at once."""
+    """A transport on which every message has already arrived."""
 
     is_done = staticmethod(lambda: True)
 
@@ -91,12 +92,14 @@ class Post:
 
 
 STREAM = [["0.0", "1.0"], ["0.1", "1.1"], ["0.0", "1.2"], ["0.2", "1.0"]]
-"""Batch 2 shares a layer of stage 0 with batch 0, batch 3 one of stage 1."""
+"""The layers of each batch. Batch 0 shares a layer of stage 0 with batch 2, and a layer of stage 1 with batch 3."""
 
 
 def predicted(name: str, rank: int, told: dict[int, list[tuple[int, int]]]) -> tuple[list[tuple[str, list[str]]], Post]:
-    """Run the stream on one rank, to which gradients come where nothing else is left to do: each task, and the layers
-    predicted as it begins."""
+    """Run the stream on one rank and return each task with the layers that are predicted when it begins.
+
+    On the first stage, a gradient arrives only when no other task is ready.
+    """
     policy, post = CSP(depth=8), Post(told)
     plan = adapt_plan(tiny_plan(2, 1), policy)
     order = ReadyOrder(policy, plan, rank)
@@ -121,7 +124,7 @@ def predicted(name: str, rank: int, told: dict[int, list[tuple[int, int]]]) -> t
 
 
 def test_the_last_stage_tells_which_backward_follows_its_next_forward() -> None:
-    """Before B0 it pretends that batch 0 has stepped, so that batch 1 may run, and tells that B1 follows F1."""
+    """When B0 begins, the last stage assumes that batch 0 has stepped. Then F1 may run, and a record of B1 is sent."""
     found, post = predicted("algorithm_3", 1, {})
     tasks = [("F0", "1.1"), ("B0", "1.1"), ("F1", "1.2"), ("B1", "1.2"), ("F2", "1.0"), ("B2", "1.0")]
     assert found == [("", []), *[(task, [layer]) for task, layer in tasks], ("F3", []), ("B3", [])]
@@ -129,14 +132,14 @@ def test_the_last_stage_tells_which_backward_follows_its_next_forward() -> None:
 
 
 def test_a_stage_brings_what_the_one_behind_has_told_when_the_forward_before_it_runs() -> None:
-    """B0 lets F2 run, which uses 0.0; B1 is said to come after it, which uses 0.1."""
+    """B0 allows F2 to run, which uses layer 0.0. By the received record, B1 comes next, which uses layer 0.1."""
     found, post = predicted("algorithm_3", 0, {0: [(1, 1)], 1: [(2, 2)], 2: [(3, 3)]})
     assert found[:6] == [("", ["0.0"]), ("F0", ["0.1"]), ("F1", ["0.2"]), ("F3", []), ("B0", ["0.0"]), ("F2", ["0.1"])]
     assert post.sent == {}
 
 
 def test_a_simulated_order_is_followed() -> None:
-    """On stage 0: F0, F1 and F3, which waits for nobody there, then B0 and F2, which needs what B0 leaves."""
+    """The simulated order of stage 0 is F0, F1 and F3, which need no other batch, then B0, and F2, which needs B0."""
     found, _ = predicted("simulated", 0, {})
     assert [task for task, _ in found] == ["", "F0", "F1", "F3", "B0", "F2", "B1", "B2", "B3"]
     assert found[1] == ("F0", ["0.1", "0.2", "0.0", "0.0"])

@@ -1,4 +1,4 @@
-"""Profiles: bytes by hand, times against a clock of our own, and a memory model that predicts the measured peak."""
+"""Profiles of layers: bytes computed by hand, times on a virtual clock, and peaks of memory as measured."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 class Slow(nn.Module):
-    """Takes a fixed time and another by row, forward and twice as long backward."""
+    """A layer whose forward takes a fixed time plus a time per row, and whose backward takes twice as long."""
 
     def __init__(self, clock: VirtualClock, fixed: float, by_row: float) -> None:
         super().__init__()
@@ -64,6 +64,7 @@ def test_times_are_not_proportional_to_rows(monkeypatch):
 
 
 def test_joining_is_measured_and_priced(monkeypatch):
+    """The profile measures the seconds per byte of `torch.cat`, and keeps the value in its JSON and in stage costs."""
     clock, join = VirtualClock(), torch.cat
 
     def cat(tensors):
@@ -84,25 +85,27 @@ def test_bytes_by_hand():
     optimizer = torch.optim.AdamW([p for layer in layers for p in layer.parameters()])
     found = profile_layers(layers, {8: torch.randn(8, 64)}, optimizer=optimizer, repeats=1, split=True).layers
     x, wide, thin = 8 * 64 * 4, 8 * 128 * 4, 8 * 32 * 4
-    # Linear keeps its input, ReLU its result, dropout its mask, Linear the result of dropout, GELU its input, LayerNorm
-    # its input with a mean and a deviation per row.
+    # Linear saves its input, ReLU its output, Dropout its mask, Linear the output of Dropout, GELU its input, LayerNorm
+    # its input and the mean and deviation of each row.
     assert [dict(layer.saved)[8] for layer in found] == [x, wide, wide, wide, thin, thin + 2 * 8 * 4]
     assert [dict(layer.output)[8] for layer in found] == [wide, wide, wide, thin, thin, thin]
     assert not any(layer.keeps_input for layer in found)
     assert [layer.weight_bytes for layer in found] == [4 * 65 * 128, 0, 0, 4 * 129 * 32, 0, 4 * 64]
     assert [layer.gradient_bytes for layer in found] == [layer.weight_bytes for layer in found]
-    assert found[0].optimizer_bytes == 2 * found[0].weight_bytes + 2 * 4  # two moments, and a count for each parameter
+    # two moments, and a step count for each parameter
+    assert found[0].optimizer_bytes == 2 * found[0].weight_bytes + 2 * 4
     assert found[0].step > 0
 
-    shared = [nn.Sigmoid(), nn.Linear(16, 16)]  # the result of the first is the input of the second
+    shared = [nn.Sigmoid(), nn.Linear(16, 16)]  # the output of the first layer is the input of the second
     one, two = profile_layers(shared, {4: torch.randn(4, 16, requires_grad=True)}, repeats=1).layers
     assert (one.keeps_input, two.keeps_input) == (False, True) or dict(two.saved)[4] == 4 * 16 * 4
     profile = ModelProfile((one, two))
     apart = [profile.activation_bytes([Span(0, 1), Span(1, 2)], s) for s in range(2)]
-    assert apart[1] == 16 * 4  # alone the second keeps what it receives
+    assert apart[1] == 16 * 4  # on a separate stage, the second layer keeps its input
 
 
 def test_nothing_is_changed():
+    """Profiling changes neither weights and buffers nor gradients."""
     layers = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)), nn.Linear(4, 4)]
     layers[1].weight.grad = torch.full((4, 4), 7.0)
     before = {n: t.clone() for n, t in nn.ModuleList(layers).state_dict().items()}
@@ -180,7 +183,7 @@ ROWS, MICROBATCHES = 16, 8
 
 
 def measured_peak(rank: int, model: str, schedule: str, recompute: bool) -> list[int]:
-    """Most bytes of tensors made during the second step, and what the profile predicts."""
+    """Return the peak bytes of the tensors that the second step creates, measured and predicted by the profile."""
     make, shape = MODELS[model]
     layers = make()
     half = len(layers) // 2
@@ -199,7 +202,7 @@ def measured_peak(rank: int, model: str, schedule: str, recompute: bool) -> list
     mine = {n: layers[n] for n in range(*cuts[rank])}
     engine = Engine(plan, order, [Stage(rank, mine, body, recompute=recompute and rank == 0)], transport, rank=rank)
     x = torch.randn(ROWS, *shape)
-    for number in range(2):  # gradients are there from the second step on
+    for number in range(2):  # gradients are allocated from the second step on
         with measure_footprint(CPU) as found:
             engine.inject(Item(number, ROWS, x))
             engine.drain()
@@ -219,7 +222,7 @@ def test_the_memory_model_predicts_the_measured_peak(model, schedule, recompute)
 
 @pytest.mark.parametrize("split", [False, True])
 def test_layers_that_work_in_place(split: bool) -> None:
-    """One gets what the layer before it hands on, where gradients begin; the sample stays as it is."""
+    """Layers that change their input in place have the profile of other layers, and the sample is not changed."""
 
     def layers(in_place: bool) -> list[nn.Module]:
         return [

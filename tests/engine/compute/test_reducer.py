@@ -1,4 +1,4 @@
-"""Buckets of gradients: summed, marked, and under way before backward has ended."""
+"""Buckets of gradients are summed over replicas, also while backward still runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from lightning_pipes.ir import PipelineError
 
 
 class Network:
-    """Another rank whose gradients are three times ours; sums when it is waited for."""
+    """An all-reduce with an emulated second rank, whose gradients are three times the gradients of this rank.
+
+    The sum is computed when the caller waits for it.
+    """
 
     def __init__(self) -> None:
         self.started: list[torch.Tensor] = []
@@ -41,6 +44,7 @@ def test_buckets_start_from_the_end_and_keep_types_apart():
 
 
 def test_what_has_been_trainable_once_stays_known():
+    """A parameter that was trainable once stays registered after `requires_grad` is set to False."""
     a, b = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4), requires_grad=False)
     trained = TrainableParameters([a, b])
     a.requires_grad_(False)
@@ -50,6 +54,7 @@ def test_what_has_been_trainable_once_stays_known():
 
 
 def test_a_bucket_sums_in_float32_at_least_and_leaves_none_as_it_is():
+    """bfloat16 gradients are summed in float32, and a gradient that is None on all ranks stays None."""
     p, q, r = (nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(3))
     p.grad = torch.full_like(p, 3.0)
 
@@ -69,19 +74,20 @@ def test_a_bucket_sums_in_float32_at_least_and_leaves_none_as_it_is():
 
 
 def test_the_average_and_what_leaves_before_backward_has_ended():
+    """Gradients are the average over replicas, and buckets are sent while the last backward still runs."""
     network, module, plain = Network(), layers(), layers()
     reducer = Reducer({0: list(module.parameters())}, network.all_reduce, replicas=2, size=90)
     x = torch.randn(5, 3, dtype=torch.float64)
     plain(x).square().sum().backward()
     plain(2 * x).square().sum().backward()
 
-    module(x).square().sum().backward()  # not the last backward: nothing leaves
+    module(x).square().sum().backward()  # not the last backward, so no bucket is sent
     assert not network.started
     on_the_way: list[int] = []
     module[0].weight.register_hook(lambda g: on_the_way.append(len(network.started)))
     with reducer.last_backward(0):
         module(2 * x).square().sum().backward()
-    assert on_the_way == [3]  # layers 3, 2 and 1, while layer 0 was under way
+    assert on_the_way == [3]  # layers 3, 2 and 1, while layer 0 ran backward
     reducer.finish()
     for mine, whole in zip(gradients(module), gradients(plain), strict=True):
         assert torch.allclose(mine, 2 * whole, rtol=0, atol=1e-12)
@@ -91,9 +97,10 @@ def test_the_average_and_what_leaves_before_backward_has_ended():
 
 
 def test_buckets_leave_in_one_order_whatever_backward_does():
+    """Buckets are sent in a fixed order, also if backward reaches only some of the layers."""
     network, module = Network(), layers(3)
     reducer = Reducer({0: list(module.parameters())}, network.all_reduce, replicas=2, size=90)
-    with reducer.last_backward(0):  # the first layer only: it must wait for those in front of it
+    with reducer.last_backward(0):  # only the first layer, whose bucket must wait for the buckets before it
         module[0](torch.ones(1, 3, dtype=torch.float64)).sum().backward()
         assert not network.started
     assert [t[-1].item() for t in network.started] == [0.0, 0.0, 1.0]

@@ -1,4 +1,4 @@
-"""Whether code between two points has drawn random numbers."""
+"""`RngUse` detects whether code between two points has drawn random numbers."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ def test_draws_of_every_generator_are_seen(draw: Callable[[], object], used: boo
 
 
 def test_equal_states_are_equal() -> None:
+    """If the code sets the generator back to its earlier state, no use is detected."""
     found = RngUse(CPU)
     random.seed(1)
     found.start()

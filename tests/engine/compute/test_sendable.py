@@ -1,4 +1,4 @@
-"""What may cross the border between two stages, and what is refused by name."""
+"""Values that may be sent between two stages, and values that are refused with an error that describes them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Marked(torch.Tensor):
 
 
 class Opaque:
-    """Pickles by a function of its own, with a sixth entry, so that it can't be opened."""
+    """An object whose `__reduce__` returns a sixth entry, so that it cannot be flattened."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor

@@ -1,4 +1,4 @@
-"""Rows of what travels between stages that cut a batch differently."""
+"""Rows of messages between stages that divide a batch differently."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tests.cases import for_each
 
 
 def test_a_list_with_a_tensor_for_each_sample_is_refused():
-    """Every part would get all of its tensors, and pair them with other samples."""
+    """Such a list is refused, because each part would receive all tensors and combine them with the wrong samples."""
     x, boxes, tables = torch.zeros(2, 3), [torch.zeros(1, 4), torch.zeros(3, 4)], (torch.zeros(5), torch.zeros(5))
     whole, first, second = Span(0, 2), Span(0, 1), Span(1, 2)
-    assert take_rows((x, boxes), whole, whole) == (x, boxes)  # cut alike: all of it goes on
-    assert remove_marks(take_rows((x, tables), whole, first))[0][1] == tables  # what all samples have in common
+    assert take_rows((x, boxes), whole, whole) == (x, boxes)  # equal spans pass everything on
+    assert remove_marks(take_rows((x, tables), whole, first))[0][1] == tables  # shared by all samples
     with pytest.raises(PlanError, match="a list with a tensor for each of 2 samples"):
         take_rows((x, boxes), whole, first)
     with pytest.raises(PlanError, match="a list with a tensor for each of 2 samples"):
@@ -26,15 +26,17 @@ def test_a_list_with_a_tensor_for_each_sample_is_refused():
 SENT = [Span(0, 3), Span(3, 4), Span(4, 6)]
 CUTS = [
     (SENT, [Span(0, 2), Span(2, 6)]),
-    ([Span(0, 3), Span(3, 6)], [Span(0, 2), Span(2, 4), Span(4, 6)]),  # one of each end overlaps by one sample
+    ([Span(0, 3), Span(3, 6)], [Span(0, 2), Span(2, 4), Span(4, 6)]),  # spans of both stages overlap by one sample
 ]
 
 
 @for_each("cuts", CUTS)
 @for_each("shape", [(), (1,), (2,), (1, 2)])
 def test_auxiliary_losses_of_stages_that_cut_differently(cuts, shape):
-    """Each part of the gradient arrives once, and the values are averages over samples, also if a value has as many
-    entries as some of the spans have samples."""
+    """Auxiliary losses are averaged over samples, and each part of their gradient arrives exactly once.
+
+    This also holds if a value has the same number of entries as some of the spans have samples.
+    """
     sent, needed = cuts
     values = torch.arange(2.0, 2.0 + len(sent), dtype=torch.float64, requires_grad=True)
     forward, backward = SpanBuffer(gradients=False), SpanBuffer(gradients=True)
@@ -67,7 +69,10 @@ def test_what_can_not_be_averaged_is_refused():
 
 @for_each(("sent", "needed"), [([Span(0, 4)], [Span(0, 2), Span(2, 4)]), ([Span(0, 4), Span(4, 8)], [Span(0, 8)])])
 def test_a_marked_table_is_neither_cut_nor_joined(sent, needed):
-    """A table has as many entries as all spans of the sender have samples; each part of its gradient counts once."""
+    """A marked table is passed on whole although its length equals the number of samples of each sent span.
+
+    Each part of its gradient counts once.
+    """
     table = torch.arange(4.0, dtype=torch.float64)
     forward, backward = SpanBuffer(gradients=False), SpanBuffer(gradients=True)
     for span in sent:

@@ -1,4 +1,4 @@
-"""Input gradients first and weight gradients later give what one backward gives, and cost no more than they must."""
+"""Input gradients followed by weight gradients equal the gradients of one backward, without additional computation."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ INSEPARABLE = {
 
 
 def layer(name: str) -> Callable[[type[nn.Module]], type[nn.Module]]:
+    """Return a decorator that adds a module class to `LAYERS`."""
+
     def add(kind: type[nn.Module]) -> type[nn.Module]:
         LAYERS[name] = kind
         return kind
@@ -133,7 +135,7 @@ class Slices(nn.Module):
 
 @layer("several outputs")
 class Several(nn.Module):
-    """One of them depends on weights only, one on nothing that is trained, one does not get a gradient."""
+    """A layer with outputs that depend only on weights, on no weights, or that receive no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,6 +147,8 @@ class Several(nn.Module):
 
 
 class Doubled(torch.autograd.Function):
+    """A matrix product that counts its backwards."""
+
     calls = 0
 
     @staticmethod
@@ -202,7 +206,7 @@ class Checkpoint(nn.Module):
 
 @layer(HOOKED)
 class Hooked(nn.Module):
-    """Each runs once, and may change what it sees."""
+    """A layer with hooks on weights and on a module, which count their calls and change gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,7 +239,10 @@ class HookedActivations(nn.Module):
 
 
 def forward(module: nn.Module, seed: int = 0) -> tuple[SavedForward, list[torch.Tensor | None]]:
-    """A micro-batch of (4, 3, 6), and gradients for what comes out; every second one of many is missing."""
+    """Run a micro-batch of shape (4, 3, 6), and return its saved forward and gradients for the outputs.
+
+    If there are several outputs, the second gradient is None.
+    """
     generator = torch.Generator().manual_seed(seed)
     saved = SavedForward(Span(0, 4), None)
     x = enter_stage(torch.randn(4, 3, WIDTH, dtype=torch.float64, generator=generator), (True,), saved)
@@ -245,6 +252,7 @@ def forward(module: nn.Module, seed: int = 0) -> tuple[SavedForward, list[torch.
 
 
 def tensors_wanted(out: Any, saved: SavedForward) -> list[torch.Tensor]:
+    """Return the outputs that receive a gradient."""
     tensors = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
     return [t for t in tensors if not torch.equal(t, torch.ones_like(t))][: len(saved.outputs)]
 
@@ -255,12 +263,14 @@ def build(name: str) -> nn.Module:
 
 
 def found(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return the gradients of the parameters by name."""
     return {n: p.grad for n, p in module.named_parameters()}
 
 
 @for_each("forwards", [1, 2])
 @for_each("name", LAYERS)
 def test_equals_one_backward(name: str, forwards: int) -> None:
+    """Computed in two parts, all gradients equal the gradients of one backward, for every layer in `LAYERS`."""
     whole, parts = build(name), build(name)
     records = [forward(whole, seed) for seed in range(forwards)]
     wanted = [saved.entered[0] for saved, _ in records]
@@ -278,7 +288,7 @@ def test_equals_one_backward(name: str, forwards: int) -> None:
     if not left.inseparable:
         assert all(p.grad is None for p in parts.parameters())
     left.compute()
-    assert all(t.grad is None for t in entered)  # it is on its way
+    assert all(t.grad is None for t in entered)  # the input gradients are not computed again
     for n, want in found(whole).items():
         got = found(parts)[n]
         assert (got is None) == (want is None), n
@@ -295,7 +305,7 @@ def test_hooks_run_once() -> None:
 
 
 def test_a_loss() -> None:
-    """On the last stage backward starts from a number."""
+    """On the last stage, backward starts from a scalar loss and gives the same gradients."""
     whole, parts = build("mlp"), build("mlp")
     for module in (whole, parts):
         saved = SavedForward(Span(0, 4), None)
@@ -312,6 +322,7 @@ def test_a_loss() -> None:
 
 
 def test_first_stage_leaves_everything_for_later() -> None:
+    """Without an input gradient, as on the first stage, all gradients are computed in the second part."""
     whole, parts = build("mlp"), build("mlp")
     x = torch.randn(4, WIDTH, dtype=torch.float64)
     records = []
@@ -327,7 +338,7 @@ def test_first_stage_leaves_everything_for_later() -> None:
 
 
 class Products(TorchDispatchMode):
-    """Counts matrix products."""
+    """A mode that counts matrix products."""
 
     count = 0
 
@@ -337,6 +348,7 @@ class Products(TorchDispatchMode):
 
 
 def products(work: Callable[[], Any]) -> tuple[int, Any]:
+    """Return the number of matrix products in a call, and the result of the call."""
     with Products() as counted:
         result = work()
     return counted.count, result
@@ -344,6 +356,7 @@ def products(work: Callable[[], Any]) -> tuple[int, Any]:
 
 @pytest.mark.parametrize(("name", "first", "second"), [("mlp", 2, 2), ("weight used twice in a row", 4, 4)])
 def test_nothing_is_computed_twice(name: str, first: int, second: int) -> None:
+    """The two parts together compute the same number of matrix products as one backward."""
     saved, gradients = forward(build(name))
     assert products(lambda: backward([(saved, gradients)], False))[0] == first + second
     saved, gradients = forward(build(name))
@@ -360,7 +373,10 @@ def test_a_function_in_python_runs_once() -> None:
 
 
 class Watched(nn.Module):
-    """Two linear layers around what only the input gradient needs; remembers what each saved."""
+    """Two linear layers, with operations whose saved tensors only the input gradient needs.
+
+    It stores weak references to the saved tensors.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -381,6 +397,7 @@ class Watched(nn.Module):
 
 
 def test_in_between_only_what_weights_need_is_held() -> None:
+    """Between the two parts, only the tensors for weight gradients stay alive."""
     module = Watched().double()
     saved, gradients = forward(module)
     assert module.alive() == {"before gelu", "input of the second", "before tanh"}
@@ -391,7 +408,7 @@ def test_in_between_only_what_weights_need_is_held() -> None:
 
 
 def test_it_holds_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without letting go, everything would be held: the test above can fail."""
+    """Without the release of the graph, all saved tensors stay alive, which shows that the previous test can fail."""
     monkeypatch.setattr("lightning_pipes.engine.compute.split._Graph.release", lambda self, kept: None)
     module = Watched().double()
     saved, gradients = forward(module)
@@ -401,6 +418,7 @@ def test_it_holds_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_single_backward_that_is_not_split_is_not_warned_of():
+    """A warning is issued once, when two backwards in a row could not be split."""
     stage = Stage(3, {})
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -1,4 +1,4 @@
-"""What a forward that runs again in parts may not do."""
+"""Restrictions of forwards that run again in parts."""
 
 from __future__ import annotations
 

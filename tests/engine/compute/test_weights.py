@@ -1,4 +1,4 @@
-"""Buffers as they were before a forward."""
+"""The values of buffers before each forward are kept for later."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from tests.engine.compute.buffers import layer
 
 
 def test_what_a_forward_changes_is_kept_once_as_it_was():
+    """For each forward, only the buffers that it changed are kept, with their earlier values."""
     module, buffers = layer(), BuffersBefore()
     with buffers.keep_before("first", 0, module):
         module.mean.add_(1)

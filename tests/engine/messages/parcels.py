@@ -1,4 +1,4 @@
-"""Trees of all kinds that ranks send each other."""
+"""Trees of tensors and other values for tests of messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def content(source: int, target: int) -> dict[str, Any]:
-    """Tensors of all sorts, larger than a chunk in all."""
+    """Return a tree with many kinds of tensors, which together are larger than a chunk."""
     generator = torch.Generator().manual_seed(10 * source + target)
     wide = torch.randn(300, 701, generator=generator)
     return {
@@ -29,6 +29,7 @@ def content(source: int, target: int) -> dict[str, Any]:
 
 
 def same(got: Any, wanted: Any) -> bool:
+    """Return whether two trees are equal, except that received tensors require no gradient."""
     if isinstance(wanted, torch.Tensor):
         return got.dtype == wanted.dtype and torch.equal(got, wanted.detach()) and not got.requires_grad
     if isinstance(wanted, dict):

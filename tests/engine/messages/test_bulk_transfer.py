@@ -1,4 +1,4 @@
-"""Tensors from any rank to any rank, beside training: what arrives, and who is named where it does not."""
+"""Bulk transfers of tensors between any two ranks during training: received values, and errors that name a rank."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ from tests.engine.pipes import ROWS, batch, connect, layers, make_stages, sgd_st
 
 
 def office(rank: int, n: int, **options: Any) -> tuple[FailureWatch, BulkTransfer]:
+    """Initialize the process group, and return a failure watch and bulk transfers between `n` ranks."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     watch = FailureWatch(dist.distributed_c10d._get_default_store(), rank, n, **options)
     return watch, BulkTransfer(rank, range(n), watch)
 
 
 def all_pairs(rank: int, n: int, rounds: int) -> list[int]:
+    """Exchange trees between all pairs of ranks, check the values, and return the bytes sent and received."""
     watch, parcels = office(rank, n)
-    order = random.Random(rank)  # nobody may rely on the others' order
+    order = random.Random(rank)  # the ranks must not depend on a common order
     pairs = [(a, b, k) for a in range(n) for b in range(n) if rank in (a, b) for k in range(rounds)]
     order.shuffle(pairs)
     sent, expected = [], []
@@ -44,7 +46,7 @@ def all_pairs(rank: int, n: int, rounds: int) -> list[int]:
     for source, handle in expected:
         assert same(handle.content, content(source, rank))
     threads = [thread for thread in threading.enumerate() if "bulk transfer" in thread.name]
-    assert len(threads) <= 2 * (n - 1)  # one for each peer and direction, however many trees travel
+    assert len(threads) <= 2 * (n - 1)  # one for each peer and direction, for any number of trees
     bytes_ = sum(handle.wait().size for handle in sent)
     assert all(handle.is_done() and handle.seconds > 0 for handle in sent)
     memory = [t.untyped_storage().data_ptr() for _, h in expected for t in h.content.values() if hasattr(t, "numel")]
@@ -64,7 +66,7 @@ def test_all_pairs_at_once(n: int) -> None:
 
 
 def in_any_order(rank: int) -> list[str]:
-    """Parcels come before they are expected, small ones overtake, equal keys keep their order."""
+    """Check transfers that arrive before they are expected, small transfers that overtake, and equal keys in order."""
     watch, parcels = office(rank, 2)
     if rank == 0:
         large = torch.zeros(3_000_000)
@@ -84,7 +86,7 @@ def test_small_parcels_overtake_large_ones() -> None:
 
 
 def dies(rank: int, how: str) -> None:
-    """Rank 1 dies in the middle of a parcel, or before anybody could connect to it."""
+    """Let rank 1 die in the middle of a transfer, or before another rank could connect to it."""
     watch, parcels = office(rank, 3, heartbeat_timeout=8.0)
     try:
         if rank == 1 and how == "unconnected":
@@ -104,16 +106,18 @@ def dies(rank: int, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["kill", pytest.param("stop", marks=pytest.mark.slow), "unconnected"])
 def test_who_dies_is_named_and_nobody_hangs(how: str) -> None:
+    """If rank 1 is killed or stopped, the other ranks end within the time limit with errors that name rank 1."""
     alive = [o for o in watch_ranks(dies, 3, how, timeout=60 if how != "stop" else 15) if o.rank != 1]
     for o in alive:
         assert o.seconds < scale_timeout(35), o
         assert PeerFailure.__name__ in o.error
         assert "rank 1" in o.error.split(PeerFailure.__name__)[-1]
-    # Who was never there may be missed before anybody comes to wait.
+    # A rank that never connected may be missed before another rank begins to wait for it.
     assert how == "unconnected" or any("while waiting for bulk transfer 'layer' from rank 1" in o.error for o in alive)
 
 
 def fails_by_itself(rank: int) -> None:
+    """Let the gate of the transfers raise an IndexError on rank 1."""
     watch, parcels = office(rank, 2)
     try:
         if rank == 1:
@@ -127,11 +131,13 @@ def fails_by_itself(rank: int) -> None:
 
 
 def test_an_error_of_our_own_is_not_said_to_be_the_peers() -> None:
+    """An error in the transfer threads of rank 1 is reported as a failure of rank 1, not of its peer."""
     ours, _ = watch_ranks(fails_by_itself, 2, timeout=30)
     assert "rank 1 failed in its bulk transfers from or to rank 0: IndexError" in ours.error
 
 
 def fails(rank: int) -> None:
+    """Let rank 1 fail in its own code while rank 0 waits for a transfer."""
     watch, parcels = office(rank, 2)
     try:
         parcels.send(1 - rank, "a", torch.ones(3))
@@ -157,7 +163,7 @@ def test_a_failure_elsewhere_ends_waiting() -> None:
 
 
 def gated(rank: int) -> list[bool]:
-    """Nothing leaves while training is busy, unless it is busy for too long."""
+    """Check that chunks are held back while the gate is closed, and are sent after `GATE_SECONDS` at the latest."""
     watch, parcels = office(rank, 2)
     found = []
     if rank == 0:
@@ -188,7 +194,7 @@ def test_chunks_wait_while_training_is_busy_and_not_for_ever() -> None:
 
 
 def many_in_flight(rank: int) -> tuple[int, int]:
-    """Chunks arrive whole and in order where the link is theirs alone."""
+    """Send a large tensor over an idle link, and return the largest and the final number of chunks in flight."""
     watch, parcels = office(rank, 2)
     large = torch.arange(40_000_000)
     if rank == 0:
@@ -207,6 +213,7 @@ def test_several_chunks_are_in_flight_where_training_leaves_the_link() -> None:
 
 
 def never_expected(rank: int) -> str:
+    """Send a transfer that the other rank never receives, and return the error of `close`."""
     watch, parcels = office(rank, 2)
     found = ""
     if rank == 0:
@@ -227,7 +234,11 @@ def test_a_parcel_that_nobody_expects() -> None:
 
 
 def trains(rank: int, steps: int, beside: bool) -> tuple[dict[str, torch.Tensor], float, int]:
-    """Steps of two stages over gloo, with parcels both ways meanwhile; weights, seconds and bytes of parcels."""
+    """Train two stages over gloo, with bulk transfers in both directions if `beside` is True.
+
+    Returns:
+        The weights of this rank, the seconds of training, and the bytes received in bulk transfers.
+    """
     plan = Plan.even(2, 4, ROWS)
     watch, transport = connect(rank, plan, "gloo")
     parcels = BulkTransfer(rank, range(2), watch)
@@ -256,6 +267,7 @@ def trains(rank: int, steps: int, beside: bool) -> tuple[dict[str, torch.Tensor]
 
 
 def test_training_beside_parcels_is_the_same() -> None:
+    """Training with concurrent bulk transfers gives the same weights bit by bit as without them."""
     steps = 20
     (alone, _, none), *_ = run_ranks(trains, 2, steps, False)
     (beside, seconds, some), *_ = run_ranks(trains, 2, steps, True)

@@ -1,4 +1,4 @@
-"""How large messages are cut, and in what order the pieces are sent."""
+"""The size of the chunks of large messages, and the order in which chunks are sent."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from lightning_pipes.engine.messages.tree_format import (
 
 @pytest.mark.parametrize("most", [1, 7, 64])
 def test_a_line_sends_every_byte_once_and_least_left_first(most: int) -> None:
+    """Every byte is sent once, and the message with the fewest remaining bytes comes first."""
     line = SendQueue()
     sizes = {0: 100, 1: 1, 2: 30, 3: 64}
     for number, size in sizes.items():
@@ -37,11 +38,12 @@ def test_a_line_sends_every_byte_once_and_least_left_first(most: int) -> None:
 
 @pytest.mark.parametrize("bandwidth", [1e6, 6e6, 1e8, 1e10])
 def test_a_chunk_takes_about_as_long_as_it_may(bandwidth: float) -> None:
+    """The chunk size is adapted so that a chunk takes `SECONDS`, within the smallest and largest size."""
     pace = ChunkSizer()
     for _ in range(30):
         pace.record_chunk(pace.size, pace.size / bandwidth)
     assert pace.size == pytest.approx(max(MIN_CHUNK, min(MAX_CHUNK, bandwidth * SECONDS)), rel=0.01)
-    pace.record_chunk(1, 5.0)  # the end of a parcel says nothing
+    pace.record_chunk(1, 5.0)  # the short last chunk of a message does not change the estimate
     assert pace.size >= MIN_CHUNK
     pace.record_chunk(pace.size, 0.0)
     pace.record_chunk(pace.size, 1.0)
@@ -49,6 +51,7 @@ def test_a_chunk_takes_about_as_long_as_it_may(bandwidth: float) -> None:
 
 
 def test_chunks_in_flight_take_together_as_long_as_one_may() -> None:
+    """All chunks in flight together take as long as a single chunk may take."""
     pace, bandwidth = ChunkSizer(), 1e8
     for limit in (1, 4, 2):
         pace.set_limit(limit)
@@ -63,8 +66,10 @@ def test_chunks_in_flight_take_together_as_long_as_one_may() -> None:
 
 
 def queue_of_second_class(training: float, bulk: float) -> float:
-    """Return the mean number that waits in the second class of a server that finishes what it has begun, one a second,
-    by events drawn at random."""
+    """Simulate a server with two priorities and without preemption, and return the mean queue of the second priority.
+
+    The server completes one job per second on average. Arrivals and service times are random.
+    """
     rng, now, busy_until, waiting, area = random.Random(1), 0.0, 0.0, [0, 0], 0.0
     coming = [rng.expovariate(training), rng.expovariate(bulk)]
     while now < 50_000 / (training + bulk):
@@ -88,10 +93,12 @@ def queue_of_second_class(training: float, bulk: float) -> float:
 
 @pytest.mark.parametrize(("training", "bulk"), [(0.5, 0.2), (0.2, 0.55), (0.6, 0.3)])
 def test_limit_is_the_queue_behind_training(training: float, bulk: float) -> None:
+    """The limit of chunks in flight is compared with the queue in a simulation."""
     measured = queue_of_second_class(training, bulk)
     assert limit_queue(training, bulk, 1.0) == pytest.approx(min(MAX_IN_FLIGHT, measured), abs=0.5 + 0.1 * measured)
 
 
 def test_limit_at_the_ends() -> None:
+    """The limit is largest if the link is fully used, and 1 if training uses it alone or it is idle."""
     assert limit_queue(0.0, 100.0, 100.0) == limit_queue(50.0, 50.0, 100.0) == MAX_IN_FLIGHT
     assert limit_queue(100.0, 1.0, 100.0) == limit_queue(0.0, 1.0, 1e9) == limit_queue(0.0, 0.0, 0.0) == 1

@@ -1,4 +1,4 @@
-"""Links as measured: against links whose speed we set, and on real transports."""
+"""Measured links, compared with links of known speed, and measured on real transports."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ from tests.engine.pipes import batch, connect, layers, make_stages
 
 
 def test_the_link_that_fits():
+    """`fit_link` recovers the bandwidth and the latency from computed times."""
     link = Link(bandwidth=2e8, latency=3e-4)
     times = {size: link.latency + link.send_seconds(size - 64) for size in (64, 4096, 2**20)}
     found = fit_link(times)
@@ -45,7 +46,7 @@ def test_the_link_that_fits():
 
 
 class Answering:
-    """A transport whose other end answers at once, over links of set speeds on a clock of its own."""
+    """A transport whose other end answers immediately, over links of given speeds, on a virtual clock."""
 
     def __init__(self, there: Link, back: Link) -> None:
         self.mailbox, self.now, self.there, self.back = Mailbox(), 0.0, there, back
@@ -65,6 +66,7 @@ class Answering:
 
 
 def test_round_trips_need_no_common_clock(monkeypatch):
+    """Links are measured by round trips on the clock of one rank, and agree with the emulated link."""
     link = Link(bandwidth=1e8, latency=2e-4)
     transport = Answering(link, link)
     monkeypatch.setattr(links, "read_seconds", lambda: transport.now)
@@ -76,6 +78,7 @@ def test_round_trips_need_no_common_clock(monkeypatch):
 
 
 def measured(rank: int, kind: str) -> dict[tuple[int, int], Link]:
+    """Return the links that one of three ranks measures on a real transport."""
     plan = Plan.even(3, 2)
     watch, transport = connect(rank, plan, kind)
     found = measure_links(plan, rank, transport, sizes=(2**14, 2**20), repeats=5)
@@ -99,7 +102,10 @@ MS = 1_000_000
 
 
 class Skewed:
-    """One end of a line: stamps by a clock that is ahead; a message takes so long, every third of rank 0 longer."""
+    """One end of a connection whose clock is ahead by a given time, with a given duration of each message.
+
+    Every third message of rank 0 takes longer.
+    """
 
     def __init__(self, boxes, rank, time, ahead, takes):
         self.mailbox, self.boxes, self.rank = boxes[rank], boxes, rank
@@ -107,9 +113,8 @@ class Skewed:
 
     def send(self, rank, key, tree, flags=()):
         sent = self.time[0] + self.ahead[self.rank]
-        self.time[0] += self.takes[self.rank] + (
-            50 * MS if self.rank == 0 and self.count % 3 == 0 else 0
-        )  # held up now and then
+        # delayed from time to time
+        self.time[0] += self.takes[self.rank] + (50 * MS if self.rank == 0 and self.count % 3 == 0 else 0)
         self.count += 1
         wire, tensors = Encoder().encode(key, tree, flags, sent)
         wire.copy_tensors(tensors)
@@ -118,9 +123,10 @@ class Skewed:
 
 
 def offsets(monkeypatch, ahead, takes, names=("a", "b")):
+    """Return the clock offsets that two emulated ranks measure, by rank."""
     boxes, time = [Mailbox(), Mailbox()], [10**12]
     ends = [Skewed(boxes, rank, time, ahead, takes) for rank in (0, 1)]
-    monkeypatch.setattr(links, "read_nanoseconds", lambda: time[0] + ahead[0])  # rank 0 asks
+    monkeypatch.setattr(links, "read_nanoseconds", lambda: time[0] + ahead[0])  # rank 0 measures
     found = {}
     plan = Plan.even(2, 2)
     threads = [
@@ -136,25 +142,30 @@ def offsets(monkeypatch, ahead, takes, names=("a", "b")):
 
 @pytest.mark.parametrize("ahead", [(0, 0), (0, 7 * 3600 * 10**9), (123456, -987654321)])
 def test_equal_ways_give_the_offset(monkeypatch, ahead):
+    """If messages take the same time in both directions, the measured offset is exact."""
     found = offsets(monkeypatch, ahead, (MS, MS))
     assert found == {0: {1: ahead[0] - ahead[1]}, 1: {0: ahead[1] - ahead[0]}}
 
 
 def test_unequal_ways_err_by_half_their_difference(monkeypatch):
+    """If the directions take different times, the error of the offset is half the difference."""
     found = offsets(monkeypatch, (0, 5 * MS), (MS, 3 * MS))
     assert found[0][1] == -5 * MS + MS
     assert found[1][0] == -found[0][1]
 
 
 def test_one_clock_needs_no_correction(monkeypatch):
+    """Ranks with the same clock identifier use an offset of 0 without measuring it."""
     assert offsets(monkeypatch, (0, 5 * MS), (MS, 3 * MS), names=("a", "a")) == {0: {1: 0}, 1: {0: 0}}
 
 
 def test_nobody_knows_the_clock(monkeypatch):
+    """If the clocks have no identifier, the offset is measured."""
     assert offsets(monkeypatch, (0, 5 * MS), (MS, MS), names=("", "")) == {0: {1: -5 * MS}, 1: {0: 5 * MS}}
 
 
 def real(rank: int, kind: str) -> dict[str, object]:
+    """Measure clock offsets on a real transport, then run a batch with offsets that are wrong by an hour."""
     plan = Plan.even(3, 4, rows=8)
     watch, transport = connect(rank, plan, kind)
     same = measure_offsets(plan, rank, transport)
@@ -163,7 +174,8 @@ def real(rank: int, kind: str) -> dict[str, object]:
         plan, OneFOneB().program(plan), make_stages(plan, rank, layers()), transport, rank=rank, watch=watch
     )
     engine.measure_clock_offsets()
-    engine._offsets = dict.fromkeys(engine._offsets, 3600 * 10**9)  # as if the neighbours' clocks were an hour behind
+    # as if the clocks of the neighbors were one hour behind
+    engine._offsets = dict.fromkeys(engine._offsets, 3600 * 10**9)
     engine.inject(Item(0, 8, batch()))
     engine.drain()
     moved = [e.end - e.start for e in engine.events if e.instruction.kind in SENDS]
@@ -174,14 +186,15 @@ def real(rank: int, kind: str) -> dict[str, object]:
 
 @pytest.mark.parametrize("kind", ["local", "gloo"])
 def test_three_ranks(kind):
+    """On one host all offsets are close to 0, and messages with impossible times have the duration 0."""
     found = run_ranks(real, 3, kind, timeout=30)
     assert len({r["clock"] for r in found}) == 1
     assert [r["same"] for r in found] == [{1: 0}, {0: 0, 2: 0}, {1: 0}]
     for rank, r in enumerate(found):
         assert set(r["measured"]) == {n for n in (rank - 1, rank + 1) if 0 <= n < 3}
-        assert all(abs(n) < 20 * MS for n in r["measured"].values())  # one clock in truth
+        assert all(abs(n) < 20 * MS for n in r["measured"].values())  # all ranks have the same clock
         assert r["moved"]
-        assert not any(r["moved"])  # what arrives before it was sent has no duration, and is told by that
+        assert not any(r["moved"])  # a message that arrives before it was sent has the duration 0
 
 
 HOUR = 3600 * 10**9
@@ -189,8 +202,11 @@ MESSAGE, BANDWIDTH = 64 * 1024, 2e6
 
 
 def across(rank: int) -> list[StepSample]:
-    """Steps on two hosts whose clocks are an hour apart; before the third one, rank 1's is set back by ten seconds,
-    and only the fourth is after clocks were compared again."""
+    """Run four steps on two hosts whose clocks are one hour apart, and return a sample of each step.
+
+    Before the third step, the clock of rank 1 is set back by ten seconds. Clocks are compared again only before the
+    fourth step.
+    """
     torch.set_num_threads(1)
     ahead = [rank * HOUR]
     clock.Clock.read_nanoseconds = lambda _: time.monotonic_ns() + ahead[0]  # type: ignore[method-assign]
@@ -219,12 +235,13 @@ def across(rank: int) -> list[StepSample]:
 @pytest.mark.root
 @pytest.mark.skipif(bool(netlab.lab_unavailable_reason()), reason=netlab.lab_unavailable_reason())
 def test_hosts_whose_clocks_differ_and_jump():
+    """Transfer times are correct although the clocks differ, and a jump of a clock is noticed as impossible times."""
     with netlab.NetLab(2, BANDWIDTH) as lab:
         found = lab.run_ranks(across, timeout=60)
     averages = Averages()
     for number, step in enumerate(zip(*found, strict=True)):
         averages.add(step)
-        # on a busy machine clocks are compared to milliseconds, and a transfer may seem to end before it begins
+        # on a busy machine, offsets are exact to milliseconds only, and a transfer may seem to end before it begins
         assert averages.impossible > 2 if number == 2 else averages.impossible <= 2
         for kind, stage in ((Kind.SF, 0), (Kind.SB, 1)):
             takes = averages.costs().seconds_at(kind, stage, 1)

@@ -1,4 +1,4 @@
-"""Who waits for a message can be woken by something else."""
+"""Waiting for messages in a mailbox, which other events can interrupt."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from tests.engine.pipes import RECEIVE
 
 @pytest.mark.parametrize("make", [Mailbox, LocalMailbox])
 def test_ringing_wakes_once(make: Callable[[], Mailbox]) -> None:
+    """A notification ends exactly one wait, whether it comes before or during the wait."""
     mailbox = make()
     for _ in range(2):
-        mailbox.notify()  # before anybody waits
+        mailbox.notify()  # before the wait begins
         assert mailbox.wait_new(1) == []
         later = threading.Timer(0.1, mailbox.notify)
         begun = time.monotonic()
@@ -33,6 +34,7 @@ def test_ringing_wakes_once(make: Callable[[], Mailbox]) -> None:
 
 @pytest.mark.parametrize("make", [Mailbox, LocalMailbox])
 def test_what_is_fresh_in_another_window_stays_for_who_asks_for_it(make: Callable[[], Mailbox]) -> None:
+    """New messages of another window remain until they are requested for that window."""
     mailbox = make()
     first, second = Instruction(Kind.RF, 1), Instruction(Kind.RB, 0)
     for window, receive in ((1, first), (2, first), (2, second)):
@@ -47,6 +49,7 @@ def test_what_is_fresh_in_another_window_stays_for_who_asks_for_it(make: Callabl
 
 
 def test_a_mailbox_whose_owner_never_waits_stays_small() -> None:
+    """No notifications accumulate if messages are taken without waiting, and later waits still return."""
     box = Mailbox()
     for turn in range(1000):
         box.put(Message((turn, RECEIVE), None, ()))
@@ -56,5 +59,5 @@ def test_a_mailbox_whose_owner_never_waits_stays_small() -> None:
     box.put(Message((1, RECEIVE), None, ()))
     box.put(Message((2, RECEIVE), None, ()))
     box.take_message((1, RECEIVE))
-    assert box.wait_new(2) == [RECEIVE]  # the ring that `take` swallowed is not missed
+    assert box.wait_new(2) == [RECEIVE]  # the notification that `take_message` consumed is not needed
     assert box.has_message((2, RECEIVE))

@@ -1,4 +1,4 @@
-"""Wires and receive buffers."""
+"""Encoding and decoding of messages, with reused wires and receive buffers."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tests.engine.pipes import RECEIVE
 
 
 def test_wires_are_used_again_and_dropped() -> None:
+    """Messages of the same structure reuse a wire, and unused wires of other shapes are dropped."""
     made: list[int] = []
     dropped: list[Wire] = []
 
@@ -21,9 +22,8 @@ def test_wires_are_used_again_and_dropped() -> None:
         return torch.empty(size, dtype=torch.uint8)
 
     encoder, decoder = Encoder(allocate, dropped.append), Decoder()
-    for turn in range(
-        3
-    ):  # a steady stream: one wire for the first message, which tells the structure, one for all others
+    # In a steady stream, the first message, which contains the structure, uses one wire, and all others use another one.
+    for turn in range(3):
         for _ in range(5):
             x = torch.randn(2, 3)
             wire, tensors = encoder.encode((turn, RECEIVE), x, (True,), 0)
@@ -34,16 +34,17 @@ def test_wires_are_used_again_and_dropped() -> None:
             assert message.key == (turn, RECEIVE)
             encoder.release(wire)
     assert len(made) == 2
-    for size in range(4, 104):  # shapes that never come back
+    for size in range(4, 104):  # shapes that do not occur again
         wire, _ = encoder.encode((9, RECEIVE), torch.randn(2, size), (True,), 0)
         encoder.release(wire)
     assert len(made) - len(dropped) <= 8
 
 
 def test_what_was_copied_from_a_slot_stays_when_the_slot_is_filled_again() -> None:
+    """Messages from `decode_copy` do not change when their receive buffer is filled again."""
     encoder, decoder = Encoder(), Decoder()
     first, _ = encoder.encode((0, RECEIVE), torch.zeros(2), (True,), 0)
-    decoder.decode(first.buffer, 0, 0)  # tells the structure
+    decoder.decode(first.buffer, 0, 0)  # contains the structure
     wire, _ = encoder.encode((1, RECEIVE), torch.zeros(2), (True,), 5)
     slot, came = ReceiveBuffer(wire.buffer), []
     for turn in range(1, 4):

@@ -1,4 +1,4 @@
-"""Trees of tensors as bytes."""
+"""The conversion of trees of tensors to bytes and back."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tests.engine.messages.parcels import content, same
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_layout_names_every_byte(seed: int) -> None:
+    """`locate_bytes` finds the tensor and the position of every byte, for random sizes and ranges."""
     rng = random.Random(seed)
     sizes = [rng.choice([0, 0, 1, 2, 9]) for _ in range(12)]
     whole = [(part, at) for part, size in enumerate(sizes) for at in range(size)]
@@ -28,6 +29,7 @@ def test_a_layout_names_every_byte(seed: int) -> None:
 
 
 def test_what_a_parcel_carries() -> None:
+    """A tree is equal to the original after packing and unpacking."""
     given = content(1, 2)
     description, tensors = pack_tree(given)
     skeleton, found = parse_description(description)
@@ -51,5 +53,6 @@ def test_what_a_parcel_does_not_carry(given: Any, why: str) -> None:
 
 @pytest.mark.parametrize("text", [b"\x80\x04", b'["tensor",[1],"torch.nothing"]', b'["call",1]', b'["tensor",1,2,3]'])
 def test_what_is_no_parcel_is_not_run(text: bytes) -> None:
+    """Bytes that are not a description of a tree are refused, and no code in them runs."""
     with pytest.raises(PipelineError, match="received data that is no bulk transfer"):
         parse_description(text)

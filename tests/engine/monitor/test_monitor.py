@@ -1,4 +1,4 @@
-"""A monitor of sources that a test answers for."""
+"""The monitor, mostly with sources whose values a test supplies."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NAN = math.nan
 
 
 class Fake(Source):
-    """Says what it was given, row by row; an exception among them is raised."""
+    """A source that returns the given rows in turn. A row that is an exception is raised instead."""
 
     name: ClassVar[str] = "fake"
 
@@ -55,6 +55,8 @@ class Fake(Source):
 
 
 class Absent(Fake):
+    """A source that does not exist on this machine."""
+
     name: ClassVar[str] = "absent"
 
     def open(self) -> None:
@@ -62,6 +64,8 @@ class Absent(Fake):
 
 
 class Broken(Fake):
+    """A source that fails with an unexpected error when it is opened."""
+
     name: ClassVar[str] = "broken"
 
     def open(self) -> None:
@@ -76,6 +80,7 @@ def clock(monkeypatch):
 
 
 def ticked(*sources: Source, ticks: int, clock: VirtualClock | None = None, apart: float = 0.25, **settings) -> Monitor:
+    """Return a monitor that has taken `ticks` samples, `apart` virtual seconds apart."""
     monitor = Monitor(sources, memory=free_metrics(torch.device("cpu")), **settings)
     monitor.open()
     for _ in range(ticks):
@@ -87,7 +92,7 @@ def ticked(*sources: Source, ticks: int, clock: VirtualClock | None = None, apar
 
 
 class Counter(Fake):
-    """Says the growth in a second of what has been counted at each call, as sources of Linux do."""
+    """A source that returns the increase of a counter per second at each read, as the sources of Linux do."""
 
     def __init__(self, totals: Sequence[float]) -> None:
         super().__init__([], ["host.compute_wait_share"])
@@ -98,9 +103,10 @@ class Counter(Fake):
 
 
 def test_means_are_those_of_time_however_far_apart_samples_are(clock):
+    """Means are weighted by time, also if the intervals between samples differ."""
     monitor = Monitor([Counter([0.0, 0.5, 0.9, 0.9])], window=20)
     monitor.open()
-    for pause in (0.25, 10.0, 0.5, 0.25):  # it waits for .5 of 10 s, .4 of half a second, none of a quarter
+    for pause in (0.25, 10.0, 0.5, 0.25):  # the wait is 0.5 s of 10 s, 0.4 s of 0.5 s, and 0 s of 0.25 s
         clock.sleep(pause)
         monitor.take_sample()
     assert monitor.features()["host.compute_wait_share"] == pytest.approx(0.9 / 10.75)
@@ -109,6 +115,8 @@ def test_means_are_those_of_time_however_far_apart_samples_are(clock):
 
 
 def test_a_rate_after_failed_samples_counts_for_all_its_time(clock):
+    """After failed reads, the next rate is weighted with the whole time since the last successful read."""
+
     class Failing(Counter):
         def read(self) -> Sequence[float]:
             if 1 < clock.read_seconds() < 9:
@@ -124,8 +132,9 @@ def test_a_rate_after_failed_samples_counts_for_all_its_time(clock):
 
 
 def test_a_window_is_of_seconds_where_samples_are_rare(clock):
+    """If samples are rare, the window still has its length in seconds and contains fewer samples."""
     found = ticked(Fake([[float(n)] for n in range(20)]), ticks=20, clock=clock, apart=2.0, hertz=4, window=5)
-    assert found.features()["gpu.busy_share"] == 18.0  # of three samples, which cover six seconds
+    assert found.features()["gpu.busy_share"] == 18.0  # the mean of three samples, which cover six seconds
 
 
 def test_means_and_percentiles_of_the_last_window(clock):
@@ -135,6 +144,7 @@ def test_means_and_percentiles_of_the_last_window(clock):
 
 
 def test_what_is_missing_is_no_number_and_counts_for_nothing(clock):
+    """Missing values are left out of means and percentiles, which are NaN if all values are missing."""
     fake = Fake([[NAN, NAN], [1.0, NAN], [3.0, NAN]], ["gpu.busy_share", "gpu.power_watts"])
     found = ticked(fake, ticks=3, clock=clock).features()
     assert (found["gpu.busy_share"], found["gpu.busy_share_p95"]) == (2.0, 3.0)
@@ -143,6 +153,7 @@ def test_what_is_missing_is_no_number_and_counts_for_nothing(clock):
 
 
 def test_the_log_says_once_by_what(caplog):
+    """The log names the sources once, with the reason for each source that cannot be opened."""
     caplog.set_level(logging.INFO)
     monitor = ticked(Absent([]), Broken([]), Fake([[0.5]] * 3), ticks=3, label="rank 7")
     assert [r.message for r in caplog.records] == [
@@ -157,9 +168,9 @@ def test_a_source_that_disappears_and_comes_back(caplog, clock):
     fake = Fake([[1.0], gone, gone, [2.0], [2.0, 2.0]])
     monitor = ticked(fake, other, ticks=5, clock=clock)
     curves = monitor.to_curves()
-    assert curves.values["gpu.busy_share"] == (1.0, None, None, 2.0, None)  # the last had another shape
+    assert curves.values["gpu.busy_share"] == (1.0, None, None, 2.0, None)  # the last row had another shape
     assert curves.values["host.runnable_count"] == (0.0, 1.0, 2.0, 3.0, 4.0)
-    assert monitor.features()["gpu.busy_share"] == 1.75  # of a quarter of a second, and of three
+    assert monitor.features()["gpu.busy_share"] == 1.75  # the first value counts for 0.25 s, the second for 0.75 s
     assert [r.message for r in caplog.records] == [
         "this rank: fake can't be read (OSError: gone); its metrics are missing until it can. Training goes on"
     ]
@@ -196,6 +207,7 @@ def test_a_gpu_without_numbers_of_its_memory_does_not_have_that_of_the_machine()
 
 
 def test_numbers_that_it_is_told():
+    """Values recorded by the caller appear in the curves under known names, but not in the features."""
     monitor = Monitor([Fake([[0.0]] * 3)], extra=["pipeline.forward_seconds"])
     monitor.open()
     monitor.take_sample()
@@ -224,7 +236,7 @@ def test_settings_that_make_no_sense(settings):
 
 
 class Costly(Fake):
-    """Takes a twentieth of a second of a core."""
+    """A source whose read takes 0.05 s of CPU time."""
 
     def __init__(self) -> None:
         super().__init__([])
@@ -241,11 +253,12 @@ class Costly(Fake):
 
 
 def test_the_thread_takes_no_more_than_its_share():
+    """The sampling thread waits longer than its interval if reading would exceed its share of CPU time."""
     costly = Costly()
     monitor = Monitor([costly], hertz=10)
     monitor.start()
     assert costly.read_once.wait(scale_timeout(10))
-    time.sleep(0.5)  # five more would be due
+    time.sleep(0.5)  # five more samples would be due at 10 Hz
     monitor.stop()
     assert len(costly.reads) == 1, f"the next is due after {0.05 / OVERHEAD:.0f} s"
     assert costly.closed
@@ -253,6 +266,7 @@ def test_the_thread_takes_no_more_than_its_share():
 
 
 def test_this_machine_has_something_to_say():
+    """The sources of this machine report CPU time and free memory."""
     cpu = torch.device("cpu")
     monitor = Monitor(sources_for(cpu), hertz=10, window=1, memory=free_metrics(cpu))
     monitor.start()
@@ -266,14 +280,14 @@ def test_this_machine_has_something_to_say():
 
 
 def test_features_do_not_hold_up_sampling_for_long():
-    """2400 samples take little room, and little time."""
+    """The history of 2400 samples is reduced to at most 400 points, which are means of consecutive samples."""
     history, window = SampleHistory(), SampleWindow(40)
     for n in range(2400):
         sample = Sample(np.array([float(n), 2.0 * n]), np.ones(2))
         history.add(sample)
         window.add(sample, 1.0)
     assert 200 <= len(history.points) <= 400
-    assert history.points[0].tolist() == [3.5, 7.0]  # the mean of eight
+    assert history.points[0].tolist() == [3.5, 7.0]  # the mean of eight samples
     assert all(a[0] < b[0] for a, b in zip(history.points, history.points[1:], strict=False))
 
 

@@ -1,4 +1,4 @@
-"""NVIDIA's library as other drivers have it: a stub of it in C, called by the real nvidia-ml-py."""
+"""NVIDIA's management library in different driver versions, emulated by a stub in C that nvidia-ml-py calls."""
 
 from __future__ import annotations
 
@@ -54,6 +54,7 @@ print(json.dumps(found))
 
 
 def read_with(folder: Path | None, uuid: str = "GPU-stub") -> dict[str, Any]:
+    """Read both sources in a new process that loads the library from `folder`, and return the values and errors."""
     env = {**os.environ, "LD_LIBRARY_PATH": str(folder or "")}
     done = subprocess.run([sys.executable, "-c", SCRIPT, uuid], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
@@ -61,6 +62,7 @@ def read_with(folder: Path | None, uuid: str = "GPU-stub") -> dict[str, Any]:
 
 
 def stub(folder: Path, *flags: str) -> Path:
+    """Compile the stub of the library into `folder` and return the folder."""
     assert COMPILER is not None
     source = Path(__file__).with_name("nvml_stub.c")
     target = folder / "libnvidia-ml.so.1"
@@ -71,21 +73,22 @@ def stub(folder: Path, *flags: str) -> Path:
 @needs_compiler
 def test_a_device_with_counters(tmp_path):
     found = read_with(stub(tmp_path))
-    assert set(found["soon"]) == {"nan"}  # of a moment ago the device has nothing to say, and is not asked
+    assert set(found["soon"]) == {"nan"}  # too soon after the previous read, the device is not queried
     counters = found["gpm"]["reads"]
     assert counters[0] == counters[4], "each is the difference with the tick before"
     assert (counters[0]["gpu.sm_active_share"], counters[0]["gpu.sm_occupancy_share"]) == (0.8, 0.3)
     assert counters[0]["gpu.unallocated_warps_share"] == pytest.approx(0.5)
     assert counters[0]["gpu.pcie_tx_bytes_per_s"] == 3 * 2**20
-    assert counters[0]["gpu.context_switch_active_share"] is None  # unknown to this driver, and not 0
+    # this driver does not report it, which is not the same as 0
+    assert counters[0]["gpu.context_switch_active_share"] is None
     first, second = found["nvml"]["reads"][:2]
     assert (first["gpu.sm_clock_hertz"], first["gpu.memory_clock_hertz"]) == (1.98e9, 2.619e9)
     assert (first["gpu.slowed_share"], first["gpu.processes_count"], first["gpu.free_bytes"]) == (1, 2, 60 * 2**30)
     assert (first["gpu.power_watts"], first["gpu.busy_share"]) == (350, None)
-    assert first["gpu.pcie_tx_counted_bytes_per_s"] is None  # there was nothing before
+    assert first["gpu.pcie_tx_counted_bytes_per_s"] is None  # no earlier value to compare with
     assert second["gpu.pcie_tx_counted_bytes_per_s"] > 0
     assert second["gpu.pcie_rx_counted_bytes_per_s"] is None
-    assert found["nvml"]["lost"] == ["utilisation: Not Supported"]  # asked once
+    assert found["nvml"]["lost"] == ["utilisation: Not Supported"]  # queried only once
     assert (found["open"], found["samples"], found["torch"]) == (0, 0, False)
 
 
@@ -112,7 +115,7 @@ def test_a_device_without(tmp_path, flag, why):
 def test_a_device_that_is_lost(tmp_path):
     found = read_with(stub(tmp_path, "-DDYING"))["nvml"]["reads"]
     assert found[2]["gpu.sm_clock_hertz"] == 1.98e9
-    assert found[3:] == ["NVMLError_GpuIsLost"] * 2  # which the monitor takes for missing
+    assert found[3:] == ["NVMLError_GpuIsLost"] * 2  # the monitor treats these values as missing
 
 
 @needs_compiler

@@ -1,4 +1,4 @@
-"""What Linux says of the machine, from files that a test writes, and from the machine itself."""
+"""Metrics that Linux reports about the machine, read from files that a test supplies and from the real machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_pipes.engine.monitor.source import Rates, SourceError
 
 
 class Files:
-    """Files of the system, as a test has them, and a clock."""
+    """Emulated files of the system and a clock, which a test sets."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.texts: dict[str, str] = {}
@@ -39,15 +39,17 @@ def files(monkeypatch: pytest.MonkeyPatch) -> Files:
 
 
 def named(source: host.Source) -> dict[str, float]:
+    """Read a source and return its values by name."""
     return dict(zip(source.metrics, map(float, source.read()), strict=True))
 
 
 def test_who_waits_for_cores(files):
+    """Running and waiting shares of threads are computed from `schedstat`, without the sampling thread itself."""
     task = "/proc/self/task/{}/schedstat".format
     files.texts = {
         task(7): "1000000000 0 5",
         task(8): "0 0 1",
-        task(threading.get_native_id()): "5000000000 0 9",  # whoever samples is no load of the training
+        task(threading.get_native_id()): "5000000000 0 9",  # the sampling thread is not part of the training load
     }
     source = host.SchedulerSource(7)
     source.open()
@@ -68,6 +70,7 @@ def test_who_waits_for_cores(files):
 
 
 def test_how_busy_the_cores_are_that_we_may_use(files):
+    """Shares of the cores that this process may use are computed from `/proc/stat`."""
     files.texts["/proc/stat"] = "cpu  9 9 9 9 9 9 9 9 0 0\ncpu0 0 0 0 0 0 0 0 0 0 0\ncpu1 0 0 0 0 0 0 0 0 0 0\nintr 5\n"
     source = host.MachineSource(7)
     source.open()
@@ -107,6 +110,7 @@ def test_pressure(files):
     ],
 )
 def test_a_group_that_is_held_back(files, groups, file, texts):
+    """The throttled share of a control group is read for versions 1 and 2, and is NaN if the file disappears."""
     files.texts |= {"/proc/self/cgroup": groups, file: texts[0].format(0)}
     source = host.ThrottleSource()
     source.open()
@@ -126,12 +130,13 @@ def test_files_that_are_not_there(files):
 
 
 def test_running_is_what_the_thread_itself_counts():
+    """On the real machine, the running share agrees with the CPU time that the thread measures itself."""
     source = host.SchedulerSource(threading.get_native_id())
     try:
         source.open()
     except SourceError as error:
         pytest.skip(f"this system does not count it: {error}")
-    # sampled from another thread, as it is always
+    # the source is always read from another thread
     readings: list[float] = []
 
     def read() -> None:
@@ -154,7 +159,7 @@ def test_running_is_what_the_thread_itself_counts():
     ended = now()
     sample()
     found = dict(zip(source.metrics, readings, strict=True))
-    (least, ran), (most, used) = ended - began, now() - before  # between them is what passed between the samples
+    (least, ran), (most, used) = ended - began, now() - before  # bounds of the time between the samples
     assert ran / most - 0.05 < found["host.compute_run_share"] < used / least + 0.05
     assert 0 <= found["host.compute_wait_share"] <= 1 - found["host.compute_run_share"] + 0.1
     assert found["host.threads_run_cores"] >= found["host.compute_run_share"] - 0.05

@@ -1,4 +1,4 @@
-"""Whether a model and its optimizers still have the tensors that they were given."""
+"""`Binding` detects whether a model and its optimizers still use the tensors that they were bound to."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ Change = Callable[[nn.Module, torch.optim.Optimizer], object]
 
 
 def trained() -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    """Return a model and its optimizer after one step."""
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     optimizer = torch.optim.Adam(module.parameters())
     step(module, optimizer)
@@ -70,6 +71,7 @@ def another_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> No
     ],
 )
 def test_what_changes_is_noticed(change: Change, same: bool) -> None:
+    """New or replaced tensors of the model or the optimizer are detected; a normal step is not a change."""
     module, optimizer = trained()
     binding = Binding(module, [optimizer], CPU)
     given = {name: tensor.clone() for name, tensor in binding.named_tensors().items()}

@@ -1,4 +1,4 @@
-"""Checksums by which ranks see that they have the same of a layer."""
+"""Checksums with which ranks compare their states of a layer."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from tests.cases import for_each
 @for_each("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
 @for_each("size", [0, 1, 7, 2**18 + 3])
 def test_equal_values_have_equal_sums_however_they_lie(dtype: torch.dtype, size: int) -> None:
+    """The checksum of a tensor does not depend on its strides."""
     values = (torch.randn(size, 2, generator=torch.Generator().manual_seed(size)) * 100).to(dtype)
     assert tensor_checksum(values) == tensor_checksum(values.t().contiguous().t()) == tensor_checksum(values.clone())
 
 
 def test_any_bit_and_any_order_makes_another_sum() -> None:
+    """The checksum changes if one bit is flipped or two values are exchanged."""
     rng = random.Random(1)
     values = torch.randn(2**19 + 3, generator=torch.Generator().manual_seed(1))
     seen = {tensor_checksum(values)}
@@ -36,6 +38,7 @@ def test_any_bit_and_any_order_makes_another_sum() -> None:
 
 
 def trained(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a layer and its optimizer after some steps."""
     torch.manual_seed(0)
     layer = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     optimizer = torch.optim.Adam(layer.parameters())
@@ -47,9 +50,10 @@ def trained(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def test_a_layer_is_told_from_another_by_weights_and_optimizer_states() -> None:
+    """The checksum of a layer depends on weights and optimizer states, but not on running statistics."""
     layer, optimizer = trained(3)
     before = LayerState.from_layer(layer, [optimizer]).state_checksum()
-    layer(torch.randn(4, 3))  # changes running averages only
+    layer(torch.randn(4, 3))  # changes only running averages
     assert LayerState.from_layer(layer, [optimizer]).state_checksum() == before
     (*_, last) = optimizer.state.values()
     last["exp_avg"][0] += 1
@@ -60,6 +64,7 @@ def test_a_layer_is_told_from_another_by_weights_and_optimizer_states() -> None:
 
 
 def test_the_rest_of_a_layer_joins_what_came_before() -> None:
+    """`with_other_state` combines an earlier state without gradients with the gradients, buffers and training modes."""
     layer, optimizer = trained(2)
     early = LayerState.from_layer(layer, [optimizer], gradients=False)
     layer(torch.randn(4, 3)).sum().backward()

@@ -1,5 +1,7 @@
-"""Batches with cuts of their own: layers go from rank to rank between them, and the weights are those of one batch
-after another, bit by bit."""
+"""Batches that divide the layers among ranks differently, so that layers are copied between ranks.
+
+The weights are compared bit by bit with training on one batch after another.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ BATCHES, DEPTH, CANDIDATES = 24, 8, 3
 
 
 class Short(torch.autograd.Function):
-    """Runs out of memory in every so many forwards and backwards, if every device has layers that could leave."""
+    """A function that raises an out-of-memory error in every `every`-th forward and in every `every`-th backward.
+
+    Runs count only if each device contains layers that could be evicted.
+    """
 
     every = 0
     runs = [0, 0]
@@ -56,7 +61,7 @@ class Short(torch.autograd.Function):
 
 
 class Counting(nn.Module):
-    """Replaces a buffer in its forward, and counts in another one that is not saved."""
+    """A layer that replaces a buffer in its forward, and counts forwards in a buffer that is not saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +76,7 @@ class Counting(nn.Module):
 
 
 class Block(nn.Module):
-    """One of several."""
+    """A block of several candidate layers, of which each batch uses one."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -92,19 +97,23 @@ def model() -> list[nn.Module]:
 
 
 def choices(number: int) -> tuple[int, ...]:
+    """Return the candidate of each block that a batch uses."""
     rng = random.Random(number)
     return tuple(rng.randrange(CANDIDATES) for _ in range(DEPTH))
 
 
 def chosen(item: Item) -> tuple[int, ...]:
-    """The candidate of each block, by the layers that a batch says; the last one has none."""
+    """Return the candidate of each block, derived from the layer names of a batch. The last candidate has no name."""
     assert item.use is not None
     names = {name for names in item.use.layers for name in names}
     return tuple(next((c for c in range(2) if f"{n}.nets.{c}" in names), 2) for n in range(DEPTH))
 
 
 def use_of(number: int, plan: Plan, own_cut: bool = True) -> LayerUse:
-    """Every fourth batch leaves two of its layers as they are; every seventh is cut as the plan says."""
+    """Return the layer use of a batch.
+
+    Every fourth batch does not update up to two of its layers. Every seventh batch uses the cut of the plan.
+    """
     names = [f"{n}.nets.{c}" for n, c in enumerate(choices(number)) if c < 2]
     still = [name for name in names if name.endswith(".0") and int(name[0]) % 2 == 0][:2] if number % 4 == 3 else []
     rng = random.Random(-number)
@@ -128,20 +137,20 @@ def item(number: int, plan: Plan) -> Item:
 
 
 def two(parameters: Mapping[str, nn.Parameter]) -> list[torch.optim.Optimizer]:
-    """Adam in two groups for weights, and SGD with momentum for biases."""
+    """Return Adam with two groups for weights, and SGD with momentum for biases."""
     found = [[p for n, p in parameters.items() if _kind(n) == kind] for kind in range(3)]
     adam = torch.optim.Adam([{"params": found[0]}, {"params": found[1], "lr": 0.01}], 0.02, weight_decay=0.1)
     return [adam, torch.optim.SGD([{"params": found[2]}], 0.05, momentum=0.9)]
 
 
 def _kind(name: str) -> int:
-    """Of a parameter of a layer: the group, of all."""
+    """Return the group of a parameter, counted over both optimizers."""
     return 2 if name.endswith("bias") else int("lin" in name)
 
 
 @cache
 def one_after_another(spans: tuple[Span, ...], batches: int = BATCHES) -> dict[str, torch.Tensor]:
-    """No pipeline."""
+    """Train on one batch after another without a pipeline, and return the parameters and buffers."""
     layers = model()
     optimizers = two({n: p for layer in layers for n, p in _unique(layer, layers)})
     for number in range(batches):
@@ -172,13 +181,13 @@ def _unique(layer: nn.Module, layers: Sequence[nn.Module]) -> list[tuple[str, nn
 
 
 def tensors(layers: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
-    """Parameters and all buffers."""
+    """Return copies of the parameters and all buffers by name."""
     modules = nn.ModuleList(layers)
     return {n: t.detach().clone() for n, t in (*modules.named_parameters(), *modules.named_buffers())}
 
 
 class Letters:
-    """The post of ranks in one process, which takes its time."""
+    """The messages between ranks in one process, which are delivered later."""
 
     def __init__(self) -> None:
         self.sent: dict[tuple[int, int, Any], Any] = {}
@@ -186,6 +195,8 @@ class Letters:
 
 
 class Letter:
+    """A message that may not have been sent yet."""
+
     def __init__(self, letters: Letters, key: Any) -> None:
         self.letters, self.key = letters, key
 
@@ -198,6 +209,8 @@ class Letter:
 
 
 class LocalPost:
+    """The transport of one rank. Receivers are notified when the test calls `tell`."""
+
     def __init__(self, letters: Letters, rank: int) -> None:
         self.letters, self.rank = letters, rank
         self.waiting: list[Any] = []
@@ -219,7 +232,10 @@ class LocalPost:
 
 @dataclass
 class Ranks:
-    """What ranks hold in `layers`, by rank; nobody can use the layers of others."""
+    """All ranks of a pipeline in one process, with separate `layers` for each rank.
+
+    On each rank, the layers of other ranks are NaN and therefore unusable.
+    """
 
     layers: list[list[nn.Module]]
     pipe: Loopback
@@ -229,17 +245,17 @@ class Ranks:
 
     @property
     def cleared(self) -> int:
-        """How often layers left a device for a task that ran out of memory."""
+        """The number of times that layers were evicted because a task ran out of memory."""
         return sum(memory.statistics.cleared for memory in self.memories)
 
     def whole(self, plan: Plan) -> list[nn.Module]:
-        """Each layer as its home has it."""
+        """Return each layer from the rank that owns it."""
         homes = {n: plan.ranks[s] for s, span in enumerate(plan.layers) for n in range(*span)}
         return [self.layers[homes[n]][n] for n in range(DEPTH)]
 
 
 def ranks_of(plan: Plan, policy: Policy, device_bytes: int = 0) -> Ranks:
-    """Layers take turns on the device where it has so many bytes."""
+    """Return all ranks of a pipeline. With `device_bytes`, layers are swapped on a device of this size."""
     letters, all_layers, all_mirrors, posts = Letters(), [], [], []
     made: dict[int, list[Stage]] = {}
     memories: list[MemorySwap] = []
@@ -282,6 +298,8 @@ def ranks_of(plan: Plan, policy: Policy, device_bytes: int = 0) -> Ranks:
 def stage_of(
     number: int, plan: Plan, layers: Sequence[nn.Module], mirrors: Mirrors, optimizers: Sequence[torch.optim.Optimizer]
 ) -> Stage:
+    """Return a stage whose step updates only the layers that a batch steps, including copies of other ranks' layers."""
+
     def body(stage: Stage, item: Item, span: Span, received: Any) -> Any:
         x, target = item.data
         given = (x[span.start : span.stop], chosen(item)) if received is None else received
@@ -332,7 +350,10 @@ PLANS = {
 def test_weights_are_those_of_one_after_another(
     what: str, device_bytes: int, short: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where layers take turns on the device, and where tasks run out of memory there."""
+    """The weights equal the weights of sequential training bit by bit.
+
+    This also holds if layers are swapped on the device, and if tasks run out of memory there.
+    """
     plan = PLANS[what]
     for batches in (16, BATCHES):
         one_after_another(plan.spans(Kind.F, 0), batches)
@@ -344,7 +365,7 @@ def test_weights_are_those_of_one_after_another(
         ranks.pipe.inject(lambda n=number: item(n, plan))  # type: ignore[misc]
         if number % 6 == 5:
             ranks.pipe.progress()
-        if number == 15:  # all layers go home in the middle
+        if number == 15:  # in the middle, all layers return to their ranks
             ranks.pipe.drain()
             assert_close(tensors(ranks.whole(plan)), one_after_another(plan.spans(Kind.F, 0), 16), exact=True)
             assert not any(mirrors.copies for mirrors in ranks.mirrors)
@@ -364,7 +385,7 @@ def test_weights_are_those_of_one_after_another(
 
 
 def round_and_round(number: int, plan: Plan, steps: Sequence[str] | None = None) -> Item:
-    """One layer that is on the next rank each time."""
+    """Return a batch with one layer, which runs on the next rank for each batch."""
     ends = [0, *[DEPTH if number % 4 <= s else 0 for s in range(3)], DEPTH]
     use = LayerUse.from_names(["0.nets.0"], plan.layers, steps, cut=[Span(a, b) for a, b in pairwise(ends)])
     return Item(number, ROWS, batch(number, ROWS), use=use)
@@ -372,6 +393,7 @@ def round_and_round(number: int, plan: Plan, steps: Sequence[str] | None = None)
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_copies_that_nobody_needs_are_forgotten(at_once: bool) -> None:
+    """A copy of a layer is dropped when its rank does not need it any more."""
     plan = PLANS["4 stages"]
     ranks = ranks_of(plan, Jumbled(depth=20))
     for number in range(12):
@@ -383,6 +405,7 @@ def test_copies_that_nobody_needs_are_forgotten(at_once: bool) -> None:
 
 
 def test_what_is_only_read_gets_no_gradients() -> None:
+    """A copy that a batch uses without stepping it has no gradients afterwards."""
     plan = PLANS["4 stages"]
     ranks = ranks_of(plan, Jumbled())
     ranks.pipe.inject(lambda: round_and_round(1, plan, steps=[]))
@@ -393,6 +416,7 @@ def test_what_is_only_read_gets_no_gradients() -> None:
 
 
 def test_refuses_cuts_that_nobody_follows() -> None:
+    """A batch with a separate cut is refused without mirrors, and mirrors cannot be enabled within a window."""
     plan, layers = PLANS["2 stages"], model()
     pipe = Loopback(plan, Jumbled(), lambda r: [Stage(r, {n: layers[n] for n in range(*plan.layers[r])})])
     with pytest.raises(PlanError, match="a cut of its own, and layers do not move between batches here"):

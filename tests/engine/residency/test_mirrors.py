@@ -1,4 +1,4 @@
-"""A layer's copy on another rank, and back: all that belongs to it travels, and nothing else changes."""
+"""A layer is copied to another rank and back with its complete state, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_pipes.ir import PlanError
 
 
 class Told(nn.Module):
-    """Has something to say beside its tensors."""
+    """A layer with buffers, an extra state, and a tensor in another memory format."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Told(nn.Module):
 
 
 class Desk:
-    """Keeps what was sent last."""
+    """A transport that stores only the last message."""
 
     def send(self, rank: int, key: Any, content: Any) -> None:
         self.content = copy.deepcopy(content)
@@ -41,6 +41,7 @@ class Desk:
 
 
 def side(home: bool) -> tuple[nn.ModuleList, torch.optim.Optimizer, Mirrors, Desk]:
+    """Return layers, optimizer, mirrors and transport of the rank that owns layer 1 (`home`), or of the other rank."""
     torch.manual_seed(0)
     layers, desk = nn.ModuleList([nn.Linear(2, 2), nn.ModuleList([Told(), nn.ReLU()])]), Desk()
     own = layers[1 if home else 0]
@@ -61,6 +62,7 @@ def side(home: bool) -> tuple[nn.ModuleList, torch.optim.Optimizer, Mirrors, Des
 
 
 def test_there_and_back() -> None:
+    """A layer that is trained on another rank three times is equal to a layer that stays on its rank."""
     layers, optimizer, mirrors, desk = side(home=True)
     theirs, other, away, back = side(home=False)
     alone, alone_optimizer, _, _ = side(home=True)
@@ -102,6 +104,7 @@ def test_there_and_back() -> None:
 
 
 def test_what_would_not_see_gradients_is_refused() -> None:
+    """A layer with a gradient hook is refused, because the hook would not run on the other rank."""
     layers, _, mirrors, _ = side(home=True)
     handle = layers[1].get_submodule("0.conv").bias.register_hook(lambda gradient: 2 * gradient)
     with pytest.raises(PlanError, match=r"layer '1.0' goes to another rank .* conv.bias in it has a hook"):
@@ -121,6 +124,7 @@ def test_a_change_at_home_while_a_layer_is_away_is_refused() -> None:
 
 
 def test_in_module_shows_copies_in_place_of_a_layers_own() -> None:
+    """`in_module` temporarily replaces the parameters of a layer by the parameters of its copy."""
     _, _, mirrors, desk = side(home=True)
     theirs, _, away, _ = side(home=False)
     mirrors.send("1.0", 1, "there")

@@ -1,4 +1,4 @@
-"""Layers of one model and weight versions take turns on a device, by the same objects as siblings."""
+"""Layers of one model and weight versions are swapped on a device by the same objects as siblings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_pipes.ir import PipelineError, PlanError
 CPU = torch.device("cpu")
 WIDTH, DEPTH, BATCHES = 24, 6, 7
 LAYER = 3 * 4 * (WIDTH * WIDTH + WIDTH)
-"""Bytes of a layer, with two moments of each weight; what else there is is small."""
+"""The bytes of a layer, with two moments of each weight. Other tensors are small."""
 
 
 @contextmanager
@@ -35,7 +35,7 @@ def swapping(budget: int, slots: int | None = None) -> Iterator[Swap[Hashable]]:
 
 
 def model() -> tuple[list[nn.Module], list[Optimizer]]:
-    """Layers whose optimizers have made their states."""
+    """Return layers, and optimizers that already have their states."""
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH)]
     optimizers: list[Optimizer] = [torch.optim.Adam(layer.parameters(), lr=0.01) for layer in layers]
@@ -57,13 +57,16 @@ def weights(layers: list[nn.Module]) -> list[torch.Tensor]:
 
 @dataclass
 class Layers:
-    """Trains layer by layer, each forward again before its backward; with `swap`, a layer comes only for that."""
+    """A training that runs layer by layer and repeats the forward of each layer before its backward.
+
+    With `swap`, each layer is on the device only while it runs.
+    """
 
     swap: Swap[Hashable] | None = None
     layers: list[nn.Module] = field(default_factory=list)
 
     def order(self) -> list[int]:
-        """The layers that a batch uses, one after the other."""
+        """Return the layers that a batch uses, in order."""
         return [*range(DEPTH), *reversed(range(DEPTH))]
 
     @contextmanager
@@ -105,6 +108,7 @@ class Layers:
 
 @pytest.mark.parametrize("most", [2, 3, DEPTH])
 def test_layers_of_one_model(most: int) -> None:
+    """With room for only some layers on the device, the weights are the same bit by bit as without swapping."""
     wanted = Layers().run()
     with swapping(most * (LAYER + 4096)) as swap:
         got = Layers(swap).run()
@@ -118,13 +122,16 @@ def test_layers_of_one_model(most: int) -> None:
 
 
 AGO = 2
-"""By how many batches a backward follows its forward."""
+"""The number of batches by which a backward follows its forward."""
 
 
 @dataclass
 class Versions:
-    """Trains asynchronously: a batch goes back, and forward again for that, through the weights that it went forward
-    through, which the live ones have left behind by then. The batches before the first update share a version."""
+    """An asynchronous training in which each backward uses the weight version of its forward.
+
+    The backward repeats the forward with this version, which is older than the live weights by then. The batches before
+    the first update share a version.
+    """
 
     swap: Swap[Hashable] | None = None
     most: int = 0
@@ -182,13 +189,14 @@ class Versions:
         if self.swap is None:
             yield
             return
-        with self.swap.lease_state(("version", number)):  # versions are not written to: none is copied back
+        with self.swap.lease_state(("version", number)):  # versions are not changed, so none is copied back
             yield
         self.swap.prefetch_states()
 
 
 @pytest.mark.parametrize("slots", [1, 2, AGO + 1])
 def test_weight_versions(slots: int) -> None:
+    """With swapped weight versions, the weights are the same bit by bit as without swapping."""
     wanted = Versions().run()
     with swapping(1 << 20, slots) as swap:
         versions = Versions(swap)
@@ -199,7 +207,7 @@ def test_weight_versions(slots: int) -> None:
         assert found.bytes_out == 0
         size, made = 2 * 4 * (WIDTH * WIDTH + WIDTH), BATCHES - AGO
         assert found.bytes_in >= made * size
-        if slots == 1:  # others take the place of each between its forward and its backward
+        if slots == 1:  # other versions use the slot between the forward and backward of each version
             assert found.bytes_in >= 2 * (made - 1) * size
 
 
@@ -232,6 +240,7 @@ def test_a_callback_serves_siblings_layers_and_versions_at_once() -> None:
 
 
 def test_what_a_graph_refers_to_stays() -> None:
+    """A state that an autograd graph still refers to cannot be evicted."""
     with swapping(1 << 20, slots=1) as swap:
         layers, optimizers = model()
         for number in range(2):
@@ -244,6 +253,8 @@ def test_what_a_graph_refers_to_stays() -> None:
 
 
 def test_what_does_not_fit_changes_nothing() -> None:
+    """If a state is refused because of its size, the swap and the tensors of the layer do not change."""
+
     def too_large(size: int) -> None:
         raise PlanError(f"{size} bytes are too many")
 
@@ -261,5 +272,5 @@ def test_what_does_not_fit_changes_nothing() -> None:
         with swap.lease_state("a"):
             assert swap.is_leased("a")
         swap.remove("a")
-        swap.remove("a")  # nothing left to do
+        swap.remove("a")  # a second call does nothing
         assert swap.bound_tensors("a") is None

@@ -1,4 +1,4 @@
-"""States that take turns on a device compute what they compute when they stay there."""
+"""Jobs whose states are swapped on a device compute the same results as jobs that stay there."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ MILLI = 1_000_000
 
 @contextmanager
 def threads(bandwidth: float | None = None) -> Iterator[ThreadCopier]:
+    """Yield a thread copier and close it afterwards."""
     copier = ThreadCopier(bandwidth)
     try:
         yield copier
@@ -36,7 +37,7 @@ def network() -> nn.Module:
 
 
 class Job:
-    """A model with an optimizer of its own, and its data."""
+    """A model with its optimizer and its data."""
 
     def __init__(self, number: int) -> None:
         torch.manual_seed(number)
@@ -69,7 +70,7 @@ class Job:
 
 
 def begun(number: int) -> Job:
-    """A job after its first step, when its optimizer has all that it will ever have."""
+    """Return a job after its first step, when its optimizer has allocated all its states."""
     job = Job(number)
     job.forward()
     job.backward()
@@ -78,7 +79,10 @@ def begun(number: int) -> Job:
 
 
 def swapped(jobs: list[Job], copier: SlabCopier, slots: int, rounds: int, ahead: bool = True) -> Swap[int]:
-    """Each job's forward and backward in one lease, its step in another one; evicted slabs are NaN."""
+    """Train jobs in turn, each with one lease for forward and backward and one lease for the step.
+
+    Evicted slabs are filled with NaN.
+    """
     bindings = [Binding(job.model, [job.optimizer], CPU) for job in jobs]
     swap: Swap[int] = Swap(1 << 30, copier, CPU, slots=slots, poison=True)
     for job, binding in zip(jobs, bindings, strict=True):
@@ -104,7 +108,10 @@ def swapped(jobs: list[Job], copier: SlabCopier, slots: int, rounds: int, ahead:
 @for_each("slots", [1, 2, 3, 5])
 @for_each("bandwidth", [None, 2e7])
 def test_bit_for_bit(slots: int, bandwidth: float | None) -> None:
-    """Five jobs, other optimizers, gradients that wait while the state is away, running statistics."""
+    """Five swapped jobs give the same losses, weights and optimizer states as jobs that are not swapped, bit by bit.
+
+    The jobs have different optimizers, gradients that exist while the state is evicted, and running statistics.
+    """
     expected = []
     for number in range(5):
         job = begun(number)
@@ -116,7 +123,7 @@ def test_bit_for_bit(slots: int, bandwidth: float | None) -> None:
     jobs = [begun(number) for number in range(5)]
     with threads(bandwidth) as copier:
         swap = swapped(jobs, copier, slots, rounds=4)
-        for job in jobs:  # what is on the host is the whole truth
+        for job in jobs:  # the host has the complete state
             Binding(job.model, [job.optimizer], CPU).bind_tensors(swap._states[job.number].on_host)
     assert [job.result() for job in jobs] == expected
     found = swap.statistics
@@ -126,7 +133,11 @@ def test_bit_for_bit(slots: int, bandwidth: float | None) -> None:
 
 
 def test_all_hits_where_states_move_within_a_block() -> None:
-    """E2 with room to spare: a lease takes 1 ms, a state 0.1 ms each way. Without prefetching every one waits."""
+    """All leases except the first find their state on the device if copying is much faster than computing.
+
+    This is condition E2 of ArrayPipe with a margin: a lease takes 1 ms, and a copy 0.1 ms in each direction. Without
+    prefetching, many leases wait.
+    """
     jobs = [begun(number) for number in range(4)]
     size = SlabLayout.from_tensors(Binding(jobs[0].model, [jobs[0].optimizer], CPU).named_tensors()).nbytes
     copier = Virtual(size / 1e-4)
@@ -149,7 +160,7 @@ def test_stalls_where_the_link_is_too_slow() -> None:
 
 
 def test_a_slab_that_is_taken_too_early_is_noticed() -> None:
-    """Autograd sees that what a forward has read was overwritten, and a graph keeps its parameters where they are."""
+    """Autograd detects that a tensor saved by a forward was overwritten, and parameters in a graph cannot be moved."""
     job = begun(0)
     binding = Binding(job.model, [job.optimizer], CPU)
     layout = SlabLayout.from_tensors(binding.named_tensors())
@@ -167,6 +178,7 @@ def test_a_slab_that_is_taken_too_early_is_noticed() -> None:
 
 
 def test_parameters_stay_who_they_are() -> None:
+    """After binding to other memory, parameters are the same objects with their attributes and gradients."""
     job = Job(0)
     p = next(job.model.parameters())
     p.tag = "mine"  # type: ignore[attr-defined]
@@ -189,6 +201,7 @@ def test_parameters_stay_who_they_are() -> None:
 
 
 def test_what_the_model_replaces_comes_along() -> None:
+    """A buffer that the model has replaced is copied into the memory that belongs to it."""
     job = Job(1)
     binding = Binding(job.model, [job.optimizer], CPU)
     home = {name: t.clone() for name, t in binding.named_tensors().items()}
@@ -202,6 +215,8 @@ def test_what_the_model_replaces_comes_along() -> None:
 
 
 class Tied(nn.Module):
+    """A module in which two layers share a weight and a buffer has two names."""
+
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
@@ -243,6 +258,7 @@ def test_what_cannot_be_moved_is_refused(change: Any, says: str) -> None:
 
 
 def test_layout() -> None:
+    """The views of a slab have the values and strides of the original tensors."""
     images = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
     tensors = {"a": torch.arange(3), "images": images, "none": torch.empty(0, 2), "one": torch.tensor(True)}
     layout = SlabLayout.from_tensors(tensors)
@@ -255,6 +271,7 @@ def test_layout() -> None:
 
 
 def test_budgets() -> None:
+    """States that exceed the budget of the device or of the host are refused."""
     with threads() as copier:
         with pytest.raises(PlanError, match="state a has 4096 bytes, the device's budget is 4000"):
             Swap[str](4000, copier, CPU).add("a", Plain(torch.zeros(1024)))
@@ -266,7 +283,7 @@ def test_budgets() -> None:
         with swap.lease_state("a"), swap.lease_state("b"), pytest.raises(PlanError, match="can't be dropped"):
             swap.discard_state("a")
         swap.discard_state("a")
-        swap.add("c", there := Plain(torch.ones(2048)))  # of another size: takes the place of both
+        swap.add("c", there := Plain(torch.ones(2048)))  # a state of another size takes the place of both
         with swap.lease_state("c"):
             assert float(there.x.sum()) == 2048
             assert swap.resident_keys == {"c"}

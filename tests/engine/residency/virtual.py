@@ -1,4 +1,4 @@
-"""A copier whose copies take virtual time, and an owner of one tensor."""
+"""A copier on a virtual clock, and a minimal object with one tensor, for tests of swapping."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from lightning_pipes.sim.residency import VirtualCopier
 
 
 class Virtual:
-    """Copies at once, and says that it takes as long as on a link; computing puts the clock forward."""
+    """A copier that copies immediately and reports the time that the copy takes on an emulated link.
+
+    Tests advance the clock of the link for computations.
+    """
 
     def __init__(self, bandwidth: float = 1e9) -> None:
         self.link = VirtualCopier(bandwidth)
@@ -43,7 +46,7 @@ class Virtual:
 
 
 class Plain:
-    """Owns one tensor."""
+    """The owner of one tensor, which the swap moves."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self.x = x

@@ -1,4 +1,4 @@
-"""What ranks tell each other after a failure."""
+"""Messages that ranks exchange and print after a failure."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ def watches() -> Iterator[list[FailureWatch]]:
 
 
 def test_texts_are_those_of_all_ranks(watches: list[FailureWatch]) -> None:
+    """`exchange_texts` returns the texts of all ranks on each rank."""
     with ThreadPoolExecutor(3) as pool:
         asked = [pool.submit(watch.exchange_texts, "a", str(n), 20.0) for n, watch in enumerate(watches)]
         assert [each.result() for each in asked] == [["0", "1", "2"]] * 3
 
 
 def test_nobody_waits_where_one_refuses(watches: list[FailureWatch]) -> None:
+    """If one rank refuses the exchange, the other ranks return immediately without texts."""
     began = time.monotonic()
     with ThreadPoolExecutor(2) as pool:
         asked = [pool.submit(watch.exchange_texts, "a", "", 20.0) for watch in watches[:2]]
@@ -43,7 +45,7 @@ def test_nobody_waits_where_one_refuses(watches: list[FailureWatch]) -> None:
 
 
 def test_who_comes_too_late_gets_none(watches: list[FailureWatch]) -> None:
-    """The texts of others are there, but they have gone on without it."""
+    """A rank that is too late receives no texts although they are stored, because the other ranks have continued."""
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(lambda watch: watch.exchange_texts("a", "", 0.1), watches[:2])) == [[], []]
     assert watches[2].exchange_texts("a", "", 20.0) == []
@@ -55,21 +57,22 @@ def test_failure_names_an_error_without_text(watches: list[FailureWatch]) -> Non
 
 
 class RaisedError(Exception):
-    """What a rank of the user's raises."""
+    """An error that user code raises on a rank."""
 
 
 class RepeatedError(error_output.RemoteError):
-    pass
+    """An error that repeats an error of another rank."""
 
 
 def printed(error: BaseException, capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the text that the exception hook prints for an error."""
     sys.excepthook(type(error), error, error.__traceback__)
     return capsys.readouterr().err
 
 
 @pytest.fixture
 def hook(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hook of an interpreter, without what other tests have made of it."""
+    """Restore the original exception hook of the interpreter, which other tests may have changed."""
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     monkeypatch.setattr(error_output, "_failure", None)
 
@@ -81,19 +84,23 @@ def test_the_failing_rank_alone_prints_a_traceback(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The other ranks have logged one line by then, however many the error has."""
+    """The failed rank prints its traceback after the other ranks have logged the failure in one line each.
+
+    The other ranks print no traceback, except if the environment variable requests it.
+    """
     text = "Caught it in a worker.\nOriginal Traceback (most recent call last):\n  a line\nRaisedError: a bad sample"
     watches[1].report_failure(RaisedError(text))
     error_output.limit_tracebacks(watches[1])
     assert printed(RaisedError(text), capsys).splitlines()[-1].endswith("RaisedError: a bad sample")
-    lines = [record.getMessage() for record in caplog.records]  # the last of them before that
+    lines = [record.getMessage() for record in caplog.records]  # both ranks have logged before the traceback is printed
     line = "rank 1 failed: RaisedError: Caught it in a worker. RaisedError: a bad sample"
     assert sorted(lines) == [f"[rank 0] {line}", f"[rank 2] {line}"]
     error_output.limit_tracebacks(watches[0])
     with pytest.raises(PeerFailure) as raised:
         watches[0].check()
     assert printed(raised.value, capsys) == ""
-    assert printed(RaisedError(text), capsys) == ""  # which all ranks raise, as those that load one sample
+    # all ranks raise this error, for example when they load the same sample
+    assert printed(RaisedError(text), capsys) == ""
     assert printed(KeyError("at teardown"), capsys) == "after that: KeyError: 'at teardown'\n"
     monkeypatch.setenv(error_output.TRACEBACKS, "1")
     assert "Traceback" in printed(raised.value, capsys)
@@ -102,7 +109,10 @@ def test_the_failing_rank_alone_prints_a_traceback(
 def test_an_error_that_repeats_one_of_another_rank_is_a_line(
     hook: None, watches: list[FailureWatch], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The ranks of a study leave their pipeline in order when the objective has raised on rank 0."""
+    """An error that repeats an error of another rank is printed in one line.
+
+    Ranks of a study raise such an error when the objective has failed on rank 0.
+    """
     error_output.limit_tracebacks(watches[1])
     assert printed(RepeatedError("the study has ended"), capsys) == "RepeatedError: the study has ended\n"
 
@@ -110,6 +120,7 @@ def test_an_error_that_repeats_one_of_another_rank_is_a_line(
 def test_what_others_call_a_dead_rank_prints_its_own_error(
     hook: None, watches: list[FailureWatch], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A rank prints the traceback of its own error even if another rank has reported it as dead before."""
     watches[0].report_lost_peer(1, ConnectionError("closed"))
     watches[1].report_failure(RaisedError("a bad day"))
     assert "rank 1 has ended" in str(watches[1].error)
@@ -120,7 +131,7 @@ def test_what_others_call_a_dead_rank_prints_its_own_error(
 def test_a_blocked_rank_is_stopped_with_one_line(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error of the user may have many lines, which were printed where it was raised."""
+    """The watchdog prints only the first line of the user's error, which was printed completely when it was raised."""
     stopped = threading.Event()
     monkeypatch.setattr(failure, "GRACE_SECONDS", 0.0)
     monkeypatch.setattr("os._exit", lambda status: stopped.set())
@@ -133,11 +144,11 @@ def test_a_blocked_rank_is_stopped_with_one_line(
     watch.close()
     watchdog.join()
     line = "[rank 0] is still blocked 0 s after the failure, and is stopped: rank 0 failed: RaisedError: a bad file."
-    assert set(filter(None, capfd.readouterr().err.splitlines())) == {line}  # once for each look of the thread
+    assert set(filter(None, capfd.readouterr().err.splitlines())) == {line}  # printed once for each check of the thread
 
 
 class SlowStore:
-    """A store in which a rank stores its value after some looks, each `seconds` after the one before."""
+    """A store in which the value of a rank appears after some checks. Each check takes `seconds` of virtual time."""
 
     def __init__(self, seconds: float, looks: int) -> None:
         self.now, self._seconds, self._looks = 0.0, seconds, looks
@@ -152,7 +163,7 @@ class SlowStore:
 
 
 def wait_for_slow_rank(patch: pytest.MonkeyPatch, seconds: float) -> dict[int, str]:
-    """Waits for a rank that needs 40 minutes, where `seconds` are allowed."""
+    """Wait for a rank that needs 40 minutes to connect, with a limit of `seconds`."""
     store, watch = SlowStore(seconds=300.0, looks=8), FailureWatch(None, 0, 2, setup_seconds=seconds)
     clock = SimpleNamespace(monotonic=lambda: store.now, sleep=lambda seconds: None)
     patch.setattr(failure, "time", clock)
@@ -172,7 +183,7 @@ def test_a_task_that_srun_has_not_started_is_explained_at_once(
         FailureWatch(None, 0, 2).wait_for_ranks(100.0, lambda: None)
     first, *later = [record.getMessage() for record in caplog.records]
     assert first.startswith("[rank 0] waits for rank 1 to connect. This process is in a job of SLURM with 2 tasks")
-    assert len(later) == 4  # every 30 s, and the failure
+    assert len(later) == 4  # one message every 30 s, and the failure
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     with pytest.raises(PeerFailure, match=r"within 100 s$"):
         FailureWatch(None, 0, 2).wait_for_ranks(100.0, lambda: None)

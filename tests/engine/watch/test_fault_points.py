@@ -1,4 +1,4 @@
-"""Faults at named places: every place is listed, and happens where, when and to whom it was asked for."""
+"""Faults at named points: all points are listed, and a fault occurs at the requested point, time and rank."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ for number in range(1, 4):
 
 
 def start(fault: Fault, rank: int = 0) -> subprocess.Popen[str]:
+    """Start a process that passes the points F and B three times, with a fault requested in its environment."""
     env = {**os.environ, **fault.to_environment(), "RANK": str(rank)}
     return subprocess.Popen(
         [sys.executable, "-c", SCRIPT.format(points=fault_points.__file__)], env=env, stdout=subprocess.PIPE, text=True
@@ -42,6 +43,7 @@ def test_every_place_is_listed_and_every_listed_one_exists():
 
 @pytest.mark.parametrize(("act", "number"), [("kill", signal.SIGKILL), ("stop", signal.SIGSTOP)])
 def test_it_comes_to_harm_at_that_passing(act, number, tmp_path):
+    """The process is killed or stopped when it passes the point for the second time, and the time is recorded."""
     before = time.monotonic()
     process = start(Fault(1, "B", str(tmp_path / "at"), nth=2, act=act), rank=1)
     _, status = os.waitpid(process.pid, os.WUNTRACED)
@@ -53,6 +55,7 @@ def test_it_comes_to_harm_at_that_passing(act, number, tmp_path):
 
 
 def test_it_waits_until_it_may_go_on(tmp_path):
+    """A process with the fault "wait" continues when the file is deleted."""
     file = tmp_path / "at"
     process = start(Fault(0, "F", str(file), nth=3, act="wait"))
     assert process.stdout is not None
@@ -67,6 +70,7 @@ def test_it_waits_until_it_may_go_on(tmp_path):
 
 
 def test_other_ranks_and_those_that_nobody_asks_go_on(tmp_path):
+    """A fault of rank 0 does not affect rank 1."""
     process = start(Fault(0, "F", str(tmp_path / "at")), rank=1)
     out, _ = process.communicate(timeout=60)
     assert out.split() == ["1", "2", "3"]

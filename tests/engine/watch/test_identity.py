@@ -1,4 +1,4 @@
-"""A process is not taken for another one that has its number, or its host's name."""
+"""A process is not confused with another process that has the same number, or whose host has the same name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_pipes.engine.watch.identity import Process
 
 
 def test_a_process_that_nobody_has_waited_for_has_ended() -> None:
-    """As rank 1 is, if rank 0 has started it and it is killed."""
+    """A killed child that its parent has not waited for counts as ended, as rank 1 does if rank 0 has started it."""
     with subprocess.Popen(["sleep", "60"]) as child:
         process = Process.from_pid(child.pid)
         assert Process.parse(str(process)) == process
@@ -29,10 +29,11 @@ def test_a_process_that_nobody_has_waited_for_has_ended() -> None:
 
 
 def test_what_is_known_of_others() -> None:
+    """Processes with another start time have ended; nothing is assumed about processes of other hosts."""
     own = Process.current()
     assert not own.has_ended()
-    assert own._replace(started=own.started - 1).has_ended()  # its number was given again
-    gone = own._replace(pid=2**22 + 1)  # more than the system gives
+    assert own._replace(started=own.started - 1).has_ended()  # its number was reused
+    gone = own._replace(pid=2**22 + 1)  # larger than the largest process number
     assert gone.has_ended()
     assert not gone._replace(machine="another").has_ended()
     assert not gone._replace(space="another").has_ended()
@@ -40,10 +41,11 @@ def test_what_is_known_of_others() -> None:
 
 
 def test_what_ran_before_the_system_was_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process from before the last boot of this host has ended, except if it may belong to another container."""
     before = Process("machine", "before", "effffffc", 1, 1)
     monkeypatch.setattr("lightning_pipes.engine.watch.identity._host_marks", lambda: ("machine", "now", "effffffc"))
     assert before.has_ended()
-    in_container = before._replace(space="f0000001")  # the name of a host may be that of many
+    in_container = before._replace(space="f0000001")  # several containers may have the same host name
     monkeypatch.setattr("lightning_pipes.engine.watch.identity._host_marks", lambda: ("machine", "now", "f0000001"))
     assert not in_container.has_ended()
 
@@ -54,13 +56,16 @@ def test_other_texts(text: str) -> None:
 
 
 CONTAINER = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
-"""A PID name space of its own, on a host of the same name."""
+"""A command prefix that creates a PID namespace, with the same host name."""
 
 
 @pytest.mark.root
 @pytest.mark.skipif(bool(namespaces.unavailable_reason()), reason=namespaces.unavailable_reason())
 def test_containers_with_one_host_name_leave_each_others_files_alone(tmp_path: Path) -> None:
-    """In both the process has the same number, which here belongs to nobody or somebody else."""
+    """Temporary files of a process in one container are not deleted by another container or by the host.
+
+    The processes in both containers have the same number, which on the host is free or belongs to another process.
+    """
     code = (
         "import sys; from pathlib import Path; from lightning_pipes.trainer.checkpoint.files import temporary_for\n"
         "path = temporary_for(Path(sys.argv[1], 'a')); path.touch(); print(path, flush=True); sys.stdin.read()"
@@ -81,6 +86,6 @@ def test_containers_with_one_host_name_leave_each_others_files_alone(tmp_path: P
             second.communicate()
         from lightning_pipes.trainer.checkpoint.files import temporary_for
 
-        temporary_for(tmp_path / "a")  # from outside of both
+        temporary_for(tmp_path / "a")  # from outside both containers
         assert live.exists()
         first.communicate()

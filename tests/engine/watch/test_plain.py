@@ -1,4 +1,4 @@
-"""What other ranks send is read as data, or refused."""
+"""Data from other ranks is deserialized as plain data, and everything else is refused."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_data(thing: Any) -> None:
 
 
 def test_programs() -> None:
-    """Ranks on several hosts that share no secret tell each other what they have decided."""
+    """Programs are plain data, because ranks on several hosts without a shared secret exchange them."""
     program = pipedream()
     hash(program)
     assert plain.loads(plain.dumps(program)) == program
@@ -76,7 +76,7 @@ def test_plans_of_torch_distributed_checkpoint() -> None:
 
 
 class Evil:
-    """Has code run where it is unpickled."""
+    """An object that runs code when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -86,22 +86,23 @@ class Evil:
 
 
 class Reached:
-    """By attributes of what is allowed."""
+    """An object that reaches a function through an attribute of an allowed class."""
 
     def __reduce__(self) -> Any:
         return getattr, (Plan, "__init__")
 
 
 def test_nothing_but_data(tmp_path: Path) -> None:
+    """Pickles that call functions, import other classes or change allowed classes are refused and run no code."""
     path = tmp_path / "ran"
     pickle.loads(pickle.dumps(Evil(path)))
-    assert path.exists()  # it would
+    assert path.exists()  # pickle itself runs the code
     path.unlink()
     refused = [
         *(pickle.dumps(thing) for thing in (Evil(path), [Evil(path)], Reached(), eval, np.dtype("O"), Path.touch)),
         b"cos\nsystem\n(S'touch %s'\ntR." % str(path).encode(),
         b"(S'touch %s'\nios\nsystem\n." % str(path).encode(),
-        # a class that is allowed is changed: its __reduce__ becomes text
+        # changes an allowed class: its __reduce__ becomes text
         b"\x80\x02clightning_pipes.ir.plan\nPlan\n(N}U\nstagesqU\x01xstb.",
         b"",
         b"\x80\x05" + bytes(range(256)),
@@ -113,6 +114,7 @@ def test_nothing_but_data(tmp_path: Path) -> None:
 
 
 def test_objects_of_any_class_under_a_seal(tmp_path: Path) -> None:
+    """Objects of any class are loaded if they have the right signature, and refused otherwise."""
     mine, others = Seal(b"a secret"), Seal(b"another")
     thing = Evil(tmp_path / "ran")
     with pytest.raises(ForgedError):
@@ -131,6 +133,7 @@ def test_objects_of_any_class_under_a_seal(tmp_path: Path) -> None:
 
 
 def test_a_name_is_signed_too() -> None:
+    """A value that was signed for one key is refused under another key."""
     seal = Seal(b"a secret")
     signed = seal.sign(b"value", "key")
     assert seal.open(signed, "key") == b"value"
@@ -139,12 +142,14 @@ def test_a_name_is_signed_too() -> None:
 
 
 def test_text_that_a_terminal_would_obey() -> None:
+    """Control characters are replaced in printed text, except for newlines and tabs."""
     assert to_printable("a\x1b[2Jb\r\x07\u202e\n\tc\x9bü") == "a\ufffd[2Jb\ufffd\ufffd\ufffd\n\tc\ufffdü"
 
 
 def test_a_profile_is_data_also_when_it_was_asked_for_prices() -> None:
+    """A profile stays plain data after its cached arrays were computed."""
     profile = ModelProfile((LayerProfile("0", ((1, 0.1), (2, 0.2)), ((1, 0.2), (2, 0.4))),))
-    assert profile.layer_arrays is profile.layer_arrays  # kept
+    assert profile.layer_arrays is profile.layer_arrays  # cached
     found = plain.loads(plain.dumps(profile))
     assert found == profile
     assert found.layer_arrays.seconds_at(Kind.F, 2).tolist() == profile.layer_arrays.seconds_at(Kind.F, 2).tolist()

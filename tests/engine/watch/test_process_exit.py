@@ -1,4 +1,4 @@
-"""The end of an interpreter whose threads are still waiting for others."""
+"""The exit of an interpreter whose threads still wait for other processes."""
 
 from __future__ import annotations
 
@@ -58,6 +58,7 @@ with suppress(KeyError), SerialCaller() as asking:
 
 @pytest.mark.parametrize("left", LEFT)
 def test_a_call_that_comes_back_at_the_end_does_not_abort_it(left: str) -> None:
+    """A call of torch that returns to a thread during shutdown does not abort the process, which keeps its status."""
     script = ENDS.replace("<<left>>", LEFT[left])
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=scale_timeout(60))
     assert ended.returncode == 3, ended.stderr
@@ -65,6 +66,7 @@ def test_a_call_that_comes_back_at_the_end_does_not_abort_it(left: str) -> None:
 
 
 def test_it_is_as_if_the_call_was_made_here():
+    """`SerialCaller` returns the results and raises the errors of the calls, in order."""
     asking = SerialCaller()
     assert [asking(lambda n=n: n * n, lambda: None) for n in range(4)] == [0, 1, 4, 9]
     with pytest.raises(TimeoutError, match="own"):
@@ -73,6 +75,7 @@ def test_it_is_as_if_the_call_was_made_here():
 
 
 def test_who_waits_can_leave():
+    """An exception from the function that runs while waiting ends the wait."""
     asking, never, looked = SerialCaller(), threading.Event(), []
 
     def meanwhile() -> None:

@@ -1,4 +1,4 @@
-"""How a program is started again."""
+"""The command that starts the current program again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def find(
 
 
 def test_command_of_a_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It is started in the first directory: the script changes to another one by itself."""
+    """The command runs in the directory where the program was started, because the script itself changes to another."""
     (tmp_path / "sub").mkdir()
     (tmp_path / "app.zip").touch()
     (tmp_path / "train.py").touch()

@@ -1,4 +1,4 @@
-"""The port at which ranks meet."""
+"""The port of the store through which ranks connect."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ SOON = timedelta(seconds=60)
 
 
 def test_who_holds_a_port_hosts_a_store_there_and_nobody_else() -> None:
+    """A held port cannot be bound by other sockets, and the store of this process uses it."""
     with socket.socket() as free:
         free.bind((LOOPBACK, 0))
         port = free.getsockname()[1]
@@ -26,10 +27,11 @@ def test_who_holds_a_port_hosts_a_store_there_and_nobody_else() -> None:
 
 
 def test_a_port_that_somebody_has_is_named() -> None:
+    """If another socket listens at the port, the error contains the address of the port."""
     with socket.socket() as other:
         other.bind((LOOPBACK, 0))
         other.listen()
         port = other.getsockname()[1]
-        hold_port(port)  # which it can't, and says nothing
+        hold_port(port)  # this fails without an error
         with pytest.raises(PipelineError, match=f"can't host the store of this run at {LOOPBACK}:{port}"):
             store_on_loopback(port, SOON)

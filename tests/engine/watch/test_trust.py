@@ -1,4 +1,4 @@
-"""A store in which only what ranks of the run have written counts."""
+"""A store in which only values that ranks of the run have written are valid."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SOON = timedelta(seconds=60)
 
 @pytest.fixture
 def raw() -> TCPStore:
-    """What anybody can write to."""
+    """A store without signatures, which any process can write to."""
     return store_on_loopback(0, SOON)
 
 
@@ -45,7 +45,7 @@ def no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_ranks_write_they_read(raw: TCPStore, signed: SignedStore) -> None:
-    """The same through parts of it, whoever makes them."""
+    """Values are read as they were written, also through sub-stores that different classes create."""
     signed.set("a", "1")
     signed.sub_store("x").set("b", b"2")
     assert PrefixStore("x", signed).get("b") == b"2"
@@ -68,6 +68,7 @@ def test_what_ranks_write_they_read(raw: TCPStore, signed: SignedStore) -> None:
 def test_what_strangers_write_is_not_there(
     raw: TCPStore, signed: SignedStore, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Values without a valid signature for their key are treated as missing, and logged once."""
     for value in ("", "text", "x" * 100, SignedStore(raw, Seal(b"another"))._signed("a", "text")):
         raw.set("a", value)
         assert not signed.check(["a"])
@@ -75,7 +76,7 @@ def test_what_strangers_write_is_not_there(
         "a process outside this run wrote 'a' into its store; the value is ignored"
     ]
     assert signed.compare_set("a", "", "ours") == b"ours"
-    raw.set("b", raw.get("a"))  # what counts under one name does not under another
+    raw.set("b", raw.get("a"))  # a value that is valid for one key is not valid for another
     assert not signed.check(["b"])
     waiting = threading.Timer(0.2, lambda: SignedStore(raw.clone(), signed.seal).set("b", "late"))
     waiting.start()
@@ -97,7 +98,7 @@ def watches(signed: SignedStore) -> Iterator[list[FailureWatch]]:
 def test_a_failure_that_a_stranger_tells(
     raw: TCPStore, watches: list[FailureWatch], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is none, and keeps nobody from telling one, of which terminals obey nothing."""
+    """A forged failure is ignored and does not hide a real failure, whose control characters are replaced."""
     raw.set("lightning_pipes/1/failure", "\x1b[2Jplanted")
     time.sleep(0.6)
     watches[0].check()
@@ -110,7 +111,7 @@ def test_a_failure_that_a_stranger_tells(
 
 
 def listens(rank: int) -> tuple[list[Any], str, str]:
-    """What ranks say through groups over the store, made with and without lazy connections, and its class."""
+    """Return the results of collectives over groups that use the store, its class, and the network interface."""
     logging.getLogger("lightning_pipes").setLevel(logging.ERROR)
     os.environ.pop("LIGHTNING_PIPES_SECRET", None)
     store = run_store(rank, 2, 2, SOON, lambda: None)
@@ -148,7 +149,7 @@ def test_ranks_of_a_host_get_a_secret(raw: TCPStore) -> None:
 
 @contextmanager
 def nobody(act: Callable[[], bytes]) -> Iterator[Callable[[], bytes]]:
-    """A process of another user that does something; calling what comes back waits for what that returned."""
+    """Run `act` in a process of another user, and yield a function that waits for its result."""
     reader, writer = os.pipe()
     pid = os.fork()
     if not pid:
@@ -179,12 +180,12 @@ def test_no_other_user_gets_it(raw: TCPStore) -> None:
     with nobody(ask) as said:
         assert said() == b"got 0"
     first.set("a", "1")
-    assert seal_store(raw.clone(), 1, True, 2).get("a") == b"1"  # it is still there for who may have it
+    assert seal_store(raw.clone(), 1, True, 2).get("a") == b"1"  # the secret is still available to this user
 
 
 @pytest.mark.root
 def test_a_door_of_another_user(raw: TCPStore) -> None:
-    """Who writes into the store does not become rank 0."""
+    """A socket of another user is refused, although that user has written its name into the store."""
     name = f"\0lightning_pipes-test-{os.getpid()}"
 
     def answer() -> bytes:

@@ -1,4 +1,4 @@
-"""A system of its own in one folder: a layer goes to the neighbour every few batches, while training goes on."""
+"""A complete third-party schedule in one folder: every few batches, a layer moves to the next stage during training."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from lightning_pipes.planning.planner import EvenPlanner, Problem
 
 @dataclass(frozen=True)
 class Mover(Schedule):
-    """1F1B; every `every` batches the pipeline is drained and, if it `moves`, a layer goes from the stage with most
-    layers to the one before or after it."""
+    """1F1B with a planner that moves layers.
+
+    Every `every` batches, the pipeline is drained. If `moves` is True, a layer then moves from the stage with the most
+    layers to the stage before or after it.
+    """
 
     every: int = 10
     moves: bool = True
@@ -31,8 +34,11 @@ class Mover(Schedule):
 
 @dataclass(frozen=True)
 class StashingMover(Mover):
-    """PipeDream-2BW, which stashes weights, and the same moves. Every stage misses the same updates, so a layer is
-    trained alike on any of them; in PipeDream a layer that moves misses more of them, or fewer."""
+    """PipeDream-2BW, which stashes weights, with the same moves.
+
+    All stages have the same delay of updates, so a layer is trained in the same way on each of them. In PipeDream, a
+    move would change the delay of a layer.
+    """
 
     name: ClassVar[str] = "stashing_mover"
     like: ClassVar[str] = "pipedream_2bw"
@@ -44,7 +50,7 @@ class StashingMover(Mover):
 
 @dataclass(frozen=True)
 class MovingPlanner(EvenPlanner):
-    """Even micro-batches, and never the same layers for long."""
+    """A planner with even micro-batches that changes the layers of the stages regularly."""
 
     every: int = 10
     moves: bool = True

@@ -1,4 +1,4 @@
-"""A system of its own in one folder: batches without end that use different layers, each when its layers are free."""
+"""A complete third-party policy in one folder, for a stream of batches that use different layers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from lightning_pipes.ir import Instruction, Plan, Policy, RankView
 
 @dataclass(frozen=True)
 class Stream(Policy):
-    """Backwards and steps first, then the forward of the earliest batch whose layers are as those before it leave them;
-    at most `depth` batches at once."""
+    """A policy that picks the first ready instruction: backwards and steps first, then forwards of the earliest batch.
+
+    A forward is ready when all earlier batches have updated its layers. At most `depth` batches are in flight.
+    """
 
     depth: int = 6
     name: ClassVar[str] = "stream"

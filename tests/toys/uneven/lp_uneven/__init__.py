@@ -1,4 +1,4 @@
-"""A system of its own in one folder: stages cut a batch differently, forward and backward too."""
+"""A complete third-party schedule in one folder: stages and directions divide a batch differently."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_pipes.planning.planner import Planner, Problem
 
 @dataclass(frozen=True)
 class Uneven(Schedule):
-    """All forwards, then all backwards, however each stage cuts them."""
+    """All forwards followed by all backwards, for any division of the batch on each stage."""
 
     name: ClassVar[str] = "uneven"
 
@@ -34,7 +34,10 @@ class Uneven(Schedule):
 
 
 class UnevenPlanner(Planner):
-    """Quarters of a batch: forward 2 + 2 and backward 1 + 1 + 2 on stage 0, 1 + 3 and 3 + 1 on all others."""
+    """A planner that divides a batch into quarters.
+
+    On stage 0, forwards have 2 + 2 quarters and backwards 1 + 1 + 2. On all other stages, they have 1 + 3 and 3 + 1.
+    """
 
     def plan(self, problem: Problem) -> Plan:
         stages = len(problem.schedule.place_stages(problem.ranks))
@@ -49,6 +52,6 @@ class UnevenPlanner(Planner):
 
 
 def quarters(rows: int, parts: Sequence[int]) -> tuple[Span, ...]:
-    """Spans of so many quarters each, as near as whole samples come to that; none is empty."""
+    """Return spans with the given numbers of quarters, rounded to whole samples, without empty spans."""
     ends = [0, *(rows * part // 4 for part in accumulate(parts))]
     return tuple(Span(a, b) for a, b in pairwise(ends) if a < b)
