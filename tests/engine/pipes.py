@@ -27,6 +27,7 @@ RECEIVE = Instruction(Kind.RF, 1, 0, 0, Span(0, 2))
 
 
 def layers(depth: int = 4, seed: int = 0, dropout: float = 0.0) -> list[nn.Module]:
+    """Return a model of small layers in double precision, with reproducible weights."""
     torch.manual_seed(seed)
     made = [
         nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(dropout))
@@ -38,12 +39,14 @@ def layers(depth: int = 4, seed: int = 0, dropout: float = 0.0) -> list[nn.Modul
 
 
 def batch(number: int = 0, rows: int = ROWS, job: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the reproducible inputs and targets of a batch."""
     generator = torch.Generator().manual_seed(1000 * job + number)
     x = torch.randn(rows, WIDTH, dtype=torch.float64, generator=generator)
     return x, torch.randn(rows, WIDTH, dtype=torch.float64, generator=generator)
 
 
 def squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return the mean squared error."""
     return ((output - target) ** 2).mean()
 
 

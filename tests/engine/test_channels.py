@@ -62,6 +62,7 @@ def many_shapes(rank: int, transport_name: str) -> list[int]:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_changing_shapes_leave_nothing_open(transport: str) -> None:
+    """The number of open files does not grow over many steps with different shapes."""
     for early, late in run_ranks(many_shapes, 2, transport):
         assert late <= early + 4
 

@@ -86,6 +86,7 @@ def test_injected_batch_too_large() -> None:
 
 
 def test_wrong_stages() -> None:
+    """An engine whose rank does not have the stages of the plan is refused."""
     schedule = make_schedule("1f1b")
     assert isinstance(schedule, Schedule)
     plan = Plan.even(2, 4, ROWS)

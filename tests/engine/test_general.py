@@ -113,6 +113,7 @@ def check(make: Callable[[], tuple[Case, list[nn.Module]]], wanted: dict[str, to
 
 
 def two_jobs() -> tuple[Case, list[nn.Module]]:
+    """Return a case with two jobs, whose micro-batches alternate in one window."""
     plan = Plan((0, 1), (Cut.even(8, 2, 2), Cut.even(6, 3, 2)))
     a, b = plan.spans(Kind.F, 0, 0), plan.spans(Kind.F, 0, 1)
 
@@ -148,6 +149,7 @@ def test_two_jobs() -> None:
 
 
 def cut(*sizes: int) -> tuple[Span, ...]:
+    """Return consecutive spans with the given numbers of samples."""
     ends = [sum(sizes[: n + 1]) for n in range(len(sizes))]
     return tuple(Span(end - size, end) for size, end in zip(sizes, ends, strict=True))
 
@@ -183,6 +185,7 @@ class Unequal:
 @pytest.mark.parametrize("name", UNEQUAL)
 @pytest.mark.parametrize("rows", [4, 3])
 def test_unequal_spans(name: str, rows: int) -> None:
+    """The weights equal training without a pipeline, also for a batch that is shorter than the plan."""
     net = nn.Sequential(*layers(seed=3))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     x, target = batch(0, rows)
@@ -277,6 +280,7 @@ class LastSamplesFirst(Policy):
 
 
 def by_policy() -> tuple[Case, list[nn.Module]]:
+    """Return a case that is ordered by `LastSamplesFirst`."""
     plan = Plan.even(2, 4, ROWS)
     model = layers(seed=5)
     stages = lambda rank: make_stages(plan, rank, model, sgd_step())  # noqa: E731
@@ -407,6 +411,7 @@ class Join(nn.Module):
 
 
 def trees() -> tuple[Case, list[nn.Module]]:
+    """Return a case with `Fork` on the first stage and `Join` on the second."""
     torch.manual_seed(6)
     model: list[nn.Module] = [Fork(), Join()]
     plan = Plan.even(2, 3, ROWS)
@@ -493,6 +498,7 @@ def tied(rank: int) -> torch.Tensor:
 
 
 def test_tied_weights() -> None:
+    """The shared weight on both ranks equals training in one process."""
     torch.manual_seed(8)
     weight = nn.Parameter(nn.Linear(6, 6, bias=False).double().weight.detach().clone())
     optimizer = torch.optim.SGD([weight], lr=0.1)
@@ -527,6 +533,8 @@ class Transposed(nn.Module):
 @pytest.mark.parametrize("where", [0, 1, 2, 3])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_odd_layers(odd: type[nn.Module], where: int, recompute: bool) -> None:
+    """Layers that work in place or return views have correct gradients at each position, also with recomputation."""
+
     def build() -> list[nn.Module]:
         torch.manual_seed(9)  # no Tanh, because its output must not be changed, even without a pipeline
         made: list[nn.Module] = [nn.Linear(WIDTH, WIDTH).double() for _ in range(4)]

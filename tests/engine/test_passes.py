@@ -67,6 +67,7 @@ def program(plan: Plan) -> Program:
 
 
 def plan_of(spans: Cut, setting: str, split_backward: bool) -> Plan:
+    """Return a plan of two stages with the given spans and one of `SETTINGS`."""
     return Plan((0, 1), (spans,), split_backward=split_backward, **SETTINGS[setting])  # type: ignore[arg-type]
 
 

@@ -237,6 +237,7 @@ def test_pytree():
 
 
 def store_of(rank: int) -> bool:
+    """Exchange a value with the other rank through the default store, and return whether it arrived."""
     dist.init_process_group("gloo")
     store = private.default_store()
     store.set(f"from {rank}", "here")
@@ -256,6 +257,8 @@ def test_operations():
 
 
 def test_functions_within_modes_and_transforms() -> None:
+    """The innermost function mode and the presence of functorch transforms are detected."""
+
     class Mode(TorchFunctionMode):
         seen: ClassVar[list[bool]] = []
 
@@ -374,6 +377,7 @@ def test_inheriting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_transforms_of_torch_func() -> None:
+    """`torch.func.grad` works inside hooks for saved tensors, and wrapped tensors are unwrapped."""
     x, saved = torch.rand(3, requires_grad=True), list[torch.Tensor]()
     seen: list[torch.Tensor] = []
 

@@ -83,6 +83,7 @@ CASES = [
 def test_weights_are_as_old_as_the_papers_say(
     name: str, stages: int, microbatches: int, batches: int, recompute: bool
 ) -> None:
+    """The weights equal the weights of `stale` with the delays of the papers."""
     plan, program = planned(name, stages, microbatches, recompute)
     model = layers(DEPTH)
     pipe = Loopback(plan, program, lambda r: make_stages(plan, r, model, sgd_step()))

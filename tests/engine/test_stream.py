@@ -45,7 +45,7 @@ WHOLE = ("0", "1", "2", "3", "5", "6", "7")
 
 
 class Optional(nn.Module):
-    """A layer that only the batches that have chosen it pass through."""
+    """A layer that is applied only to the batches that have chosen it."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -93,6 +93,7 @@ def stepped(number: int) -> tuple[str, ...] | None:
 
 
 def batch(number: int, rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the reproducible inputs and targets of a batch."""
     generator = torch.Generator().manual_seed(number)
     return torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
 

@@ -71,7 +71,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[R
 
 @pytest.mark.parametrize("name", KILLED)
 def test_a_death_while_connections_are_made(name, outcomes):
-    """The surviving rank ends in time, with an error that says which rank has ended."""
+    """The surviving rank ends in time, with an error that names the killed rank."""
     found, seconds = outcomes[name]
     victim = KILLED[name].rank
     assert found[victim].exitcode == -signal.SIGKILL
@@ -82,6 +82,7 @@ def test_a_death_while_connections_are_made(name, outcomes):
 
 
 def fit(**options: Any) -> pl.Trainer:
+    """Train for a few steps on this rank, and return the trainer."""
     quiet()
     trainer = make_trainer(
         strategy=PipelineStrategy(microbatches=2, partition="parameters"),
@@ -175,6 +176,7 @@ class TooSmall(Quiet):
 
 
 def find_batch_size(rank: int, folder: str, full: int) -> str:
+    """Train with `BatchSizeFinder` and a module that runs out of memory on rank `full`."""
     quiet()
     trainer = make_trainer(
         strategy=PipelineStrategy(microbatches=2, partition="parameters"),

@@ -81,6 +81,7 @@ def crawl(rank: int, folder: str) -> list[tuple[LinkEffect, float]]:
 
 
 def wait_for(path: Path) -> None:
+    """Wait until a file exists."""
     until = time.monotonic() + scale_timeout(50)
     while not path.exists():
         assert time.monotonic() < until, path
@@ -127,7 +128,7 @@ def test_hosts_vanish_with_their_owner() -> None:
     )
     pids = found.stdout.split()
     assert len(pids) == 2
-    until = time.monotonic() + scale_timeout(40)  # the kernel takes its time to remove a network
+    until = time.monotonic() + scale_timeout(40)  # the kernel takes some time to remove a network
     while any(map(is_there, pids)) and time.monotonic() < until:
         time.sleep(0.02)
     assert not any(map(is_there, pids))

@@ -35,7 +35,7 @@ def test_a_rank_that_raises_is_named_by_all(place, victim, tmp_path):
         assert f"failed in instruction F{1 - victim}[0:2] (forward of stage {1 - victim}" in other
 
 
-# ---- a loss that is not a number
+# ---- a loss that is NaN
 
 
 class Poisoned(lit.Lit):
@@ -107,6 +107,7 @@ def test_a_loss_that_is_not_a_number_means_what_it_means_on_one_process(name, re
 
 
 def test_anomaly_detection_ends_all(tmp_path):
+    """If anomaly detection raises an error on one rank, the other rank names its instruction."""
     outcomes = watch_ranks(train, 2, Run(str(tmp_path), "nan", trainer={"detect_anomaly": True}), timeout=30)
     assert "returned nan values" in outcomes[0].error
     assert "rank 0 failed in instruction B1[0:2] (backward of stage 1" in outcomes[1].error
@@ -127,7 +128,7 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, set[str]]:
 
 @pytest.mark.parametrize(("place", "victims", "step"), TERMINATED)
 def test_sigterm_leaves_a_whole_checkpoint(place, victims, step, tmp_path, wanted):
-    """After SIGTERM, every rank ends after the same batch, and the training resumed from it has the same losses."""
+    """After SIGTERM, every rank ends after the same batch. A resumed training has the losses of an undisturbed run."""
     saver = OnExceptionCheckpoint(tmp_path, filename="left")
     run = Run(str(tmp_path), "term", place, victims, trainer={"callbacks": [saver]})
     outcomes = watch_ranks(train, 2, run, timeout=30)
@@ -144,12 +145,15 @@ def test_sigterm_leaves_a_whole_checkpoint(place, victims, step, tmp_path, wante
 
 
 class TerminatedHere(Callback):
+    """A callback that sends SIGTERM to rank 1 in its second validation batch."""
+
     def on_validation_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
         if trainer.global_rank == 1 and batch_idx == 1:
             terminate()
 
 
 def validate(rank: int, folder: str) -> int:
+    """Validate until SIGTERM ends it, and return the number of completed batches."""
     lit.quiet()
     trainer = make_trainer(strategy=PipelineStrategy(microbatches=2), callbacks=[TerminatedHere()])
     with pytest.raises(SIGTERMException):

@@ -26,7 +26,7 @@ def faults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return benchmark
 
 
-@pytest.mark.slow  # test_connecting.py and test_kills.py test the same with ranks of one server
+@pytest.mark.slow  # test_connecting.py and test_kills.py have similar tests without separate interpreters
 @pytest.mark.parametrize("name", CASES)
 def test_all_end_and_go_on(name, faults):
     case = faults.Case(number=0, launcher="lightning", ranks=2, victim=1, act="kill", nth=2, **CASES[name])

@@ -56,6 +56,7 @@ RANDOM = [Death(rng.choice(TRAVEL), rng.randrange(2), "move", rng.uniform(0.0, 0
 
 
 def dies(rank: int, way: str, folder: str) -> None:
+    """Run the training of a case in which the fault occurs."""
     fit(WAYS[way], 2, folder)
 
 
@@ -66,7 +67,7 @@ def go_on(rank: int, ways: Sequence[tuple[str, str]]) -> list[Any]:
 
 @cache
 def after(deaths: tuple[Death, ...]) -> list[tuple[list[RankResult], list[Any]]]:
-    """Return, for each fault, the results of the ranks that it ended, and the results of both ranks after resuming."""
+    """Return the results of the ranks at the end of each fault, and the results of both ranks after resuming."""
     folders = [mkdtemp() for _ in deaths]
     ends = []
     for death, folder in zip(deaths, folders, strict=True):
@@ -95,16 +96,19 @@ def check(deaths: list[Death], number: int) -> None:
 
 @pytest.mark.parametrize("number", range(len(NAMED)))
 def test_a_death_on_the_way(number: int) -> None:
+    """Two typical faults."""
     check(NAMED, number)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(EVERYWHERE)))
 def test_a_death_wherever_layers_are(number: int) -> None:
+    """One fault at each point of a move, for each kind of training."""
     check(EVERYWHERE, number)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(RANDOM)))
 def test_a_death_at_any_time(number: int) -> None:
+    """Faults at random times after the start of a move."""
     check(RANDOM, number)

@@ -48,6 +48,7 @@ CASES = {
 
 
 def alive(process: psutil.Process) -> bool:
+    """Return whether a process is running and is not a zombie."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -87,6 +87,7 @@ def train(rank: int, name: str, settings: dict[str, Any], ranks: int, recompute:
 )
 @pytest.mark.parametrize("recompute", [False, True])
 def test_weights_equal_one_process(name: str, settings: dict[str, Any], ranks: int, recompute: bool) -> None:
+    """The weights equal training in one process on the GPU, up to rounding."""
     parts = run_ranks(train, ranks, name, settings, ranks, recompute, timeout=120)
     got = {key: value for part in parts for key, value in part.items()}
     (wanted,) = run_ranks(train, 1, "gpipe", {}, 1, False, timeout=120)

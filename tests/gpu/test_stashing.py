@@ -21,6 +21,7 @@ def with_and_without(rank: int, case: Stashing, folder: str) -> list[dict[str, A
 
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw", "dynpipe"])
 def test_bit_for_bit(schedule: str) -> None:
+    """Swapped versions give the same weights bit by bit."""
     case = Stashing(3, schedule, 2 if schedule == "pipedream_2bw" else 1, {"val_check_interval": 5}, gpu=True)
     *_, first = found = run_ranks(with_and_without, 3, case, mkdtemp(), timeout=200)
     for plain, turned in found:

@@ -24,6 +24,8 @@ BATCHES = 1 << 20
 
 
 class Net(pl.LightningModule):
+    """A module whose training ends when the file `planted` exists."""
+
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))

@@ -38,6 +38,7 @@ class Net(pl.LightningModule):
 
 
 def stop_at(place: str) -> None:
+    """Stop this process if the environment variable names this place."""
     if os.environ.get(STOPS) == place:
         os.kill(os.getpid(), signal.SIGSTOP)
 

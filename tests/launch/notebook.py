@@ -42,6 +42,8 @@ class Net(pl.LightningModule):
 
 
 class Counts(Callback):
+    """A callback that records the epochs."""
+
     def __init__(self):
         self.epochs = []
 
@@ -66,17 +68,20 @@ def loader():
 
 
 def raise_error(trainer):
+    """Raise an error on rank 1."""
     if trainer.global_rank == 1:
         raise ZeroDivisionError("of a hook")
 
 
 def interrupt(trainer):
+    """Send SIGINT to the parent process of rank 0, and wait for a signal."""
     if trainer.global_rank == 0:
         os.kill(os.getppid(), signal.SIGINT)
         signal.pause()
 
 
 def describe(trainer, net):
+    """Return the state of a module and its trainer after a run, as plain data."""
     found = {
         "weights": [p.tolist() for p in net.parameters()],
         "losses": [*net.losses],

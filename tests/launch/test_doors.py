@@ -63,6 +63,7 @@ def doors(token: str) -> tuple[dict[int, bool], Mapping[str, str]]:
 
 
 def connects(host: str, port: int) -> bool:
+    """Return whether a connection to the port succeeds."""
     with suppress(OSError), socket.create_connection((host, port), 2.0):
         return True
     return False

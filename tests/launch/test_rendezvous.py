@@ -69,6 +69,7 @@ def test_rank_zero_does_not_wait_for_ever(store):
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Remove the variables of torchrun and SLURM from the environment."""
     for name in [name for name in os.environ if name.startswith(("TORCHELASTIC", "SLURM"))]:
         monkeypatch.delenv(name)
     return monkeypatch
@@ -91,7 +92,7 @@ def test_a_requeued_slurm_job_keeps_its_name(environment):
 
 
 def test_who_comes_after_the_launcher_has_died_says_so(environment):
-    """A rank whose launcher has ended raises an error that says so."""
+    """A rank whose launcher has ended raises an error that names the launcher."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # no process listens
         for name, value in {

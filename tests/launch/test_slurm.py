@@ -80,6 +80,7 @@ def wanted(tmp_path_factory: pytest.TempPathFactory, scheduler: Scheduler) -> di
 
 @pytest.mark.parametrize("victims", [(0, 1), (1,)])
 def test_a_requeued_job_goes_on(victims, tmp_path, scheduler, wanted):
+    """A job that is requeued at the end of an epoch continues with the same losses from its checkpoint."""
     first = job(tmp_path, scheduler.path, "requeue", "epoch end", victims)
     assert (tmp_path / "calls").read_text() == f"requeue {JOB}\n"  # once, by rank 0
     (checkpoint,) = tmp_path.glob("hpc_ckpt_*.ckpt")
@@ -90,6 +91,7 @@ def test_a_requeued_job_goes_on(victims, tmp_path, scheduler, wanted):
 
 
 def test_a_requeue_is_agreed_on_in_the_middle_of_an_epoch(tmp_path, scheduler, wanted):
+    """The job is requeued after the step with the signal, although only one rank received it."""
     first = job(tmp_path, scheduler.path, "requeue", "forward", (1,))
     assert (tmp_path / "calls").read_text() == f"requeue {JOB}\n"
     (checkpoint,) = tmp_path.glob("hpc_ckpt_*.ckpt")

@@ -53,6 +53,7 @@ class Training:
 
 
 def here(host: int, command: list[str], env: dict[str, str], cwd: Path) -> subprocess.Popen[str]:
+    """Start a command on this host."""
     return subprocess.Popen(command, env={**os.environ, **env}, cwd=cwd, text=True, stdout=-1, stderr=-2)
 
 
@@ -162,6 +163,7 @@ needs_hosts = pytest.mark.skipif(bool(namespaces.unavailable_reason()), reason=n
 
 
 def on_two_hosts(folder: Path, options: list[str], kill: int | None = None) -> Training:
+    """Run torchrun on two emulated hosts."""
     with namespaces.Hosts(2) as hosts:
 
         def start(host: int, command: list[str], env: dict[str, str], cwd: Path) -> subprocess.Popen[str]:

@@ -23,12 +23,14 @@ UNSEEN = {"transformers", "scipy", "matplotlib"}
 
 
 def version_if_seen(name):
+    """Return the version of a package, unless it is hidden."""
     if name in UNSEEN:
         raise importlib.metadata.PackageNotFoundError(name)
     return version(name)
 
 
 def found_if_seen(name, package=None):
+    """Return the spec of a module, unless it is hidden."""
     return None if name in UNSEEN else find_spec(name, package)
 
 
@@ -39,6 +41,7 @@ entry_points_of_path = functools.cache(lambda folders: read_entry_points())
 
 
 def cached_entry_points(**asked):
+    """Return the entry points, which are read again only if the folders of installed packages change."""
     folders = tuple(folder for folder in sys.path if "-packages" in folder or "/toys/" in folder)
     return entry_points_of_path(folders).select(**asked)
 
@@ -59,6 +62,8 @@ class Compiler(types.ModuleType):
 
 
 class CompiledType(type):
+    """The type of the placeholder for `OptimizedModule`."""
+
     def __instancecheck__(cls, instance):
         compiler = sys.modules[DYNAMO]
         return not isinstance(compiler, Compiler) and isinstance(instance, compiler.OptimizedModule)
@@ -69,6 +74,7 @@ class CompiledModule(metaclass=CompiledType):
 
 
 def load_compiler():
+    """Return the compiler, which replaces the placeholder."""
     if isinstance(sys.modules.get(DYNAMO), Compiler):
         del sys.modules[DYNAMO]
     return importlib.import_module(DYNAMO)

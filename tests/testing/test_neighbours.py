@@ -41,6 +41,7 @@ def count_throttled(quota: Quota) -> int:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_works_on_its_core_from_the_start(kind):
+    """Each process runs on the given core, uses CPU time immediately, and ends with the context."""
     with Neighbour(kind, core=CORE, processes=2) as there:
         assert [os.sched_getaffinity(pid) for pid in there.pids] == [{CORE}] * 2
         deadline = time.monotonic() + scale_timeout(10)

@@ -166,6 +166,7 @@ if __name__ == "__main__":
 
 
 def is_there(pid: int) -> bool:
+    """Return whether a process exists and is not a zombie."""
     try:
         return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except FileNotFoundError:
@@ -174,6 +175,7 @@ def is_there(pid: int) -> bool:
 
 @pytest.mark.alone
 def test_nothing_is_left_when_the_owner_is_killed(tmp_path: Path) -> None:
+    """The processes of the ranks and hosts end when the owner is killed."""
     script = tmp_path / "owner.py"
     script.write_text(OWNER)
     owner = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True)
@@ -184,7 +186,7 @@ def test_nothing_is_left_when_the_owner_is_killed(tmp_path: Path) -> None:
     assert len(networks) == 2  # the ranks run on the hosts
     owner.kill()
     owner.communicate(timeout=scale_timeout(30))
-    until = time.monotonic() + scale_timeout(40)  # the kernel takes its time to remove a network
+    until = time.monotonic() + scale_timeout(40)  # the kernel takes some time to remove a network
     while any(map(is_there, pids)) and time.monotonic() < until:
         time.sleep(0.02)
     assert not any(map(is_there, pids))

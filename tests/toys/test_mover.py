@@ -92,6 +92,7 @@ def runs(rank: int, schedule: str, folder: str) -> list[tuple[Any, ...]]:
 
 @cache
 def results(schedule: str) -> list[list[tuple[Any, ...]]]:
+    """Return the results of `runs` on both ranks."""
     return run_ranks(runs, 2, schedule, mkdtemp(), timeout=120)
 
 

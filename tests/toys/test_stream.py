@@ -34,7 +34,7 @@ CUTS = {1: [], 2: [4], 4: [2, 4, 6]}
 
 
 class Optional(nn.Module):
-    """A layer that only the batches that have chosen it pass through."""
+    """A layer that is applied only to the batches that have chosen it."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -227,6 +227,7 @@ class LitOutside(Lit):
 
 
 def refused(rank: int) -> str:
+    """Train a module with a parameter outside its layers, and return the error."""
     quiet()
     install("stream")
     try:

@@ -37,6 +37,8 @@ class Slow(nn.Module):
 
 
 class _Tick(torch.autograd.Function):
+    """An identity function that advances the clock in forward, and by twice the time in backward."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, clock: VirtualClock, seconds: float) -> torch.Tensor:
         ctx.clock, ctx.seconds = clock, seconds
@@ -50,6 +52,7 @@ class _Tick(torch.autograd.Function):
 
 
 def test_times_are_not_proportional_to_rows(monkeypatch):
+    """Measured times include the fixed part of each layer, and are interpolated and added for stages."""
     clock = VirtualClock()
     clock.patch(monkeypatch)
     x = torch.randn(8, 4)
@@ -81,6 +84,7 @@ def test_joining_is_measured_and_priced(monkeypatch):
 
 
 def test_bytes_by_hand():
+    """The bytes of saved tensors, outputs, weights and optimizer states are compared with values computed by hand."""
     layers = [nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.5), nn.Linear(128, 32), nn.GELU(), nn.LayerNorm(32)]
     optimizer = torch.optim.AdamW([p for layer in layers for p in layer.parameters()])
     found = profile_layers(layers, {8: torch.randn(8, 64)}, optimizer=optimizer, repeats=1, split=True).layers
@@ -165,6 +169,7 @@ class Block(nn.Module):
 
 
 def convolutions() -> list[nn.Module]:
+    """Return a convolutional network as a list of layers."""
     torch.manual_seed(0)
     widths = [3, 16, 16, 32, 32, 32, 64, 64]
     made = []
@@ -174,6 +179,7 @@ def convolutions() -> list[nn.Module]:
 
 
 def blocks() -> list[nn.Module]:
+    """Return a transformer as a list of layers."""
     torch.manual_seed(0)
     return [Block() for _ in range(6)]
 

@@ -45,6 +45,7 @@ def layer(name: str) -> Callable[[type[nn.Module]], type[nn.Module]]:
 
 
 def linear(bias: bool = True) -> nn.Linear:
+    """Return a linear layer of the width of the tests."""
     return nn.Linear(WIDTH, WIDTH, bias=bias)
 
 
@@ -258,6 +259,7 @@ def tensors_wanted(out: Any, saved: SavedForward) -> list[torch.Tensor]:
 
 
 def build(name: str) -> nn.Module:
+    """Return a layer of `LAYERS` with reproducible weights in double precision."""
     torch.manual_seed(1)
     return LAYERS[name]().double()
 

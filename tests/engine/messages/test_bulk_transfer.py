@@ -157,6 +157,7 @@ def fails(rank: int) -> None:
 
 
 def test_a_failure_elsewhere_ends_waiting() -> None:
+    """A rank that waits for a transfer ends with the error of the other rank."""
     ours, theirs = watch_ranks(fails, 2, timeout=30)
     assert "PeerFailure: rank 1 failed: ValueError: no such layer" in ours.error
     assert "ValueError: no such layer" in theirs.error
@@ -207,6 +208,7 @@ def many_in_flight(rank: int) -> tuple[int, int]:
 
 
 def test_several_chunks_are_in_flight_where_training_leaves_the_link() -> None:
+    """On an idle link, several chunks are in flight at once, and none remains at the end."""
     (most, left), _ = run_ranks(many_in_flight, 2)
     assert 1 < most <= MAX_IN_FLIGHT
     assert left == 0
@@ -229,6 +231,7 @@ def never_expected(rank: int) -> str:
 
 
 def test_a_parcel_that_nobody_expects() -> None:
+    """Closing while a transfer has no receiver raises an error that names the transfer."""
     found, _ = run_ranks(never_expected, 2)
     assert "still waits for bulk transfer 'lonely' to rank 1 to arrive; every transfer has to be received" in found
 

@@ -99,6 +99,6 @@ def test_limit_is_the_queue_behind_training(training: float, bulk: float) -> Non
 
 
 def test_limit_at_the_ends() -> None:
-    """The limit is largest if the link is fully used, and 1 if training uses it alone or it is idle."""
+    """The limit is largest if bulk transfers fill the rest of the link, and 1 if training fills it or it is idle."""
     assert limit_queue(0.0, 100.0, 100.0) == limit_queue(50.0, 50.0, 100.0) == MAX_IN_FLIGHT
     assert limit_queue(100.0, 1.0, 100.0) == limit_queue(0.0, 1.0, 1e9) == limit_queue(0.0, 0.0, 0.0) == 1

@@ -89,6 +89,7 @@ def measured(rank: int, kind: str) -> dict[tuple[int, int], Link]:
 
 @pytest.mark.parametrize("kind", ["local", "gloo"])
 def test_every_link_of_three_ranks(kind):
+    """Three ranks measure all links between neighbors, with plausible values."""
     found: dict[tuple[int, int], Link] = {}
     for part in run_ranks(measured, 3, kind, timeout=30):
         found |= part
@@ -250,6 +251,7 @@ def test_hosts_whose_clocks_differ_and_jump():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="nothing is seen elsewhere")
 def test_bytes_that_wait_for_the_network_are_seen() -> None:
+    """The unsent and acknowledged bytes of a blocked socket are found in the tables of Linux."""
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as source:
         target, _ = server.accept()
         with target:

@@ -22,7 +22,7 @@ def test_wires_are_used_again_and_dropped() -> None:
         return torch.empty(size, dtype=torch.uint8)
 
     encoder, decoder = Encoder(allocate, dropped.append), Decoder()
-    # In a steady stream, the first message, which contains the structure, uses one wire, and all others use another one.
+    # in a steady stream, one wire for the first message, which contains the structure, and one for all other messages
     for turn in range(3):
         for _ in range(5):
             x = torch.randn(2, 3)

@@ -47,6 +47,7 @@ def test_what_a_parcel_carries() -> None:
     ],
 )
 def test_what_a_parcel_does_not_carry(given: Any, why: str) -> None:
+    """Objects and tensors that cannot be sent are refused with their position in the tree."""
     with pytest.raises(PlanError, match=why):
         pack_tree(given)
 

@@ -163,6 +163,7 @@ def test_the_log_says_once_by_what(caplog):
 
 
 def test_a_source_that_disappears_and_comes_back(caplog, clock):
+    """Values are missing while a source fails, and the failure is logged once."""
     gone = OSError("gone")
     other = Fake([[float(n)] for n in range(5)], ["host.runnable_count"])
     fake = Fake([[1.0], gone, gone, [2.0], [2.0, 2.0]])
@@ -224,6 +225,7 @@ def test_nothing_to_read_is_no_error():
 
 
 def test_before_anything_was_seen():
+    """A monitor without samples has no features, free bytes or curves."""
     monitor = Monitor([Fake([])])
     assert (monitor.features(), monitor.free_bytes(), monitor.to_curves().times) == ({}, None, ())
     monitor.stop()  # never started
@@ -280,7 +282,7 @@ def test_this_machine_has_something_to_say():
 
 
 def test_features_do_not_hold_up_sampling_for_long():
-    """The history of 2400 samples is reduced to at most 400 points, which are means of consecutive samples."""
+    """The history of 2400 samples is reduced to 200 to 400 points, which are means of consecutive samples."""
     history, window = SampleHistory(), SampleWindow(40)
     for n in range(2400):
         sample = Sample(np.array([float(n), 2.0 * n]), np.ones(2))

@@ -72,6 +72,7 @@ def stub(folder: Path, *flags: str) -> Path:
 
 @needs_compiler
 def test_a_device_with_counters(tmp_path):
+    """Both sources return the values of the stub in the right units, and None for missing values."""
     found = read_with(stub(tmp_path))
     assert set(found["soon"]) == {"nan"}  # too soon after the previous read, the device is not queried
     counters = found["gpm"]["reads"]
@@ -102,6 +103,7 @@ def test_a_device_with_counters(tmp_path):
     ],
 )
 def test_a_device_without(tmp_path, flag, why):
+    """Without performance counters, the source reports the reason, and the other source still works."""
     found = read_with(stub(tmp_path, flag))
     assert why in found["gpm"]["why"]
     read = found["nvml"]["reads"][0]
@@ -113,6 +115,7 @@ def test_a_device_without(tmp_path, flag, why):
 
 @needs_compiler
 def test_a_device_that_is_lost(tmp_path):
+    """If the device is lost during the run, reads raise the error of the library."""
     found = read_with(stub(tmp_path, "-DDYING"))["nvml"]["reads"]
     assert found[2]["gpu.sm_clock_hertz"] == 1.98e9
     assert found[3:] == ["NVMLError_GpuIsLost"] * 2  # the monitor treats these values as missing
@@ -120,6 +123,7 @@ def test_a_device_that_is_lost(tmp_path):
 
 @needs_compiler
 def test_another_device(tmp_path):
+    """A device that does not exist is named in the error."""
     assert "for device GPU-other" in read_with(stub(tmp_path), "GPU-other")["nvml"]["why"]
 
 

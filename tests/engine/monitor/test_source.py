@@ -91,6 +91,7 @@ def test_how_busy_the_cores_are_that_we_may_use(files):
 
 
 def test_pressure(files):
+    """Pressure shares are computed from the totals of the files."""
     for what, total in (("cpu", 0), ("memory", 0), ("io", 0)):
         files.texts[f"/proc/pressure/{what}"] = f"some avg10=0.00 avg60=0.00 avg300=0.00 total={total}\nfull total=9\n"
     source = host.PressureSource()

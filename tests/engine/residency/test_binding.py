@@ -33,6 +33,7 @@ def forget(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def remember_otherwise(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Replace a state of the optimizer by a copy."""
     state = optimizer.state[next(module.parameters())]
     state["exp_avg"] = state["exp_avg"].clone()
 

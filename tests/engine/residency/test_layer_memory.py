@@ -199,6 +199,7 @@ def test_weights_that_somebody_else_changes_are_noticed() -> None:
 
 
 def test_a_version_that_does_not_fit() -> None:
+    """A version that is larger than the device budget is refused."""
     swap: Swap[object] = Swap(SIZE - 1, Virtual(1e9), CPU)
     versions = OffloadedVersions({0: nn.Linear(WIDTH, WIDTH)}, 2, 3, VersionMemory(States(swap), CPU), CPU)
     with pytest.raises(PlanError, match=r"state weights 1 of stage 3 has 1536 bytes, .* raise the budget"):

@@ -112,7 +112,7 @@ def chosen(item: Item) -> tuple[int, ...]:
 def use_of(number: int, plan: Plan, own_cut: bool = True) -> LayerUse:
     """Return the layer use of a batch.
 
-    Every fourth batch does not update up to two of its layers. Every seventh batch uses the cut of the plan.
+    Every fourth batch leaves up to two of its layers without an update. Every seventh batch uses the cut of the plan.
     """
     names = [f"{n}.nets.{c}" for n, c in enumerate(choices(number)) if c < 2]
     still = [name for name in names if name.endswith(".0") and int(name[0]) % 2 == 0][:2] if number % 4 == 3 else []
@@ -128,6 +128,7 @@ def batch(number: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rows_of(number: int) -> int:
+    """Return the number of samples in a batch. Every fifth batch is shorter."""
     return 6 if number % 5 == 4 else ROWS
 
 
@@ -328,6 +329,7 @@ def stage_of(
 
 
 def planned(stages: int, microbatches: int, ranks: Sequence[int] | None = None, recompute: bool = False) -> Plan:
+    """Return a plan that divides the layers evenly among the stages."""
     cuts = [s * DEPTH // stages for s in range(stages + 1)]
     layers = [Span(a, b) for a, b in pairwise(cuts)]
     return Plan.even(stages, microbatches, ROWS, ranks, layers, [recompute] * stages)

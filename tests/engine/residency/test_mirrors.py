@@ -114,6 +114,7 @@ def test_what_would_not_see_gradients_is_refused() -> None:
 
 
 def test_a_change_at_home_while_a_layer_is_away_is_refused() -> None:
+    """Changing a layer on its own rank while another rank has the current copy raises an error."""
     layers, _, mirrors, desk = side(home=True)
     mirrors.send("1.0", 1, "there")
     mirrors.install_layer("1.0", desk.content)

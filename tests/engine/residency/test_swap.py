@@ -27,6 +27,7 @@ LAYER = 3 * 4 * (WIDTH * WIDTH + WIDTH)
 
 @contextmanager
 def swapping(budget: int, slots: int | None = None) -> Iterator[Swap[Hashable]]:
+    """Yield a swap that fills evicted states with NaN, and close it afterwards."""
     swap: Swap[Hashable] = Swap(budget, ThreadCopier(), CPU, slots=slots, poison=True)
     try:
         yield swap
@@ -52,6 +53,7 @@ def inputs() -> list[torch.Tensor]:
 
 
 def weights(layers: list[nn.Module]) -> list[torch.Tensor]:
+    """Return copies of all parameters."""
     return [p.detach().clone() for layer in layers for p in layer.parameters()]
 
 
@@ -212,6 +214,7 @@ def test_weight_versions(slots: int) -> None:
 
 
 def test_a_callback_serves_siblings_layers_and_versions_at_once() -> None:
+    """One `MemorySwap` swaps siblings, layers and weight versions together, without changing their values."""
     memory = MemorySwap(3 * (LAYER + 4096))
     memory._poison = True
     memory.open(several=True)

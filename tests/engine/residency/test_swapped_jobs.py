@@ -152,6 +152,7 @@ def test_all_hits_where_states_move_within_a_block() -> None:
 
 
 def test_stalls_where_the_link_is_too_slow() -> None:
+    """If a copy takes longer than a lease, many leases wait."""
     jobs = [begun(number) for number in range(4)]
     size = SlabLayout.from_tensors(Binding(jobs[0].model, [jobs[0].optimizer], CPU).named_tensors()).nbytes
     found = swapped(jobs, Virtual(size / 3e-3), slots=2, rounds=5).statistics
@@ -235,14 +236,17 @@ def test_one_tensor_in_two_places_stays_one() -> None:
 
 
 def parts_of_one(model: Tied) -> None:
+    """Register a buffer that shares memory with another buffer."""
     model.register_buffer("part", model.mask[:2])
 
 
 def hooked(model: Tied) -> None:
+    """Register a gradient hook on a parameter."""
     model.a.bias.register_hook(lambda g: None)
 
 
 def lazy(model: Tied) -> None:
+    """Add a layer whose parameters are not initialized."""
     model.c = nn.LazyLinear(2)
 
 
@@ -291,6 +295,7 @@ def test_budgets() -> None:
 
 
 def test_a_copy_that_fails_is_told_of() -> None:
+    """If a copy fails, the current wait and all later copies raise an error."""
     with threads() as copier:
         ticket = copier.copy("in", torch.zeros(3), torch.zeros(4))
         with pytest.raises(RuntimeError, match="a copy between host and device failed"):
@@ -300,6 +305,7 @@ def test_a_copy_that_fails_is_told_of() -> None:
 
 
 def test_a_throttled_copier_takes_its_time() -> None:
+    """A copier with a bandwidth takes at least the time of this bandwidth."""
     with threads(1e6) as copier:
         slab = torch.zeros(20_000, dtype=torch.uint8)
         waited = copier.order_after(copier.copy("in", slab, slab.clone()))

@@ -173,6 +173,7 @@ def wait_for_slow_rank(patch: pytest.MonkeyPatch, seconds: float) -> dict[int, s
 def test_a_task_that_srun_has_not_started_is_explained_at_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """If a rank is missing and `srun` was not used, the log and the error explain it."""
     store = SlowStore(seconds=1.0, looks=1000)
     clock = SimpleNamespace(monotonic=lambda: store.now, sleep=lambda seconds: None)
     monkeypatch.setattr(failure, "time", clock)

@@ -15,6 +15,7 @@ from lightning_pipes.engine.watch import script
 def find(
     monkeypatch: pytest.MonkeyPatch, argv: list[str], spec: str | None = None, file: Path | None = None
 ) -> tuple[list[str], str] | None:
+    """Return the arguments and the directory that `find_command` finds for the given main module."""
     main = ModuleType("__main__")
     main.__spec__ = None if spec is None else ModuleSpec(spec, None)
     if file is not None:

@@ -166,6 +166,7 @@ def nobody(act: Callable[[], bytes]) -> Iterator[Callable[[], bytes]]:
 
 @pytest.mark.root
 def test_no_other_user_gets_it(raw: TCPStore) -> None:
+    """The secret is not sent to a process of another user, and ranks still receive it afterwards."""
     first = seal_store(raw, 0, True, 2)
     name = raw.get("lightning_pipes/door").decode()
 
@@ -211,6 +212,7 @@ def test_a_door_of_another_user(raw: TCPStore) -> None:
 def test_secrets_of_several_hosts(
     raw: TCPStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """On several hosts, ranks need the same secret from the environment; without one, a warning is logged once."""
     assert seal_store(raw, 0, False, 2) is raw
     assert "Any process that reaches their ports can send them data" in caplog.text
     assert seal_store(raw, 1, False, 2) is raw
