@@ -96,19 +96,19 @@ def check(deaths: list[Death], number: int) -> None:
 
 @pytest.mark.parametrize("number", range(len(NAMED)))
 def test_a_death_on_the_way(number: int) -> None:
-    """Two typical faults."""
+    """A rank is killed at two typical points of a move."""
     check(NAMED, number)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(EVERYWHERE)))
 def test_a_death_wherever_layers_are(number: int) -> None:
-    """One fault at each point of a move, for each kind of training."""
+    """A rank is killed at each point of a move, for each kind of training."""
     check(EVERYWHERE, number)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(RANDOM)))
 def test_a_death_at_any_time(number: int) -> None:
-    """Faults at random times after the start of a move."""
+    """A rank is killed at a random time after the start of a move."""
     check(RANDOM, number)

@@ -54,7 +54,7 @@ def listening(pid: int) -> Iterator[tuple[bool, int]]:
 
 
 def doors(token: str) -> tuple[dict[int, bool], Mapping[str, str]]:
-    """Return the ports of all processes with whether other hosts reach them, and the environment of rank 1."""
+    """Return whether other hosts may connect to each port of the run's processes, and the environment of rank 1."""
     ports, env = dict[int, bool](), dict[str, str]()
     for pid, found in find_processes(token).items():
         ports.update((port, outside) for outside, port in listening(pid))
