@@ -1,1 +1,1 @@
-"""Measurements; nothing here is installed."""
+"""Benchmarks. This package is not installed."""

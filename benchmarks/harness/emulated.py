@@ -1,5 +1,8 @@
-"""Layers that take the time of a profile and compute nothing, so that two cores can emulate eight devices. They are
-valid for order, transport and overhead only."""
+"""Emulated layers, which take the time given by a profile and compute nothing.
+
+Because emulated layers hardly use the processor, two cores can emulate eight devices. Measurements with them are valid
+for the order of computations, for transport and for overhead, but not for anything else.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +24,27 @@ from lightning_pipes.ir.clock import read_nanoseconds, read_seconds, sleep
 from lightning_pipes.sim.timeline import Event
 
 SPIN = 0.00005
+"""Seconds before the end of a pause at which `pause_until` stops sleeping and begins to spin."""
 
 
 def request_realtime_priority() -> None:
-    """Request priority where allowed, so that other programs on a shared machine do not distort measurements."""
+    """Request real-time priority for this process, so that other programs do not distort measurements.
+
+    The request is ignored if the operating system does not allow it.
+    """
     with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(10))
 
 
 def pause_until(end: float) -> None:
-    """Return at `end` of the clock, to some microseconds. It sleeps, then spins, because a sleep alone ends late by as
-    much as an engine's whole overhead."""
+    """Wait until the clock reaches `end`, to within a few microseconds.
+
+    The function sleeps first and then spins, because a sleep alone ends late by as much as the whole overhead of an
+    engine.
+
+    Args:
+        end: time of the clock `read_seconds`, in seconds.
+    """
     left = end - read_seconds() - SPIN
     if left > 0:
         sleep(left)
@@ -41,8 +54,14 @@ def pause_until(end: float) -> None:
 
 
 def sleeping_layer(forward: float, backward: float, weights: float = 0.0, message_bytes: int = 4) -> LayerProfile:
-    """Return a layer that takes fixed seconds for any number of rows. `weights` seconds of the backward belong to
-    weight gradients. The output has `message_bytes` per row, a multiple of 4."""
+    """Return the profile of a layer that takes a fixed time for any number of rows.
+
+    Args:
+        forward: seconds of the forward pass.
+        backward: seconds of the whole backward pass.
+        weights: seconds of the backward pass that compute weight gradients. With 0, the backward pass is not split.
+        message_bytes: bytes of the output per row, a multiple of 4.
+    """
     layer = LayerProfile("sleeping", ((1, forward),), ((1, backward),), gradient_bytes=4, output=((1, message_bytes),))
     if not weights:
         return layer
@@ -50,7 +69,7 @@ def sleeping_layer(forward: float, backward: float, weights: float = 0.0, messag
 
 
 class _Sleep(torch.autograd.Function):
-    """Takes a time forward and backward, and passes its input on."""
+    """Copies its input, and sleeps in the forward and in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
@@ -69,7 +88,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class _SleepLater(torch.autograd.Function):
-    """Passes a weight on, and takes a time for its gradient."""
+    """Copies a weight, and sleeps while its gradient is computed."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, backward: float) -> torch.Tensor:
@@ -83,7 +102,12 @@ class _SleepLater(torch.autograd.Function):
 
 
 class EmulatedLayer(nn.Module):
-    """Sleeps according to its profile and the number of rows, on a device of relative `speed`; passes its input on."""
+    """A layer that returns its input after the time that its profile specifies for the number of rows.
+
+    Args:
+        profile: seconds of the layer by number of rows.
+        speed: relative speed of the device; all times are divided by it.
+    """
 
     def __init__(self, profile: LayerProfile, speed: float = 1.0) -> None:
         super().__init__()
@@ -97,20 +121,20 @@ class EmulatedLayer(nn.Module):
         back = p.input_backward if p.weight_backward else p.backward
         forward, backward, weights = (at_rows(t, len(x)) / self.speed for t in (p.forward, back, p.weight_backward))
         out: torch.Tensor = _Sleep.apply(x, self.weight, forward, backward)  # type: ignore[no-untyped-call]
-        if p.weight_backward:  # a sum leads to both, so that a backward in two parts finds them apart
+        if p.weight_backward:  # the sum leads to both, so that a split backward can separate them
             out = out + _SleepLater.apply(self.split_weight, weights)  # type: ignore[no-untyped-call]
         return out
 
 
 @dataclass(frozen=True)
 class Emulation:
-    """Training of emulated layers.
+    """The training of a model of emulated layers.
 
     Attributes:
-        plan: with the layers of each stage.
-        order: what orders it.
-        layers: all layers of the model, with outputs of equal size.
-        speeds: of each rank's device.
+        plan: the plan, including the layers of each stage.
+        order: the program or the policy that specifies the order of computations.
+        layers: the profiles of all layers of the model. Their outputs have equal sizes.
+        speeds: the relative speed of each rank's device.
     """
 
     plan: Plan
@@ -120,11 +144,11 @@ class Emulation:
 
     @property
     def rows(self) -> int:
-        """Samples in a batch."""
+        """The number of samples in a batch."""
         return self.plan.jobs[0].rows
 
     def stages(self, rank: int) -> list[Stage]:
-        """Return the stages of a rank, without an update."""
+        """Return the stages of a rank. They have no optimizer step."""
         (size,) = {layer.output[-1][1] / layer.output[-1][0] for layer in self.layers}
         x = torch.zeros(self.rows, int(size) // 4)
         last = self.plan.n_stages - 1
@@ -145,7 +169,12 @@ class Emulation:
 
 @dataclass(frozen=True)
 class EmulatedStep:
-    """One rank's record of the steps of one training: start and end in nanoseconds, and the engine's events."""
+    """One rank's record of the steps of one training.
+
+    Attributes:
+        spans: the start and the end of each step, in nanoseconds.
+        events: the events that the engine recorded in each step.
+    """
 
     spans: tuple[tuple[int, int], ...]
     events: tuple[tuple[Event, ...], ...]
@@ -160,10 +189,19 @@ def run_steps(
     steps: int,
     warm_up: Sequence[int],
 ) -> EmulatedStep:
-    """Train for `steps` steps: a collective call of all ranks of the default group, which start every step together.
+    """Train for a number of steps and return this rank's record of them.
+
+    This is a collective call of all ranks of the default process group. The ranks begin every step together.
 
     Args:
-        warm_up: samples of batches before, which do not count; a few are enough to set channels up.
+        plan: the plan of the training.
+        order: the program or the policy that specifies the order of computations.
+        stages: the stages of this rank.
+        rank: this rank.
+        watch: the failure watch of this rank.
+        steps: the number of steps that are recorded.
+        warm_up: the number of samples of each batch before the recorded steps. A few samples are enough to set up the
+            channels between ranks.
     """
     transport = make_transport(plan, rank, range(plan.n_ranks), torch.device("cpu"), watch)
     engine = Engine(plan, order, stages, transport, rank=rank, watch=watch)
@@ -180,7 +218,7 @@ def run_steps(
 
 
 def step_seconds(by_rank: Sequence[EmulatedStep]) -> list[float]:
-    """Return the seconds of each step, from the first rank's start to the last one's end."""
+    """Return the seconds of each step, from the earliest start on any rank to the latest end."""
     each = zip(*(found.spans for found in by_rank), strict=True)
     return [(max(end for _, end in spans) - min(start for start, _ in spans)) / 1e9 for spans in each]
 

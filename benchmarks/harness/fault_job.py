@@ -1,6 +1,7 @@
-"""A small training, job array or study, run as a script by its ranks, which come to harm in it: see faults.py.
+"""A small training, job array or study, run as a script by ranks into which `benchmarks/faults.py` injects faults.
 
-What it is to do is in its environment. It goes on from the checkpoints that it finds, as a user's script does.
+The job is described by an environment variable. The script continues from the checkpoints that it finds, as a user's
+script does.
 """
 
 from __future__ import annotations
@@ -20,24 +21,25 @@ if TYPE_CHECKING:
     import torch
 
 VARIABLE = "FAULT_JOB"
-"""In the environment: a `Job`."""
+"""The environment variable that contains a `Job` as JSON."""
 EPOCHS, STEPS, ROWS, WIDTH, BLOCKS = 4, 6, 16, 16, 8
 RATES = (1e-2, 2e-2, 5e-3, 1e-3)
-"""Learning rates: of a training the first one, of siblings and trials one each."""
+"""Learning rates. A single training uses the first one; each sibling and each trial uses its own."""
 _trained: list[str] = []
-"""The trainings of this process that have come to their end."""
+"""The names of the trainings that have ended in this process."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks are to do.
+    """A description of what the ranks train.
 
     Attributes:
-        folder: for checkpoints, weights and what else there is to tell.
+        folder: the folder for checkpoints, digests of weights, marks and the output of the ranks.
         kind: "fit", "array" or "study".
-        form: of checkpoints: "full" or "sharded", "async" or "sharded async".
-        heartbeat: seconds of `heartbeat_timeout`.
-        timeout: seconds that ranks wait for each other otherwise.
+        form: the form of the checkpoints: "full", "sharded", "async" or "sharded async".
+        ranks: the number of ranks.
+        heartbeat: the strategy's `heartbeat_timeout`, in seconds.
+        timeout: the strategy's `timeout`, in seconds, for all other waiting between ranks.
     """
 
     folder: str
@@ -48,32 +50,39 @@ class Job:
     timeout: float
 
     def environment(self) -> dict[str, str]:
+        """Return the environment variables that describe this job to its ranks."""
         return {VARIABLE: json.dumps(asdict(self))}
 
     @property
     def trainings(self) -> int:
-        """So many in all."""
+        """The number of trainings in the job."""
         return 1 if self.kind == "fit" else len(RATES)
 
     def mark(self, name: str, rank: int) -> Path:
-        """A file that is there from the moment on at which a rank comes to a place; it holds the time."""
+        """Return the path of the file that a rank creates when it first reaches the place `name`. The file contains the
+        time.
+        """
         return Path(self.folder, f"{name}.{rank}.mark")
 
     def said(self, rank: int) -> Path:
-        """What a rank has printed."""
+        """Return the path of the file with the output of a rank."""
         return Path(self.folder, f"rank{rank}.said")
 
     def weights(self) -> dict[str, str]:
-        """A digest of the weights in the end of each training, by its name."""
+        """Return the digest of the final weights of each training, by file name."""
         return {path.name: path.read_text() for path in Path(self.folder).glob("*.weights")}
 
 
 def own_rank() -> int:
+    """Return the rank of this process, according to its environment."""
     return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
 
 
 def mark(job: Job, name: str) -> None:
-    """The first time counts, unless another attempt has come to it before."""
+    """Record that this rank has reached the place `name`.
+
+    Only the first time is recorded. If an earlier attempt has already reached the place, its time is kept.
+    """
     path = job.mark(name, own_rank())
     if not path.exists():
         path.with_suffix(".new").write_text(str(time.monotonic()))
@@ -81,7 +90,7 @@ def mark(job: Job, name: str) -> None:
 
 
 def work(job: Job) -> None:
-    """Does it all, on this rank."""
+    """Run the whole job on this rank."""
     import optuna
 
     from lightning_pipes import JobArray, optimize_array
@@ -103,6 +112,7 @@ def work(job: Job) -> None:
 
 
 def study(job: Job) -> optuna.Study:
+    """Return the study of the job, with one queued trial for each learning rate that has no trial yet."""
     import optuna
 
     storage = f"sqlite:///{Path(job.folder, 'study.db')}"
@@ -113,12 +123,22 @@ def study(job: Job) -> optuna.Study:
 
 
 def objective(job: Job, trial: Any) -> float:
+    """Train with the learning rate of a trial, and return the final loss."""
     rate = trial.suggest_float("rate", 1e-4, 1e-1)
     return train(job, f"trial{rate}", rate)
 
 
 def train(job: Job, name: str, rate: float) -> float:
-    """One training of a small network with dropout; the loss in the end."""
+    """Train a small network with dropout, and return the final loss.
+
+    Training continues from the last checkpoint in the training's folder if there is one. Rank 0 saves a digest of the
+    final weights.
+
+    Args:
+        job: the job.
+        name: the name of the training and of its folder.
+        rate: the learning rate.
+    """
     import lightning.pytorch as pl
     import torch
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -172,10 +192,11 @@ def train(job: Job, name: str, rate: float) -> float:
     )
     if trainer.is_global_zero:
         Path(job.folder, f"{name}.weights").write_text(digest(net))
-    return float(trainer.callback_metrics.get("train_loss", 0.0))  # none where it was through before
+    return float(trainer.callback_metrics.get("train_loss", 0.0))  # no loss if it was complete before
 
 
 def network(rate: float) -> pl.LightningModule:
+    """Return the module to train, with the same initial weights in every process."""
     import lightning.pytorch as pl
     import torch
     from torch import nn
@@ -206,6 +227,7 @@ def network(rate: float) -> pl.LightningModule:
 
 
 def pairs(seed: int, rows: int) -> torch.utils.data.TensorDataset:
+    """Return a data set of random inputs and targets, of shape (rows, WIDTH) each."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -213,7 +235,7 @@ def pairs(seed: int, rows: int) -> torch.utils.data.TensorDataset:
 
 
 def digest(net: pl.LightningModule) -> str:
-    """Of all bits of all weights."""
+    """Return the SHA-256 digest of the names and bytes of all weights."""
     import hashlib
 
     found = hashlib.sha256()
@@ -224,7 +246,12 @@ def digest(net: pl.LightningModule) -> str:
 
 
 def again(rank: int, job: Job) -> None:
-    """The same in processes that are there already, for what nothing happens to."""
+    """Run the job in the calling process, without its log output. No fault is injected.
+
+    Args:
+        rank: the rank of this process. It is not used, because it is also in the environment.
+        job: the job.
+    """
     import logging
     import warnings
 
@@ -235,6 +262,7 @@ def again(rank: int, job: Job) -> None:
 
 
 def main() -> None:
+    """Run the job of the environment variable on this rank, and write all output to a file in the job's folder."""
     job = Job(**json.loads(os.environ[VARIABLE]))
     said = os.open(job.said(own_rank()), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(said, 1)
@@ -242,7 +270,7 @@ def main() -> None:
     mark(job, "born")
     import faulthandler
 
-    faulthandler.enable()  # who is still there is ended by SIGABRT, and says where it was
+    faulthandler.enable()  # a rank that does not end is sent SIGABRT, and then prints its stack
     import lightning.pytorch  # noqa: F401
 
     import lightning_pipes  # noqa: F401

@@ -1,10 +1,12 @@
-"""Tiny random models of Hugging Face families, made by rules over names of config fields.
+"""Tiny random models of Hugging Face families, created by rules for the names of config fields.
 
-`families()` names those that have a pipeline plan, WITHOUT_PLAN has some that have none. `tiny_model(family)` makes one
-with a batch. A config class has hundreds of fields: SIZES has
-the value of each name that matters, DIFFERENT what no rule gives. All else is the library's default, `use_cache`
-included, but for dropout, which draws other numbers for micro-batches, and for experts, whose default kernel has no
-float64.
+`families()` returns the families that have a pipeline plan; WITHOUT_PLAN lists some families without one.
+`tiny_model(family)` returns a model of a family together with a batch.
+
+A config class has hundreds of fields. SIZES contains the value for each field name that matters, and DIFFERENT contains
+the values that no rule covers. All other fields keep the library's defaults, including `use_cache`. There are two
+exceptions: dropout is disabled because it draws different numbers for micro-batches, and experts use the eager
+implementation because the default kernel does not support float64.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ Batch = dict[str, torch.Tensor]
 VOCABULARY, TOKENS, ROWS = 64, 8, 4
 WIDTH, HEAD, HEADS, LAYERS = 32, 8, 4, 4
 IGNORED = -100
-"""The label of a token that does not count."""
+"""The label of a token that does not contribute to the loss."""
 
 NAMES: dict[int, str] = {
     WIDTH: "hidden_size d_model n_embd embed_dim embedding_size model_dim hidden_dim decoder_hidden_size "
@@ -99,7 +101,7 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     },
     "glm5_next_text": {"index_topk": 4, "index_kpool": 2, "qk_rope_head_dim": 0},
 }
-"""By model type."""
+"""Config values that no rule covers, by model type."""
 
 _SMALL_PICTURES = {"image_size": 32, "patch_size": 2, "depths": [1, 1, 2, 1], "num_labels": 4}
 _FOUR_WIDTHS = {"depths": [1, 1, 2, 1], "hidden_sizes": [8, 16, 16, 32], "num_labels": 4}
@@ -150,27 +152,33 @@ WITHOUT_PLAN: dict[str, tuple[str, Callable[[], Batch], dict[str, Any]]] = {
         {**_FOUR_WIDTHS, "num_attention_heads": [1, 2, 2, 4], "decoder_hidden_size": WIDTH},
     ),
 }
-"""Families without a pipeline plan: the class, a batch, and settings that no rule gives."""
+"""Families without a pipeline plan: the class, a function that returns a batch, and settings that no rule covers."""
 
 FOLDER = Path(str(transformers.__file__)).parent / "models"
 WITHOUT_MODEL = {"qwen4_exp"}
-"""Families of which the library has no model that computes a loss or hidden states of tokens."""
+"""Families for which the library has no model that computes a loss or hidden states of tokens."""
 MOST_BYTES = 1 << 30
-"""What a model may take; one that is not tiny fails at once."""
+"""The address space that building a model may add. A model that is not tiny fails immediately."""
 
 
 @dataclass
 class Tiny:
-    """A model in float64 with a batch of ROWS samples, and the name of its class."""
+    """A tiny model together with a batch.
+
+    Attributes:
+        model: the model, in float64.
+        batch: a batch of ROWS samples.
+        name: the name of the model's class.
+    """
 
     model: nn.Module
     batch: Batch
     name: str
 
     def padded(self) -> Batch:
-        """Return the batch with 0, 1 and 2 tokens of padding at the end of its samples, in turns.
+        """Return the batch with 0, 1 or 2 tokens of padding at the end of each sample, in turn.
 
-        A batch without labels of tokens is returned as it is.
+        If the batch has no labels of tokens, it is returned unchanged.
         """
         if "labels" not in self.batch or self.batch["labels"].shape != (ROWS, TOKENS):
             return self.batch
@@ -181,12 +189,12 @@ class Tiny:
         return found | ({"attention_mask": mask} if "input_ids" in found else {})
 
     def pictured(self) -> Batch:
-        """Return the batch with a picture in each sample, of a family in PICTURED."""
+        """Return a batch with a picture in each sample, for a family in PICTURED."""
         config: Any = self.model.config
         size, frames = config.vision_config.patch_size, getattr(config.vision_config, "temporal_patch_size", None) or 1
-        tokens = self.batch["input_ids"].clamp(max=VOCABULARY // 2)  # special ones come last
+        tokens = self.batch["input_ids"].clamp(max=VOCABULARY // 2)  # special tokens come last
         tokens[:, 0] = getattr(config, "vision_start_token_id", None) or tokens[0, 0]
-        tokens[:, 1:5] = config.image_token_id  # a picture of 4 x 4 patches, four of which make a token
+        tokens[:, 1:5] = config.image_token_id  # a picture of 4 x 4 patches; four patches form one token
         seen = (tokens == config.image_token_id).long()
         shape = (3, size, size) if PICTURED[config.model_type] else (3 * frames * size * size,)
         return {
@@ -202,7 +210,7 @@ PICTURED = dict.fromkeys(
     ["qwen2_vl", "qwen2_5_vl", "glm4v", "glm_ocr", "qwen3_vl_moe", "glm4v_moe", "ernie4_5_vl_moe", "cosmos3_edge"],
     False,
 ) | {"paddleocr_vl": True}
-"""Families whose batches can have pictures in patches, and whether patches have axes."""
+"""Families whose batches can contain pictures as patches. The value is whether a patch has separate axes or is flat."""
 
 
 def families() -> list[str]:
@@ -213,10 +221,14 @@ def families() -> list[str]:
 
 
 def tiny_model(family: str, name: str | None = None) -> Tiny:
-    """Make the model of a family, of the class `name`, else of the first class that computes a finite loss.
+    """Return a tiny model of a family, with a batch.
+
+    Args:
+        family: the name of the family.
+        name: the name of the model class. Without it, the first class that computes a finite loss is used.
 
     Raises:
-        RuntimeError: no class does.
+        RuntimeError: no class of the family can be used.
     """
     if family in WITHOUT_PLAN:
         return _without_plan(family)
@@ -257,7 +269,7 @@ def _without_plan(family: str) -> Tiny:
 
 
 class Contrastive(nn.Module):
-    """A model of two towers that computes a loss only if it is asked to."""
+    """A model with two towers, which computes a loss only if `return_loss` is set."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -268,7 +280,7 @@ class Contrastive(nn.Module):
 
 
 class Headed(nn.Module):
-    """A base model that the library gives no language head, with one as a user would write it."""
+    """A base model for which the library has no language head, with a head as a user would write it."""
 
     def __init__(self, base: Any, width: int) -> None:
         super().__init__()
@@ -284,7 +296,7 @@ class Headed(nn.Module):
 
 
 def _candidates(family: str) -> list[tuple[str, Callable[[], Any]]]:
-    """Model classes of a family with functions that make one, the most usual first."""
+    """Return the model classes of a family, as names with functions that build a model, most common classes first."""
     configs = _planned_configs(family)
     models: list[Any] = []
     for path in sorted((FOLDER / family).glob("modeling_*.py")):
@@ -360,13 +372,18 @@ def _little_memory() -> Iterator[None]:
 
 
 def tiny_config(kind: Any, settings: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    """Make a small config of a class with `settings`, and of all configs inside it."""
+    """Return a small config of a class, including small versions of all configs inside it.
+
+    Args:
+        kind: the config class.
+        settings: values that take precedence over all rules.
+    """
     special = {**DIFFERENT.get(getattr(kind, "model_type", ""), {}), **settings}
     inside: Mapping[str, Any] = getattr(kind, "sub_configs", None) or {}
     defaults = {name: value for name, value in _defaults(kind).items() if name not in special and name not in inside}
     try:
         large = kind()
-    except Exception:  # a class without defaults for all of its fields
+    except Exception:  # not every class has defaults for all of its fields
         large = None
     depths = [getattr(large, name, None) for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers")]
     depth = next((d for d in depths if isinstance(d, int)), None)
@@ -409,7 +426,7 @@ def _sized(name: str, default: Any, real: Any, defaults: Mapping[str, Any]) -> A
 
 
 def _defaults(kind: Any) -> dict[str, Any]:
-    """Fields and their defaults; None where the class derives the value."""
+    """Return the fields of a config class with their defaults, or None for values that the class derives."""
     if is_dataclass(kind):
         own: list[Any] = [*fields(kind)]
         made = {f.name: f.default_factory() for f in own if f.default_factory is not MISSING}
@@ -448,7 +465,10 @@ def _pictures(size: int) -> Batch:
 
 
 class _Doubles:
-    """`torch` for modules of the library, with float64 where they ask for float32: rounding would hide equality."""
+    """A replacement for `torch` in modules of the library, with float64 in place of float32.
+
+    In float32, rounding errors would hide whether results are equal.
+    """
 
     float32 = float = torch.float64
     FloatTensor = torch.DoubleTensor
@@ -467,11 +487,11 @@ COMPUTING = (
     "integrations.moe",
     "integrations.sdpa_attention",
 )
-"""Parts of the library that compute for models."""
+"""Modules of the library that take part in the computations of models."""
 
 
 def use_doubles() -> None:
-    """Have the parts of the library that are loaded in this process compute in float64 throughout."""
+    """Make all parts of the library that are loaded in this process compute in float64."""
     torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
     for name in COMPUTING:
         importlib.import_module(f"transformers.{name}")

@@ -1,7 +1,8 @@
-"""Hosts as network namespaces of this machine: separate addresses, and links that can be cut. Needs root on Linux.
+"""Emulated hosts, each a network namespace of this machine: separate addresses, and links that can be cut.
 
-The namespaces have no names. A process holds each of them, and the kernel kills it with its owner. So they vanish with
-their creator, however that ends.
+This module needs root on Linux. The namespaces have no names. Each one is held by a process, which the kernel kills
+when its owner ends. The namespaces therefore disappear together with the process that created them, no matter how that
+process ends.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ from typing import Any, Self
 from lightning_pipes.testing.ranks import RankResult, die_with_parent, returned_values, watch_ranks
 
 DEVICE = "eth0"
-"""The network device of each host; GLOO_SOCKET_IFNAME names it for gloo."""
+"""The network device of each host. GLOO_SOCKET_IFNAME is set to this name so that gloo uses it."""
 PORT = 29500
 """The port of the store on the first host."""
 _CLONE_NEWNET = 0x40000000
 _OWNER = "LIGHTNING_PIPES_HOSTS_OWNER"
-"""The environment variable that names the owner of a host's processes."""
+"""The environment variable that identifies the owner of a host's processes."""
 
 
 def host_address(host: int) -> str:
-    """Return the address of a host in its network."""
+    """Return the address of a host in the network of the hosts."""
     return f"10.77.0.{host + 1}"
 
 
 def enter(holder: int) -> None:
-    """Move the calling thread and its children into the namespace of the process `holder`.
+    """Move the calling thread and its future children into the network namespace of the process `holder`.
 
     Raises:
-        OSError: not allowed, or no such process.
+        OSError: the process does not exist, or the caller lacks the permission.
     """
     descriptor = os.open(f"/proc/{holder}/ns/net", os.O_RDONLY)
     try:
@@ -49,15 +50,18 @@ def enter(holder: int) -> None:
 
 
 def cut() -> None:
-    """Take down the link of the caller's host."""
+    """Take down the link of the host that the caller runs on."""
     run_command("ip", "link", "set", DEVICE, "down")
 
 
 class Hosts:
-    """`n` hosts on one switch, while the context is open. Opened and used from one thread: the hosts end with it.
+    """`n` hosts on one switch, which exist while the context is open.
+
+    The context must be opened and used from one thread, because the hosts end together with this thread.
 
     Attributes:
-        holders: for each host a process in it, to `enter` by.
+        holders: for each host, the number of a process in its namespace. Other threads and processes `enter` the host
+            by it.
     """
 
     def __init__(self, n: int) -> None:
@@ -77,7 +81,14 @@ class Hosts:
         self._stack.close()
 
     def start(self, host: int, command: Sequence[str], env: Mapping[str, str], **more: Any) -> subprocess.Popen[str]:
-        """Start a process on a host; it is killed when the context ends."""
+        """Start a process on a host. The process is killed when the context ends.
+
+        Args:
+            host: the number of the host.
+            command: the command and its arguments.
+            env: environment variables in addition to the caller's.
+            **more: other arguments of `subprocess.Popen`.
+        """
         inside = [*_nsenter(self.holders[host]), *command]
         return self._popen(inside, {"GLOO_SOCKET_IFNAME": DEVICE, **env}, **more)
 
@@ -88,13 +99,15 @@ class Hosts:
     def run_ranks(
         self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, env: Mapping[str, str] | None = None
     ) -> list[Any]:
-        """Run `ranks.run_ranks` with one rank on each host."""
+        """Call `lightning_pipes.testing.ranks.run_ranks` with one rank on each host."""
         return returned_values(self.watch_ranks(fn, *args, timeout=timeout, env=env))
 
     def watch_ranks(
         self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, env: Mapping[str, str] | None = None
     ) -> list[RankResult]:
-        """Run `ranks.watch_ranks` with one rank on each host; the first host has their store."""
+        """Call `lightning_pipes.testing.ranks.watch_ranks` with one rank on each host. The first host has the store of
+        the ranks.
+        """
         meeting = {
             "TORCHELASTIC_USE_AGENT_STORE": "False",
             "MASTER_ADDR": host_address(0),
@@ -129,7 +142,7 @@ class Hosts:
 
     def _popen(self, command: Sequence[str], env: Mapping[str, str], **more: Any) -> subprocess.Popen[str]:
         everything = {**os.environ, _OWNER: f"{os.getpid()} {_start_time(os.getpid())}", **env}
-        # Tied to us before Popen returns: setpriv might run after our end.
+        # The child is tied to this process before Popen returns. With setpriv, this process might end first.
         process = subprocess.Popen(command, env=everything, text=True, preexec_fn=die_with_parent, **more)
         self._stack.callback(_end, process)
         return process
@@ -140,7 +153,7 @@ class Hosts:
 
 @lru_cache(maxsize=1)
 def unavailable_reason() -> str:
-    """Return why hosts can't be created here; empty if they can."""
+    """Return the reason why hosts can't be created here, or an empty string if they can."""
     if sys.platform != "linux":
         return "hosts need the network namespaces of Linux"
     if missing := [tool for tool in ("ip", "nsenter", "unshare") if not shutil.which(tool)]:
@@ -153,8 +166,10 @@ def unavailable_reason() -> str:
 
 
 def kill_orphans() -> list[int]:
-    """Kill all processes in hosts with dead owners, and return their numbers. The kernel kills them itself, unless the
-    owner was killed while it started one."""
+    """Kill all processes on hosts whose owner has ended, and return their process numbers.
+
+    The kernel normally kills these processes. They only remain if the owner was killed while it started one of them.
+    """
     numbers = (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
     left = [pid for pid in numbers if _start_time(pid) and _is_orphan(pid)]
     for pid in left:
@@ -164,10 +179,10 @@ def kill_orphans() -> list[int]:
 
 
 def run_command(*command: str) -> None:
-    """Run a command to its end.
+    """Run a command and wait until it ends.
 
     Raises:
-        OSError: it failed; with its output.
+        OSError: the command failed. The message contains its output.
     """
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
@@ -200,7 +215,10 @@ def _is_orphan(pid: int) -> bool:
 
 
 def _start_time(pid: int) -> str:
-    """Return the start time of a process, which tells it from a later one of the same number; empty if it has ended."""
+    """Return the start time of a process, or an empty string if it has ended.
+
+    The start time distinguishes the process from a later one with the same number.
+    """
     with suppress(OSError):
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if state in "ZX" else rest[18]

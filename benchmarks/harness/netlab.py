@@ -1,8 +1,8 @@
-"""A network laboratory on one machine: a host for each rank, and links between neighbours with adjustable speed. Needs
-root on Linux.
+"""A network laboratory on one machine, with a host for each rank and links of adjustable speed between neighbors.
 
-Hosts reach each other over a switch at full speed. Neighbours in the ring also have a cable of their own for their
-messages. Each of its directions has a token bucket (Linux's tbf). Nothing leaves the machine.
+This module needs root on Linux. The hosts reach each other over a switch at full speed. In addition, neighbors in the
+ring are connected by a cable of their own, which carries the messages between them. Each direction of a cable is
+limited by a token bucket (Linux's tbf). No packet leaves the machine.
 """
 
 from __future__ import annotations
@@ -23,31 +23,34 @@ from benchmarks.harness.namespaces import unavailable_reason as why_no_hosts
 from lightning_pipes.cost import Link
 
 Direction = tuple[int, int]
-"""(from rank, to rank)"""
+"""A direction of a link: (source rank, target rank)."""
 T = TypeVar("T")
 GOODPUT = 0.954
-"""Bytes of messages in a byte that tbf counts; the rest are headers and acknowledgements. Measured, up to 20 MB/s."""
+"""Bytes of messages per byte that tbf counts, measured at up to 20 MB/s. The rest are headers and acknowledgements."""
 BURST = 8 * 1024
-"""Bytes that pass at full speed after idleness: as few as work, as a message looks so much shorter."""
+"""Bytes that pass at full speed after the link was idle. This is the smallest value that works, because every message
+appears shorter by this number of bytes.
+"""
 QUEUE = 2**20
-"""Bytes that may wait before a link; more bytes are dropped, as in a switch, and TCP sends it again."""
+"""Bytes that can wait before a link. Further bytes are dropped, as in a switch, and TCP sends them again."""
 _PORT = 7000
 _CHUNK = 2**16
 
 
 class NetLab(Hosts):
-    """`n` hosts in a ring of shaped links, while the context is open. Opened and used from one thread, except for
-    `shape`, which any thread may call.
+    """`n` hosts in a ring of shaped links, which exist while the context is open.
 
-    Ranks started by `run_ranks` are on different hosts, so their messages go over gloo without a setting.
+    The context must be opened and used from one thread. Only `shape` may be called from any thread. The ranks that
+    `run_ranks` starts are on different hosts, so their messages use gloo without any setting.
 
     Args:
-        bandwidth: bytes of messages per second, of every link and direction; None is without a limit. Up to 20 MB/s it
-            holds within 0.5 % on a machine that keeps up.
-        burst: bytes that pass at full speed after idleness.
-        queue: bytes that may wait before a link.
-        bands: what waits before a link goes by the priority of its connection (SO_PRIORITY), in three bands
-            (pfifo_fast), and is not counted in bytes.
+        n: the number of hosts.
+        bandwidth: bytes of messages per second, for every link in each direction, or None for no limit. Up to 20 MB/s,
+            the actual speed is within 0.5 % of this value if the machine keeps up.
+        burst: bytes that pass at full speed after a link was idle.
+        queue: bytes that can wait before a link.
+        bands: whether the queue before a link is ordered by the priority of the connections (SO_PRIORITY), in the three
+            bands of pfifo_fast. In this case, the queue is not limited in bytes.
     """
 
     def __init__(
@@ -63,23 +66,31 @@ class NetLab(Hosts):
 
     @property
     def directions(self) -> list[Direction]:
-        """Every link and direction that has a cable: neighbours in the ring, including the last with the first."""
+        """Both directions of every link that has a cable. The cables connect neighbors in the ring, including the last
+        host and the first one.
+        """
         return [d for a, b in self._cables() for d in ((a, b), (b, a))]
 
     @property
     def links(self) -> dict[Direction, Link]:
-        """The current speeds of the links, for a `CostModel`; latency and the computing of messages are unknown
-        here."""
+        """The current speeds of the links, for a `CostModel`. They contain neither latency nor the time to prepare
+        messages.
+        """
         return dict(self._links)
 
     def shape(self, bandwidth: float | None, directions: Iterable[Direction] | None = None) -> None:
-        """Set the bytes of messages per second of links, by default of all; None removes the limit. Queued bytes
-        continue at the new speed. It takes about 0.3 ms for each direction.
+        """Set the speed of links.
+
+        Bytes that are already queued continue at the new speed. The call takes about 0.3 ms for each direction.
+
+        Args:
+            bandwidth: bytes of messages per second, or None for no limit.
+            directions: the directions to change, or None for all of them.
 
         Raises:
-            PlanError: no positive bandwidth.
-            KeyError: no such link.
-            OSError: it can't be set; with the output of tc.
+            PlanError: the bandwidth is not positive.
+            KeyError: there is no such link.
+            OSError: tc could not set the speed. The message contains its output.
         """
         link = Link() if bandwidth is None else Link(bandwidth, burst=GOODPUT * self._burst)
         for source, target in self.directions if directions is None else directions:
@@ -91,10 +102,10 @@ class NetLab(Hosts):
 
     @contextmanager
     def play_changes(self, changes: Iterable[tuple[float, float | None, list[Direction] | None]]) -> Iterator[None]:
-        """Call `shape` at set times while the context is open.
+        """Call `shape` at given times while the context is open.
 
         Args:
-            changes: (seconds after the start, bandwidth, directions), times ascending.
+            changes: tuples of (seconds after the start, bandwidth, directions), in ascending order of time.
         """
         stopped = threading.Event()
         began = time.monotonic()
@@ -117,10 +128,15 @@ class NetLab(Hosts):
     def compete_on(
         self, source: int, target: int, flows: int = 1, on: float = float("inf"), off: float = 0.0, seed: int = 0
     ) -> Iterator[Competition]:
-        """Create real traffic on a link while the context is open: TCP connections that send as fast as they may.
+        """Create real traffic on a link while the context is open, by TCP connections that send as fast as possible.
 
         Args:
-            on, off: mean seconds that each connection sends and pauses, both exponential.
+            source: the rank whose host sends.
+            target: the rank whose host receives.
+            flows: the number of connections.
+            on: mean seconds for which each connection sends at a time. The durations are distributed exponentially.
+            off: mean seconds for which each connection pauses, also distributed exponentially.
+            seed: the seed of the random durations.
         """
         with self._call_on_host(target, lambda: socket.create_server((host_address(target), 0))) as server:
             there = server.getsockname()
@@ -140,7 +156,7 @@ class NetLab(Hosts):
             for here, there in ((a, b), (b, a)):
                 holder, device = self.holders[here], _device(there)
                 self._run_inside(holder, "ip", "link", "set", device, "up")
-                # bbr, where it is the default, would go on for a while with a speed that it has measured before
+                # if bbr is the default, it would continue for a while at a speed that it has measured earlier
                 way = ("dev", device, "src", host_address(here), "congctl", "cubic")
                 self._run_inside(holder, "ip", "route", "add", f"{host_address(there)}/32", *way)
         for host in range(self._n):
@@ -149,7 +165,7 @@ class NetLab(Hosts):
         self.shape(self._bandwidth)
 
     def _open_tc(self, host: int) -> subprocess.Popen[str]:
-        """Start a tc that stays open, so that a change of speed starts no process."""
+        """Start a tc process that stays open, so that a change of speed does not have to start a process."""
         streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         process = self.start(host, ["tc", "-force", "-batch", "-"], {}, bufsize=1, **streams)
         for stream in (process.stdin, process.stdout):
@@ -166,7 +182,7 @@ class NetLab(Hosts):
         return f"tbf rate {round(8 * bandwidth / GOODPUT)}bit burst {self._burst} limit {self._queue}"
 
     def _call_on_host(self, host: int, make: Callable[[], T]) -> T:
-        """Return the result of `make` on a host: a socket stays in the network of its creation."""
+        """Call `make` on a host and return its result. A socket stays in the network in which it was created."""
 
         def make_inside() -> T:
             enter(self.holders[host])
@@ -177,14 +193,14 @@ class NetLab(Hosts):
 
 
 class _Shaper:
-    """Sets the token buckets of one host, by a tc that takes commands."""
+    """Sets the token buckets of one host through a tc process that reads commands."""
 
     def __init__(self, process: subprocess.Popen[str], bands: bool) -> None:
         self._process, self._bands = process, bands
         self._shaped: set[str] = set()
 
     def shape(self, device: str, setting: str) -> None:
-        """Set the bucket of a device; an empty setting removes it."""
+        """Set the token bucket of a device, or remove it if `setting` is empty."""
         if setting:
             command = f"qdisc replace dev {device} root handle 1: {setting}"
             if self._bands and device not in self._shaped:
@@ -210,11 +226,11 @@ class _Shaper:
 
 
 class Competition:
-    """Connections that send as fast as they may.
+    """TCP connections that send as fast as possible.
 
     Attributes:
-        received: bytes received so far.
-        senders: the ends that send.
+        received: the number of bytes received so far.
+        senders: the sending ends of the connections.
     """
 
     def __init__(
@@ -232,7 +248,7 @@ class Competition:
             thread.start()
 
     def close(self) -> None:
-        """Close the connections."""
+        """Stop sending and close all connections."""
         self._ended.set()
         for end in (*self._receivers, *self._senders):
             with suppress(OSError):
@@ -259,7 +275,7 @@ class Competition:
 
 @lru_cache(maxsize=1)
 def lab_unavailable_reason() -> str:
-    """Return why no lab can be created here; empty if one can."""
+    """Return the reason why a laboratory can't be created here, or an empty string if it can."""
     if reason := why_no_hosts():
         return reason
     try:
@@ -270,5 +286,5 @@ def lab_unavailable_reason() -> str:
 
 
 def _device(peer: int) -> str:
-    """Return the name of the device of a cable to a neighbour."""
+    """Return the name of the device that is connected to a neighbor's cable."""
     return f"to{peer}"

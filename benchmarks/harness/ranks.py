@@ -1,4 +1,4 @@
-"""Ranks of a benchmark that measures the engine without a Trainer."""
+"""Setup of ranks for benchmarks that measure the engine without a Trainer."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from lightning_pipes.engine import FailureWatch
 
 
 def join_ranks(rank: int, ranks: int | None = None, realtime: bool = True) -> FailureWatch:
-    """Join the other ranks over gloo, and return the watch over them.
+    """Join the other ranks over gloo, and return the failure watch of this rank.
 
     Args:
-        realtime: whether this process asks for real-time priority first, so that other programs are not measured. That
-            is for layers that sleep. Real ones that keep all cores busy would make helper threads wait for their turn.
+        rank: this rank.
+        ranks: the number of ranks, for their heartbeats. Without it, failures are only shared through the store.
+        realtime: whether this process first requests real-time priority, so that other programs do not affect the
+            measurement. Use it for layers that sleep. With real layers, which keep all cores busy, helper threads would
+            have to wait for a core.
     """
     if realtime:
         request_realtime_priority()

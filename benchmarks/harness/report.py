@@ -1,4 +1,4 @@
-"""The command line of a benchmark, and its tables and numbers."""
+"""The command line of a benchmark, and its tables, numbers and pictures."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes.
+    """One pair of axes, with lines over numbers or bars over names.
 
     Attributes:
+        title: the title of the panel.
+        x_label: the label of the x axis.
+        y_label: the label of the y axis.
         x: numbers for lines, names for bars.
-        lines: values at each x, by name; one value stands for all.
-        logarithmic: whether the y axis is.
+        lines: the values at each x, by name. A single value is drawn as a horizontal line.
+        logarithmic: whether the y axis is logarithmic.
     """
 
     title: str
@@ -33,7 +36,13 @@ class Panel:
 
 @dataclass(frozen=True)
 class Picture:
-    """Panels side by side; with `one_scale` the y axes are the same."""
+    """Panels side by side.
+
+    Attributes:
+        title: the title above all panels.
+        panels: the panels, at most three in a row.
+        one_scale: whether all panels share the scale of the y axis.
+    """
 
     title: str
     panels: list[Panel] = field(default_factory=list)
@@ -44,7 +53,7 @@ COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#9d755d", "#d62728", "#7
 
 
 def draw(picture: Picture, path: Path) -> None:
-    """Writes the picture to `path`."""
+    """Write a picture to the file `path`."""
     from matplotlib.figure import Figure
 
     across = min(3, len(picture.panels))
@@ -66,7 +75,7 @@ def draw(picture: Picture, path: Path) -> None:
         handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
     for axis, panel in zip(axes, picture.panels, strict=False):
         if not panel.logarithmic:
-            axis.set_ylim(bottom=0)  # once all lines are there: it keeps the top where it is
+            axis.set_ylim(bottom=0)  # after all lines are drawn, because this fixes the upper limit
     figure.suptitle(picture.title)
     figure.legend(
         handles.values(), handles.keys(), loc="outside lower center", ncols=min(4, len(handles)), frameon=False
@@ -92,12 +101,12 @@ def _bars(axis: Any, panel: Panel, colours: dict[str, str]) -> None:
 
 @dataclass
 class Report:
-    """A table, and its numbers.
+    """The table and the numbers of one part of a benchmark.
 
     Attributes:
-        lines: the table.
-        keys: numbers for machines.
-        picture: of the numbers, where there is one.
+        lines: the lines of the table.
+        keys: the numbers for `--json`, by name.
+        picture: a picture of the numbers, or None.
     """
 
     lines: list[str] = field(default_factory=list)
@@ -106,11 +115,11 @@ class Report:
 
 
 def make_parser(doc: str | None, quick: str | None = None) -> argparse.ArgumentParser:
-    """Return a parser with `--quick` and `--json`.
+    """Return a parser with the options `--quick` and `--json`.
 
     Args:
-        doc: the docstring of the script.
-        quick: what `--quick` leaves out; None for a short help.
+        doc: the docstring of the script, which `--help` prints unchanged.
+        quick: the help of `--quick`, which describes what it leaves out, or None for no help.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=quick)
@@ -121,10 +130,13 @@ def make_parser(doc: str | None, quick: str | None = None) -> argparse.ArgumentP
 def run_parts(
     parts: Mapping[str, Callable[[bool], Report]], names: Iterable[str], quick: bool, pictures: Path | None = None
 ) -> dict[str, float]:
-    """Run parts of a benchmark, print their tables, and return all keys.
+    """Run parts of a benchmark, print their tables, and return the keys of all of them.
 
     Args:
-        pictures: a folder for `NAME.png` of each part that has a picture.
+        parts: functions by name. Each one takes the value of `--quick` and returns a report.
+        names: the parts to run, in order.
+        quick: the value of `--quick`.
+        pictures: a folder in which the picture of each part is saved as `NAME.png`, or None.
     """
     keys: dict[str, float] = {}
     for name in names:
@@ -138,5 +150,5 @@ def run_parts(
 
 
 def describe_machine() -> str:
-    """Return the processor and its cores."""
+    """Return the architecture of the processor and the number of its cores, as text."""
     return f"{platform.machine()}, {os.cpu_count()} cores"

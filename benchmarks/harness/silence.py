@@ -1,4 +1,6 @@
-"""What Lightning says about every Trainer would hide a table of hundreds."""
+"""Settings that silence Lightning, whose messages about each Trainer would hide a table that is made by hundreds of
+them.
+"""
 
 import logging
 import warnings
@@ -10,11 +12,11 @@ QUIET: dict[str, Any] = {
     "enable_progress_bar": False,
     "enable_model_summary": False,
 }
-"""Settings of a Trainer that writes nothing."""
+"""Arguments of a Trainer that writes nothing."""
 
 
 def hush() -> None:
-    """No advice, and of messages only errors, in this process."""
+    """Suppress all warnings in this process, and all messages of Lightning except errors."""
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
