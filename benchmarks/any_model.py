@@ -1,25 +1,26 @@
-"""Models of every kind cut by units, beside one process.
+"""Models of every kind in a pipeline that is cut between units, compared with one process.
 
     python benchmarks/any_model.py [PART ...] [--quick] [--json] [--case NAME ...]
 
 | part | what it trains |
 | --- | --- |
-| zoo | the models of tests/trainer/units, by `Trainer` on two and three processes, beside plain Lightning |
+| zoo | the models of tests/trainer/units, by `Trainer` on two and three processes, compared with plain Lightning |
 | hf | a tiny model of each of 135 families of transformers, in two stages |
 | towers | families with an encoder and a decoder, or with pictures, whose batches use both; cut by measured time |
-| vision | models of torchvision and timm, if installed, in two stages that are cut by measured time of units |
+| vision | models of torchvision and timm, if installed, in two stages that are cut by the measured time of units |
 | speed | a GPT in two stages: captured, as nn.Sequential, and by torch's own `pipeline()` |
 
-The zoo has plain modules, and models of transformers, torchvision and timm as far as these are installed. Training
-takes two epochs of two batches in float64 with AdamW, for vision models with SGD. Equal means that no loss, weight or
-optimizer state differs by more than 1e-10. Models that draw random numbers are compared with one process of the same
-strategy, which draws them from the same streams. `--quick` takes every fourth model, none of vision.
+The zoo contains plain modules, and models of those of transformers, torchvision and timm that are installed. Training
+takes two epochs of two batches in float64 with AdamW, or with SGD for vision models. A model is equal if no loss,
+weight or optimizer state differs by more than 1e-10. Models that draw random numbers are compared with one process of
+the same strategy, which draws them from the same streams. `--quick` takes every fourth model and no vision models.
 
-A family of transformers is equal if two things are. In one process two stages, each without the weights of the other,
-give the loss and the gradients of the whole model to 1e-10, with the library's defaults and with padded labels. On two
-processes three steps of `Trainer` with two micro-batches give its weights to 1e-10; `--quick` leaves this to a few.
+A family of transformers is equal if it passes two comparisons. First, two stages run in one process, each without the
+weights of the other. Their loss and gradients must equal those of the whole model to 1e-10, with the library's defaults
+and with padded labels. Second, three steps of `Trainer` on two processes with two micro-batches must give the same
+weights as one process, to 1e-10. `--quick` makes the second comparison for a few families only.
 
-`--json` adds what benchmarks/lightning_suite.py has saved: its share is not measured here.
+`--json` also includes the results that benchmarks/lightning_suite.py has saved, because they are not measured here.
 """
 
 from __future__ import annotations
@@ -55,28 +56,30 @@ from tests.trainer.units.zoo import Case
 
 ROWS, TOKENS, MICROBATCHES = 16, 96, 4
 SPLIT = "blocks.4"
-"""The layer at which the second stage of the GPT begins, of which speed is compared."""
+"""The layer at which the second stage of the GPT begins, in the comparison of speed."""
 BALANCED, TIMED_STEPS = 0.8, 5
-"""The least share of the mean time that a stage of a vision model may have, and the steps that are timed."""
+"""The smallest time of a balanced vision model's stage, relative to the mean of its stages, and the number of timed
+steps.
+"""
 PARTS_OF_A_RUN = ("losses", "val", "weights", "saved", "optimizer")
 SIZES = (2, 3)
-"""Processes of a pipeline."""
+"""The numbers of processes in a pipeline."""
 A_ROUND = 12
-"""Models of the zoo that share processes, and whose weights are kept at once."""
+"""The number of models of the zoo that share processes, and whose weights are kept at the same time."""
 EQUAL = 1e-10
-"""How far losses, gradients and weights in float64 may differ."""
+"""The largest allowed difference of losses, gradients and weights in float64."""
 QUICK_FAMILIES = ["gpt2", "t5", "clip", "segformer", "gemma3n", "diffusion_gemma", "mixtral", "qwen2_vl"]
 QUICK_TRAINED = ["t5", "diffusion_gemma"]
-"""Families that train on two processes in a quick run."""
+"""Families that are trained on two processes in a quick run."""
 TRANSLATING = ["t5", "bart", "whisper", "clip", "t5gemma", "t5gemma2"]
 QUICK_TOWERS = ["t5", "clip", "qwen2_vl"]
-"""Families with two towers: those whose usual batches use both, and a few for a quick run."""
+"""The families with two towers in a quick run. TRANSLATING lists families whose usual batches use both towers."""
 NORMALIZED = ("clip", "segformer")
-"""Families with a contrastive loss or batch normalisation: their batches are not cut into micro-batches."""
+"""Families with a contrastive loss or batch normalization. Their batches are not cut into micro-batches."""
 
 
 def compare(ranks: Sequence[dict[str, Any]], alone: dict[str, Any]) -> list[str]:
-    """Return where the ranks of a pipeline differ from one process."""
+    """Return the differences between the ranks of a pipeline and one process."""
     parts = [(rank, p) for rank in range(len(ranks)) for p in (PARTS_OF_A_RUN if rank == 0 else PARTS_OF_A_RUN[:3])]
     return [
         d for rank, part in parts for d in differences(alone[part], ranks[rank][part], EQUAL, f"rank {rank} {part}")
@@ -84,7 +87,11 @@ def compare(ranks: Sequence[dict[str, Any]], alone: dict[str, Any]) -> list[str]
 
 
 def train_in_pipelines(names: Sequence[str], folder: str) -> dict[str, list[list[dict[str, Any]] | str]]:
-    """Return by case what each rank of each size of pipeline has, or why it failed."""
+    """Train cases of the zoo in pipelines of each size.
+
+    Returns:
+        For each case and each size of the pipeline, the results of all ranks or the reason for the failure.
+    """
     found: dict[str, list[Any]] = {name: [] for name in names}
     for size in SIZES:
         cases = [(name, settings_of(name)) for name in names]
@@ -92,7 +99,7 @@ def train_in_pipelines(names: Sequence[str], folder: str) -> dict[str, list[list
             ranks = run_ranks(train_many, size, cases, size, folder, timeout=1800)
             for number, name in enumerate(names):
                 found[name].append([read_result(of_rank[number]) for of_rank in ranks])
-        except RanksFailedError:  # which of them it was
+        except RanksFailedError:  # run them one by one to find the case that fails
             for case in cases:
                 try:
                     ranks = run_ranks(train_many, size, [case], size, folder, timeout=300)
@@ -103,7 +110,7 @@ def train_in_pipelines(names: Sequence[str], folder: str) -> dict[str, list[list
 
 
 def check_case(name: str, pipelines: Sequence[list[dict[str, Any]] | str], folder: str) -> list[str]:
-    """Return what is wrong with a case of the zoo."""
+    """Return descriptions of what is wrong with a case of the zoo, at most one for each size of the pipeline."""
     if draws(name):
         alone = read_result(run_ranks(train_many, 1, [(name, settings_of(name))], 1, folder, timeout=300)[0][0])
     else:
@@ -116,7 +123,7 @@ def check_case(name: str, pipelines: Sequence[list[dict[str, Any]] | str], folde
 
 
 def check_zoo(quick: bool, given: Sequence[str] | None) -> Report:
-    """Train models of the zoo on two and three processes."""
+    """Train models of the zoo on two and on three processes."""
     names = list(given or ([name for name in ALL if name not in VISION][::4] if quick else ALL))
     wrong: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -128,7 +135,11 @@ def check_zoo(quick: bool, given: Sequence[str] | None) -> Report:
 
 
 def compare_stages(case: Case, layout: UnitLayout) -> str:
-    """Return what differs between two stages of a model in one process and the model; nothing if all is equal."""
+    """Compare two stages of a model in one process with the whole model.
+
+    Returns:
+        A description of the largest difference, or an empty string if the results are equal.
+    """
     stages, whole = Stages(case, layout), copy.deepcopy(case.model)
     torch.manual_seed(0)
     off = {"the loss": stages.train(case.batch)}
@@ -145,7 +156,7 @@ def compare_stages(case: Case, layout: UnitLayout) -> str:
 
 
 def check_family(name: str) -> str:
-    """Return what is wrong with a family of transformers in two stages of one process."""
+    """Return what is wrong with a family of transformers in two stages of one process, or an empty string."""
     from benchmarks.harness.hf_tiny import tiny_model
 
     tiny = tiny_model(name)
@@ -158,7 +169,7 @@ def check_family(name: str) -> str:
 
 
 def train_families(names: Sequence[str]) -> dict[str, str]:
-    """Train families on two processes, and return by name what is wrong with them."""
+    """Train families on two processes, and return what is wrong with them, by family."""
     from benchmarks.hf_families import results
 
     wrong: dict[str, str] = {}
@@ -186,7 +197,7 @@ def check_families(quick: bool, given: Sequence[str] | None) -> Report:
     for name in names:
         try:
             wrong[name] = check_family(name)
-        except Exception as error:  # a family that fails is counted, and the others are run
+        except Exception as error:  # a family that fails is counted as not equal, and the other families still run
             wrong[name] = f"{type(error).__name__}: {error}"
     torch.set_num_threads(threads)
     trained = [name for name in names if not wrong[name] and (given or not quick or name in QUICK_TRAINED)]
@@ -196,7 +207,7 @@ def check_families(quick: bool, given: Sequence[str] | None) -> Report:
 
 
 def least_share(case: Case, layout: UnitLayout) -> float:
-    """Return the processor time of the shortest stage, over the mean of all stages."""
+    """Return the processor time of the shortest stage, divided by the mean time of all stages."""
     stages = Stages(case, layout)
     runs = []
     for _ in range(TIMED_STEPS):
@@ -207,7 +218,7 @@ def least_share(case: Case, layout: UnitLayout) -> float:
 
 
 def check_towers(quick: bool, given: Sequence[str] | None) -> Report:
-    """Train families with two towers, whose batches use both, in two stages that are cut by measured time."""
+    """Train families with two towers in two stages that are cut by measured time, with batches that use both towers."""
     from benchmarks.harness.hf_tiny import PICTURED, tiny_model
 
     names = list(given or (QUICK_TOWERS if quick else [*TRANSLATING, *PICTURED]))
@@ -241,7 +252,7 @@ def check_vision(quick: bool, given: Sequence[str] | None) -> Report:
 
 
 class Attributes(nn.Module):
-    """The layers of a GPT, called one by one."""
+    """A GPT whose `forward` calls its layers one by one."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -256,7 +267,7 @@ class Attributes(nn.Module):
 
 
 class LitGpt(pl.LightningModule):
-    """Trains a GPT to predict the next byte."""
+    """A module that trains a GPT to predict the next byte."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -270,26 +281,27 @@ class LitGpt(pl.LightningModule):
 
 
 class StepTimes(pl.Callback):
-    """Keeps when steps end, on the clock and in processor time of this process."""
+    """Records the end of each step, as wall-clock time and as processor time of this process."""
 
     def __init__(self) -> None:
         self._ends: list[tuple[float, float]] = []
 
     def note(self) -> None:
-        """Note that a step has ended."""
+        """Record that a step has ended."""
         self._ends.append((perf_counter(), process_time()))
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.note()
 
     def shortest(self) -> tuple[float, float]:
-        """Return the seconds of the shortest step, and the least processor time of one; the first ones don't count."""
+        """Return the least wall-clock seconds and the least processor seconds of a step. The first steps do not count.
+        """
         steps = [(b - a, d - c) for (a, c), (b, d) in pairwise(self._ends[2:])]
         return min(seconds for seconds, _ in steps), min(seconds for _, seconds in steps)
 
 
 def train_with_trainer(net: nn.Module, steps: int, settings: Mapping[str, Any]) -> StepTimes:
-    """Train by `Trainer`, and return how long steps took."""
+    """Train with `Trainer`, and return the times of the steps."""
     data = DataLoader(TensorDataset(make_texts().repeat(steps, 1)), batch_size=ROWS)
     times = StepTimes()
     strategy = PipelineStrategy(microbatches=MICROBATCHES, schedule="1f1b", check_loss=False, **settings)
@@ -300,7 +312,7 @@ def train_with_trainer(net: nn.Module, steps: int, settings: Mapping[str, Any]) 
 
 
 def train_with_torch(net: nn.Module, rank: int, steps: int) -> StepTimes:
-    """Train by torch's own `pipeline()`, and return how long steps took."""
+    """Train with torch's own `pipeline()`, and return the times of the steps."""
     texts = make_texts()
     inputs, targets = texts[:, :-1].contiguous(), texts[:, 1:].contiguous()
     pipe = pipeline(net, (inputs[: ROWS // MICROBATCHES],), split_spec={SPLIT: SplitPoint.BEGINNING})
@@ -320,12 +332,12 @@ def train_with_torch(net: nn.Module, rank: int, steps: int) -> StepTimes:
 
 
 def make_texts() -> torch.Tensor:
-    """Return a batch of bytes, one more than a sample has inputs."""
+    """Return a batch of random bytes. Each sample has one byte more than the model has inputs."""
     return torch.randint(256, (ROWS, TOKENS + 1), generator=torch.Generator().manual_seed(0))
 
 
 def time_sides(rank: int, rounds: int, steps: int) -> dict[str, list[tuple[float, float]]]:
-    """Return the seconds of the shortest step of each side in each round, and the least processor time of one."""
+    """Return the least wall-clock and processor seconds of a step, for each side in each round."""
     torch.set_num_threads(1)
     hush()
 
@@ -347,7 +359,9 @@ def time_sides(rank: int, rounds: int, steps: int) -> dict[str, list[tuple[float
 
 
 def compare_speed(quick: bool, given: Sequence[str] | None) -> Report:
-    """Time steps of a GPT that is captured, the same as nn.Sequential, and by torch's own `pipeline()`."""
+    """Time the steps of a GPT that is captured, that is given as nn.Sequential, and that is trained by torch's
+    `pipeline()`.
+    """
     of_ranks = run_ranks(time_sides, 2, 2 if quick else 6, 12 if quick else 25, timeout=900)
     lines, clock, busy = [], {}, {}
     for side in of_ranks[0]:
@@ -374,6 +388,7 @@ PARTS: Mapping[str, Callable[[bool, Sequence[str] | None], Report]] = {
 
 
 def main(arguments: list[str]) -> None:
+    """Run the given parts of the benchmark."""
     parser = make_parser(__doc__)
     parser.add_argument("part", nargs="*", choices=[*PARTS, []], help="all if left out")
     parser.add_argument("--case", nargs="*", help="models of these names")
@@ -385,7 +400,9 @@ def main(arguments: list[str]) -> None:
 
 
 def read_suite() -> dict[str, Any]:
-    """Return the share of Lightning's own tests that pass, with the date of that run; nothing if none was saved."""
+    """Return the saved share of Lightning's own tests that pass and the date of that run, or an empty dict if none was
+    saved.
+    """
     path = Path(__file__).with_name("lightning_suite.json")
     saved = json.loads(path.read_text()) if path.exists() else {}
     return {name: value for name, value in saved.items() if name in ("lightning_suite_share", "lightning_suite_date")}

@@ -1,15 +1,25 @@
-"""Faults in real processes: does everything end, does it say why, and does training go on as if nothing had happened?
+"""Faults in real processes: do all processes end, do they report the reason, and can the training continue?
 
-Trainings, job arrays and studies run as a user's script does, started by Lightning, by torchrun, or on hosts of their
-own, on 2 to 4 ranks, with every form of checkpoint. One process is killed or stopped, or its host's link is cut, at a
-random instant from launch to exit, or at one of the places that lightning_pipes.engine.watch.fault_points names.
+Trainings, job arrays and studies run as the scripts of users do, on 2 to 4 ranks and with every form of checkpoint.
+They are started by Lightning, by torchrun, or on emulated hosts with one rank each. In each run one process is killed
+or stopped, or the link of its host is cut. This happens at a random time between launch and exit, or at one of the
+points that are listed in lightning_pipes.engine.watch.fault_points.
 
-An end is clean if every other process has ended within ten seconds of when it can know (of a kill at once, of a stop
-or a cut link after heartbeat_timeout, before hosts are connected after timeout), by itself and with an error, if
-the rank is named in what they say, unless it had told them that it ends, if no process and nothing in /dev/shm and
-TMPDIR is left, and if who was stopped ends within ten seconds of being continued (on a host of its own that was not
-connected yet, of when it has waited for `timeout`, too). Then the same is started again; its weights in the end have to
-equal those of an undisturbed run, bit for bit.
+The end of a run is clean if all of the following hold:
+
+- Every other process ends by itself and with an error, within ten seconds of the time at which it can detect the fault.
+  A kill can be detected immediately, and a stop or a cut link after `heartbeat_timeout`. Before separate hosts are
+  connected, detection takes `timeout`.
+- The error messages name the rank, unless the rank had already announced its end.
+- No process remains, and nothing is left in /dev/shm and TMPDIR.
+- A stopped process ends within ten seconds after it is continued. If it runs on a separate host that was not connected
+  yet, it may wait for `timeout` in addition.
+
+The same job is then started again, unless torchrun has already restarted it. Its final weights must equal the weights
+of an undisturbed run, bit for bit.
+
+The table shows the number of clean ends by phase of the run and by kind of fault. The last lines show the number of
+clean ends, the number of bit-equal results, and the slowest end.
 
     python benchmarks/faults.py [--quick] [--json] [--faults N] [--seed N] [--only N] [--at-once N] [--soon SECONDS]
 """
@@ -55,13 +65,17 @@ from lightning_pipes.testing.ranks import rank_environment as rank_environment
 
 SCRIPT = str(Path(__file__).parent / "harness" / "fault_job.py")
 SHM = Path("/dev/shm")
-"""Not of ours are semaphores (sem.*), which Python leaves if it is killed while it makes one."""
+"""The folder of shared memory. Semaphores (sem.*) in it are ignored, because Python leaves one behind if it is killed
+while it creates it.
+"""
 LAUNCHER = -1
-"""A victim that is no rank: torchrun's agent."""
+"""A victim that is not a rank: the agent of torchrun."""
 HEARTBEAT = 5.0
-"""Seconds of `heartbeat_timeout` where something is stopped or cut; where something is killed nobody may need it."""
+"""Seconds of `heartbeat_timeout` in runs with a stopped process or a cut link. The detection of a kill must not need
+it.
+"""
 LONG = 240.0
-"""Seconds in which a run that nothing happens to is through on the slowest machine."""
+"""Seconds within which an undisturbed run ends even on the slowest machine."""
 PHASES = ("launch", "connecting", "training", "saving", "hand-over", "end")
 QUICK = 8
 ACTS = ("kill", "stop", "cut")
@@ -73,21 +87,23 @@ CAUSES = (
 
 @dataclass(frozen=True)
 class Case:
-    """A fault, and what it happens to.
+    """A fault, and the run in which it happens.
 
     Attributes:
-        kind: of the job: "fit", "array" or "study".
-        form: of its checkpoints.
-        launcher: "lightning", "torchrun", or "hosts" where each rank has a host of its own.
+        number: the number of the fault in the sequence of a seed.
+        kind: the kind of the job: "fit", "array" or "study".
+        form: the form of its checkpoints, as in `Job`.
+        launcher: "lightning", "torchrun", or "hosts" if each rank has a separate host.
+        ranks: the number of ranks.
         victim: a rank, or `LAUNCHER`.
-        act: of `ACTS`.
-        phase: of `PHASES`.
-        point: the place; empty for an instant.
-        nth: at which passing.
-        delay: seconds from the passing to the fault.
-        after: a mark of the job, which the instant lies behind.
-        part: where it lies, as a part of the time to the next mark.
-        restarts: torchrun's.
+        act: the kind of fault, one of `ACTS`.
+        phase: the phase of the run, one of `PHASES`.
+        point: the named point at which the fault happens, or an empty string if it happens at a time after a mark.
+        nth: which passing of the point counts, starting with 1.
+        delay: seconds from the passing of the point to the fault.
+        after: the mark of the job after which the fault happens, or an empty string.
+        part: the time of the fault after this mark, as a fraction of the time to the next mark.
+        restarts: the number of restarts that torchrun is allowed.
     """
 
     number: int
@@ -115,38 +131,39 @@ class Case:
 
     @property
     def length(self) -> float:
-        """Seconds from the mark of an instant to the next one, on a machine that is not busy."""
+        """The seconds from the mark to the next mark, on a machine that is not busy."""
         launches = self.launcher == "lightning" and self.victim == 0
         seconds = {"born": 6.0, "imported": 6.0 if launches else 0.5, "training": 0.6, "trained": 0.5}[self.after]
         return seconds * 3 if self.after == "training" and self.kind != "fit" else seconds
 
     @property
     def early(self) -> bool:
-        """Whether ranks may not be connected yet."""
+        """Whether the fault may happen before all ranks are connected."""
         first = self.nth == 1 and self.point in ("watch.made", "process_group.made", "sibling.turn", "trial")
         return self.phase == "launch" or self.after == "imported" or first
 
     @property
     def over(self) -> bool:
-        """Whether nobody waits for the victim any more: it has told the others that it ends."""
+        """Whether the other ranks no longer wait for the victim, because it has announced its end."""
         return self.point in ("watch.closed", "exit")
 
     @property
     def told(self) -> bool:
-        """Whether others can know of it at once: of a kill by connections that break, or by a launcher."""
+        """Whether other processes can detect the fault immediately, by broken connections or through the launcher."""
         return self.act == "kill" and not (self.early and self.launcher == "hosts")
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a fault led to.
+    """The outcome of a fault.
 
     Attributes:
-        happened: whether the process was there at that instant.
-        wrong: what was not clean; nothing if all was.
-        bit_equal: whether the weights are those of an undisturbed run, after going on.
-        seconds: from when the others can know to the end of the last one.
-        log: what the ranks have said.
+        case: the fault.
+        happened: whether the process still existed at the time of the fault.
+        wrong: descriptions of everything that was not clean. Empty if the end was clean.
+        bit_equal: whether the weights equal those of an undisturbed run after the job was continued.
+        seconds: the time from when the other processes could detect the fault until the last one ended.
+        log: the output of the ranks.
     """
 
     case: Case
@@ -161,7 +178,7 @@ class Result:
 
 
 def cases(seed: int, hosts: bool) -> Iterator[Case]:
-    """All of them; number n is the same for one seed, however many are run."""
+    """Yield all faults. Number n of a seed is always the same, however many faults are run."""
     number = 0
     while True:
         yield case(random.Random(f"{seed}/{number}"), number, hosts)
@@ -169,11 +186,11 @@ def cases(seed: int, hosts: bool) -> Iterator[Case]:
 
 
 def few(every: Iterator[Case]) -> list[Case]:
-    """One fault of every phase, and two more that are no kills, all on two ranks."""
+    """Return one fault of every phase and two more faults that are not kills, all on two ranks."""
     phases, others = dict[str, Case](), list[Case]()
     while len(phases) < len(PHASES) or len(others) < QUICK - len(PHASES):
         each = next(every)
-        if each.ranks > 2 or (each.early and not each.told):  # those take their time
+        if each.ranks > 2 or (each.early and not each.told):  # these take too long
             continue
         if each.phase not in phases:
             phases[each.phase] = each
@@ -183,6 +200,13 @@ def few(every: Iterator[Case]) -> list[Case]:
 
 
 def case(draw: random.Random, number: int, hosts: bool) -> Case:
+    """Return a random fault.
+
+    Args:
+        draw: the source of random numbers.
+        number: the number of the fault, which determines its phase.
+        hosts: whether emulated hosts are available.
+    """
     phase = PHASES[number % len(PHASES)]
     act = draw.choices(ACTS, (60, 20, 20 if hosts else 0))[0]
     kind = draw.choice(("array", "study") if phase == "hand-over" else ("fit", "fit", "array", "study"))
@@ -199,7 +223,7 @@ def case(draw: random.Random, number: int, hosts: bool) -> Case:
     if launcher == "torchrun" and after and draw.random() < 0.6:
         victim = LAUNCHER
     if act == "stop" and kind == "study" and phase in ("launch", "connecting"):
-        act = "kill"  # tests/faults/test_stopped_early.py has those
+        act = "kill"  # this combination is covered by tests/faults/test_stopped_early.py
     restarts = int(launcher == "torchrun" and act == "kill" and victim != LAUNCHER and draw.random() < 0.4)
     made = Case(number, kind, form, launcher, ranks, victim, act, phase, after=after, restarts=restarts)
     if after:
@@ -210,12 +234,14 @@ def case(draw: random.Random, number: int, hosts: bool) -> Case:
 
 
 def instants(phase: str) -> str:
-    """The mark after which the instants of a phase lie."""
+    """Return the mark that begins a phase."""
     return {"launch": "born", "connecting": "imported", "training": "training", "end": "trained"}[phase]
 
 
 def places(case: Case) -> Sequence[tuple[str, int]]:
-    """The named places of a phase that the victim comes to, and how often at least."""
+    """Return the named points of a phase that the victim reaches, with the number of times that it reaches them at
+    least.
+    """
     torchrun, array, sharded = case.launcher == "torchrun", case.kind != "fit", "sharded" in case.form
     first, last = case.victim == case.ranks - 1, case.victim == 0
     trainings = 4 if array else 1
@@ -258,7 +284,13 @@ def places(case: Case) -> Sequence[tuple[str, int]]:
 
 
 class Run:
-    """A job whose ranks are interpreters of their own, and the fault that happens to one of them."""
+    """A run of a job in separate interpreters, and the fault that is injected into one of them.
+
+    Args:
+        case: the fault.
+        folder: an empty folder for the job and for temporary files.
+        soon: seconds within which processes have to end.
+    """
 
     def __init__(self, case: Case, folder: Path, soon: float) -> None:
         self.case = case
@@ -276,6 +308,7 @@ class Run:
 
     @contextmanager
     def started(self) -> Iterator[None]:
+        """Start the job. All of its processes are ended when the context closes."""
         with ExitStack() as stack:
             stack.callback(end_all, self.token)
             env = {**run_environment(self.token, self.temporary), **self.job.environment()}
@@ -306,7 +339,7 @@ class Run:
     # ---- the fault
 
     def strike(self) -> float | None:
-        """When the fault happened; None if the process had ended before."""
+        """Inject the fault, and return its time, or None if the process had already ended."""
         if self.case.after:
             place = self.job.mark(self.case.after, max(self.case.victim, 0))
         else:
@@ -336,11 +369,12 @@ class Run:
         return at
 
     def cut(self) -> None:
+        """Cut the link of the victim's host."""
         assert self.hosts is not None
         self.hosts.cut(self.case.victim)
 
     def pid(self) -> int | None:
-        """The victim's process, while it is there."""
+        """Return the process number of the victim, or None if it has ended."""
         if self.case.victim == LAUNCHER:
             return self.roots[0].pid if self.roots[0].poll() is None else None
         for pid, env in find_processes(self.token).items():
@@ -352,11 +386,15 @@ class Run:
     # ---- the ends
 
     def ended(self) -> bool:
+        """Return whether all processes of the run have ended."""
         return all(root.poll() is not None for root in self.roots) and not find_processes(self.token)
 
     def others(self) -> set[int]:
-        """The processes that have to end by themselves: not who is stopped, nor who has started it and waits for it, as
-        torchrun's agent does, and with Lightning rank 0 when its own work is done."""
+        """Return the processes that have to end by themselves.
+
+        A stopped process is not one of them. Neither is the process that started it and waits for it: the agent of
+        torchrun, or rank 0 with Lightning after its own work is complete.
+        """
         for root in self.roots:
             root.poll()
         found = {*find_processes(self.token)}
@@ -367,14 +405,23 @@ class Run:
         return found
 
     def all_imported(self) -> float:
-        """When the last process could begin to look after the others: it had to be loaded first."""
+        """Return the time at which the last process had imported its modules. Only then can it monitor the other
+        processes.
+        """
         marks = [self.job.mark("imported", rank) for rank in range(self.case.ranks) if rank != self.case.victim]
         times = [mark.stat().st_mtime for mark in marks if mark.exists()]
         latest = max(times, default=0.0) if len(times) == len(marks) else time.time()
         return time.monotonic() - (time.time() - latest)
 
     def watch(self, at: float) -> tuple[list[str], float]:
-        """What is not as it should be in how the processes end, and in how many seconds they did."""
+        """Wait until the processes have ended.
+
+        Args:
+            at: the time of the fault.
+
+        Returns:
+            Descriptions of everything that was not clean, and the seconds until the last process ended.
+        """
         wrong = []
         later = 0.0 if self.case.told else self.timeout if self.case.early else HEARTBEAT
         known = at + later
@@ -393,7 +440,7 @@ class Run:
             pid = self.pid()
             if pid is not None:
                 os.kill(pid, signal.SIGCONT)
-            # On a host of its own it waits for the others as long as they would have for it, had they not come yet.
+            # A rank on a separate host may not have been connected yet. It then waits for the others for `timeout`.
             patience = self.soon + (self.timeout if self.case.early and self.case.launcher == "hosts" else 0.0)
             if not wait_until(self.ended, LONG if alone else patience):
                 wrong.append(f"who was stopped is there {patience:.0f} s after it could go on")
@@ -401,14 +448,14 @@ class Run:
 
     @property
     def complete(self) -> bool:
-        """Whether all was trained nevertheless."""
+        """Whether all trainings were completed in spite of the fault."""
         return len(self.job.weights()) == self.job.trainings
 
     def check(self) -> list[str]:
-        """What is not as it should be after all have ended."""
+        """Return descriptions of everything that was not clean, after all processes have ended."""
         wrong = []
         for number, root in enumerate(self.roots):
-            root.wait(self.soon)  # its process is gone
+            root.wait(self.soon)  # the process has already ended
             victim = self.case.victim == (number if self.case.launcher == "hosts" else LAUNCHER)
             victim |= self.case.launcher == "lightning" and self.case.victim == 0
             if not victim and not self.complete and root.returncode == 0:
@@ -428,24 +475,31 @@ class Run:
         return wrong
 
     def named(self, text: str) -> bool:
-        """Whether it says who it was."""
+        """Return whether the output `text` names the victim."""
         rank = self.case.victim
         patterns = [rf"(?<!\[)rank [\d, ]*\b{rank}\b.*({CAUSES})", rf"({CAUSES}).*rank [\d, ]*\b{rank}\b"]
         if rank == LAUNCHER:
             patterns = ["the launcher, which hosts the store", "the launcher has (ended|not answered)"]
         if rank == LAUNCHER or (rank == 0 and self.case.launcher == "lightning"):
             patterns.append("which has started this one, has ended")
-        if self.case.launcher == "torchrun":  # says so itself, and ends the others before they can
+        if self.case.launcher == "torchrun":  # torchrun names it and ends the other ranks first
             patterns.append(rf"Root Cause.*\n(.*\n)*? *rank +: {rank} \(")
         return any(re.search(pattern, text) for pattern in patterns)
 
     def log(self) -> str:
+        """Return the end of the output of each process."""
         paths = sorted(Path(self.job.folder).glob("*.said"))
         return "\n".join(f"---- {path.stem}\n{path.read_text()[-6000:]}" for path in paths)
 
 
 def one(case: Case, soon: float, wanted: Mapping[str, str]) -> Result:
-    """Has it happen, and goes on afterwards."""
+    """Inject a fault and continue the job afterwards. If the process ends too early, try an earlier time.
+
+    Args:
+        case: the fault.
+        soon: seconds within which processes have to end.
+        wanted: the digests of the weights of an undisturbed run.
+    """
     for _ in range(4):
         found = try_one(case, soon, wanted)
         if found.happened:
@@ -455,6 +509,7 @@ def one(case: Case, soon: float, wanted: Mapping[str, str]) -> Result:
 
 
 def try_one(case: Case, soon: float, wanted: Mapping[str, str]) -> Result:
+    """Inject a fault once and continue the job afterwards, with the arguments of `one`."""
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     try:
         before = list_entries(SHM)
@@ -473,7 +528,7 @@ def try_one(case: Case, soon: float, wanted: Mapping[str, str]) -> Result:
         equal = run.job.weights() == wanted if case.restarts else False
         if not case.restarts:
             for path in Path(run.job.folder).glob("*.weights"):
-                if case.kind != "study":  # which runs no trial again that has ended
+                if case.kind != "study":  # a study does not repeat trials that have ended
                     path.unlink()
             outcomes = watch_ranks(again, case.ranks, replace(run.job, heartbeat=120.0, timeout=1800.0), timeout=LONG)
             errors = [f"rank {o.rank} does not go on: {o.error}" for o in outcomes if o.error]
@@ -491,7 +546,7 @@ def try_one(case: Case, soon: float, wanted: Mapping[str, str]) -> Result:
 
 
 def undisturbed(kind: str, ranks: int) -> dict[str, str]:
-    """The weights of a job that nothing happens to."""
+    """Return the digests of the weights of a job without faults."""
     with tempfile.TemporaryDirectory() as folder:
         job = Job(folder, kind, "full", ranks, 120.0, 1800.0)
         outcomes = watch_ranks(again, ranks, job, timeout=LONG)
@@ -501,7 +556,7 @@ def undisturbed(kind: str, ranks: int) -> dict[str, str]:
 
 
 def table(results: Sequence[Result]) -> str:
-    """Clean ends of all, by phase and by what happened."""
+    """Return a table with the number of clean ends by phase and by kind of fault."""
     rows = ["| phase | " + " | ".join(ACTS) + " |", "| --- |" + " --- |" * len(ACTS)]
     for phase in PHASES:
         cells = []
@@ -513,6 +568,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def say(result: Result, total: int, done: int) -> None:
+    """Print the outcome of a fault on one line."""
     words = "clean" if not result.wrong else f"NOT CLEAN ({'; '.join(result.wrong)})"
     words += f" after {result.seconds:.1f} s, {'bit-equal' if result.bit_equal else 'NOT EQUAL'}"
     if not result.happened:

@@ -15,7 +15,7 @@ def join_ranks(rank: int, ranks: int | None = None, realtime: bool = True) -> Fa
 
     Args:
         rank: this rank.
-        ranks: the number of ranks, for their heartbeats. Without it, failures are only shared through the store.
+        ranks: the number of ranks for `FailureWatch`, or None for its default.
         realtime: whether this process first requests real-time priority, so that other programs do not affect the
             measurement. Use it for layers that sleep. With real layers, which keep all cores busy, helper threads would
             have to wait for a core.
