@@ -294,8 +294,7 @@ class StepTimes(pl.Callback):
         self.note()
 
     def shortest(self) -> tuple[float, float]:
-        """Return the least wall-clock seconds and the least processor seconds of a step. The first steps do not count.
-        """
+        """Return the least wall-clock seconds and the least processor seconds of a step, without the first steps."""
         steps = [(b - a, d - c) for (a, c), (b, d) in pairwise(self._ends[2:])]
         return min(seconds for seconds, _ in steps), min(seconds for _, seconds in steps)
 
@@ -337,7 +336,7 @@ def make_texts() -> torch.Tensor:
 
 
 def time_sides(rank: int, rounds: int, steps: int) -> dict[str, list[tuple[float, float]]]:
-    """Return the least wall-clock and processor seconds of a step, for each side in each round."""
+    """Return the smallest wall-clock and processor seconds of a step, for each side in each round."""
     torch.set_num_threads(1)
     hush()
 

@@ -1,7 +1,10 @@
-"""CSP on the paper's spaces, emulated, against the systems that it names; the cost of a decision in the engine; whether
-results are the same on any number of processes.
+"""CSP on the search spaces of NASPipe's paper, compared with the systems that the paper names.
 
-python benchmarks/csp.py [--quick] [--json] [--part spaces|split|bounds|costs|scaling|swaps|decision|equality ...]
+The parts spaces, split, bounds, costs, scaling and swaps are emulated, see papers/csp/figures.py. The part decision
+measures the cost of a scheduling decision in the engine. The part equality trains on several numbers of processes and
+checks whether the results are the same.
+
+    python benchmarks/csp.py [--quick] [--json] [--part spaces|split|bounds|costs|scaling|swaps|decision|equality ...]
 """
 
 from __future__ import annotations
@@ -17,11 +20,14 @@ from benchmarks.papers.csp.figures import bounds, costs, scaling, spaces, split,
 from benchmarks.papers.csp.reproducibility import trained
 
 MICROBATCHES = 8
-"""The number that `decision_us` is for: a busy queue."""
+"""The number of micro-batches for which `decision_us` is reported. It keeps the queue busy."""
 
 
 def decision(quick: bool) -> Report:
-    """The cost of a decision with 30 subnets queued, by number of micro-batches; `decision_us` is with eight."""
+    """Measure the cost of a decision with 30 queued subnets, by number of micro-batches.
+
+    The key `decision_us` is for eight micro-batches.
+    """
     report = Report(["M   us a decision   us to take a subnet in   queued"])
     for m in (1, MICROBATCHES, 2 * MICROBATCHES):
         found = decision_us(m, subnets=80 if quick else 150)
@@ -31,7 +37,10 @@ def decision(quick: bool) -> Report:
 
 
 def equality(quick: bool) -> Report:
-    """Whether weights and losses are the same on any number of stages, executed; `bit_equal` is 1 if they are."""
+    """Train on several numbers of stages, and check whether weights and losses are the same.
+
+    The key `bit_equal` is 1 if they are.
+    """
     report, equal = Report([]), True
     for system in ("CSP sequential", "CSP delayed by 16"):
         found = {n: trained(system, n, 40 if quick else 200) for n in ((1, 2) if quick else (1, 2, 4, 8))}
@@ -55,6 +64,7 @@ PARTS: dict[str, Callable[[bool], Report]] = {
 
 
 def main() -> None:
+    """Run the given parts of the benchmark."""
     parser = make_parser(__doc__, "fewer subnets and seeds; within 120 s")
     parser.add_argument("--part", nargs="*", choices=PARTS, default=list(PARTS))
     options = parser.parse_args()

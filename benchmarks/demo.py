@@ -1,8 +1,10 @@
-"""Whether `make demo` ends balanced, and as fast as was predicted, run after run: when its stages were cut, or by its
-first steps where these contradicted that.
+"""Runs `make demo` repeatedly, and checks whether each run ends balanced and as fast as predicted.
 
-python benchmarks/demo.py              ten runs, each about a minute; exit status 1 unless all are right
-python benchmarks/demo.py --quick      one run of 40 batches
+A run is balanced if its second stage begins at the expected layer. The prediction was made when the stages were cut, or
+after the first steps if these contradicted the earlier prediction.
+
+    python benchmarks/demo.py              ten runs, each about a minute; exit status 1 unless all are right
+    python benchmarks/demo.py --quick      one run of 40 batches
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ from lightning_pipes.sim.shown.record import RunRecord
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "train.py"
 BALANCED = [3]
-"""Where the second stage begins: embedding and two blocks, two blocks and head."""
+"""The layer at which the second stage should begin, after the embedding and two blocks. Two blocks and the head follow.
+"""
 CLOSE = 0.1
-"""By what share a measured step may differ from the predicted one."""
+"""The largest allowed difference between a measured and a predicted step, relative to the predicted one."""
 SHORT = ["trainer.limit_train_batches=40", "trainer.limit_val_batches=1", "trainer.val_check_interval=1.0"]
 _SAID = r"A step up to the optimizer: ([\d.e+]+) (s|ms|us) predicted, ([\d.e+]+) (s|ms|us) measured"
 _UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
@@ -32,14 +35,16 @@ _UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 @dataclass(frozen=True)
 class Run:
-    """How a run of the example came out.
+    """The outcome of one run of the example.
 
     Attributes:
-        cut: the layers at which stages begin.
-        ratio: the busier stage's time over the other's.
-        predicted: seconds of a step up to the optimizer, when it was cut, or when its first steps corrected that.
-        measured: the same, the median of the first hundred since then.
-        contradicted: whether the pipeline contradicted times that layers took one by one.
+        cut: the layers at which stages begin, except for the first stage.
+        ratio: the time of the busier stage, divided by the time of the other one.
+        predicted: the predicted seconds of a step up to the optimizer. The prediction was made when the model was cut,
+            or when the first steps corrected it.
+        measured: the measured seconds of a step up to the optimizer, as the median of the first hundred steps since
+            then.
+        contradicted: whether a trial of the pipeline contradicted the times that were measured layer by layer.
     """
 
     cut: list[int]
@@ -50,7 +55,7 @@ class Run:
 
     @classmethod
     def of(cls, record: RunRecord) -> Run:
-        """What `examples/train.py` has left."""
+        """Return the outcome that `examples/train.py` has saved."""
         assert record.measured is not None
         number = re.search(_SAID, record.choice)
         if number is None:
@@ -65,12 +70,14 @@ class Run:
 
     @property
     def off(self) -> float:
-        """By what share the measured step is longer than the predicted one."""
+        """The relative difference between the measured and the predicted step. A positive value means that the step was
+        longer.
+        """
         return self.measured / self.predicted - 1
 
     @property
     def right(self) -> bool:
-        """Whether it is balanced and as predicted."""
+        """Whether the run ended balanced and as fast as predicted."""
         return self.cut == BALANCED and abs(self.off) <= CLOSE
 
     def __str__(self) -> str:
@@ -83,7 +90,7 @@ class Run:
 
 
 def demo(*overrides: str) -> Run:
-    """One run of the example, with its own settings but for `overrides`."""
+    """Run the example once, with `overrides` of its settings, and return the outcome."""
     env = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
     with TemporaryDirectory() as folder:
         command = [sys.executable, str(SCRIPT), f"hydra.run.dir={folder}/out", "trainer.enable_progress_bar=false"]
@@ -94,6 +101,11 @@ def demo(*overrides: str) -> Run:
 
 
 def main() -> int:
+    """Run the example several times and print the outcome of each run.
+
+    Returns:
+        The exit status: 1 if a run of the complete benchmark was not right, otherwise 0.
+    """
     parser = make_parser(__doc__)
     parser.add_argument("--runs", type=int, default=10)
     options = parser.parse_args()

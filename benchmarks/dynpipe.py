@@ -1,20 +1,28 @@
-"""DynPipe in the Trainer beside a neighbour that comes while training goes on: what never re-planning costs, what is
-regained and how soon, against a restart with another partition, and what all of it costs where nobody disturbs.
+"""DynPipe in the Trainer, next to a neighbor process that begins to compete for a device during training.
+
+The benchmark measures the cost of never re-planning, the share of the lost time that re-planning regains, and the
+number of steps until then. It also compares moving layers with restarting the training with another partition, and
+measures the cost of monitoring without a neighbor.
 
     python benchmarks/dynpipe.py [--quick] [--json] [--only NAME]
 
-Two headline numbers take longer than `--quick` has: `vs_restart` is printed by the whole run, or by `--only restarts`,
-and `migration_slowdown` by `python benchmarks/papers/dynpipe/migration.py --json`, which needs root.
+Two headline numbers take longer than `--quick` allows: `vs_restart` is printed by the whole run, or by `--only
+restarts`, and `migration_slowdown` by `python benchmarks/papers/dynpipe/migration.py --json`, which needs root.
 
-Real: two stages of transformer blocks compute, each pinned to a core, and processes compete for one of these.
-Emulated, labelled so: layers sleep for their time, so that few cores stand for 4 or 8 devices, and those of one rank
-take a multiple of it while a trace says so. In the synchronous case (`1f1b`, `replan=True`) weights must be those of a
-run that never re-plans, bit for bit.
+Real: two stages of transformer blocks compute, each pinned to a core, and other processes compete for one of these
+cores.
 
-Heavy: neighbours come to all of four emulated stages and go, and time is taken until the loss is what it is in the
-end without re-planning. A restart re-partitions at the end of an epoch, by the last look, where that pays: by a
-checkpoint, an end, and a start of new interpreters that measure layers again. How long that takes is measured once, and
-counted for each. Neighbours wait meanwhile, which is in favour of restarts.
+Emulated (labeled as such): layers sleep for their time, so that few cores can stand for 4 or 8 devices. The layers of
+one rank take a multiple of their time while a trace specifies it.
+
+With a synchronous schedule (such as `1f1b` with `replan=True`), the weights must equal those of a run that never
+re-plans, bit for bit.
+
+Heavy: neighbors come and go on all of four emulated stages. Three runs are compared by the time until the loss reaches
+the highest of their final losses: one that never re-plans, one that restarts, and one whose layers move. Restarts
+re-partition at the end of an epoch, based on the latest observation, if that pays. A restart consists of a checkpoint,
+the end of the processes, and the start of new interpreters that measure the layers again. Its duration is measured once
+and added for each restart. The neighbors do not proceed during a restart, which is in favor of restarts.
 """
 
 from __future__ import annotations
@@ -43,20 +51,28 @@ from lightning_pipes.strategies.dynpipe.partitions import all_partitions, list_n
 from lightning_pipes.testing.ranks import run_ranks
 
 EVERY = 10
-"""Batches from look to look, as by default."""
+"""The number of batches between two observations, as by default."""
 HEAVY = 0.6, 200.0, 3
-"""Neighbours of a device on the average, batches that each stays, and a seed."""
+"""The mean number of neighbors of a device, the number of batches for which each one stays, and a seed."""
 EPOCH = 200
-"""Batches after which restarts may re-partition."""
+"""The number of batches after which a restart may re-partition."""
 NOTICEABLE = 1.3
-"""A real neighbour slows its stage so many times as much as other programs slow the other one, or little is gained."""
+"""The least slowdown of a stage by a real neighbor, relative to the slowdown of the other stage by other programs.
+Below it, re-planning can gain little.
+"""
 SMOOTHED = 20
-"""Losses that are averaged."""
+"""The number of losses that are averaged."""
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of a step: before the neighbour came, when it is there, and at the end."""
+    """The seconds of a step in three phases of a training.
+
+    Attributes:
+        quiet: before the neighbor came.
+        slow: with the neighbor.
+        end: in the last third of the steps with the neighbor.
+    """
 
     quiet: float
     slow: float
@@ -64,20 +80,25 @@ class Seconds:
 
 
 def steps_of(found: dict[str, Any]) -> list[float]:
-    """Seconds from batch to batch, of the rank that has the last stage."""
+    """Return the seconds between the ends of consecutive batches on the rank with the last stage."""
     return [b - a for a, b in pairwise(found["ended"])]
 
 
 def seconds_of(found: dict[str, Any], case: Case) -> Seconds:
-    """Medians of the steps before the neighbour, with it, and of the last third."""
+    """Return the median seconds of the steps before the neighbor came, with it, and at the end."""
     steps, begins = steps_of(found), case.slow[0][0]
     third = begins + 2 * (len(steps) - begins) // 3
     return Seconds(*map(statistics.median, (steps[begins // 3 : begins - 2], steps[begins + 2 :], steps[third:])))
 
 
 def simulated(case: Case, counts: Sequence[int], layer: Sequence[float]) -> float:
-    """Seconds of a step with so many layers a stage, each of which takes `layer` there: forward of a whole batch, and
-    half of its backward."""
+    """Return the simulated seconds of a step.
+
+    Args:
+        case: the training.
+        counts: the number of layers of each stage.
+        layer: the forward seconds of a layer on each stage, for a whole batch. A backward takes twice as long.
+    """
     schedule, m = make_schedule(case.schedule), microbatches(case)
     edges = [0]
     for count in counts:
@@ -97,12 +118,16 @@ def simulated(case: Case, counts: Sequence[int], layer: Sequence[float]) -> floa
 
 
 def even(case: Case) -> list[int]:
-    """Layers of each stage, before anything moves."""
+    """Return the number of layers of each stage before any layer moves."""
     return [b - a for a, b in pairwise([0, *case.cut, case.layers])]
 
 
 def optimum(case: Case, layer: Sequence[float]) -> float:
-    """The least simulated step of all partitions that are near the one in proportion to the speeds of stages."""
+    """Return the least simulated seconds of a step over all partitions close to the one that is proportional to the
+    speeds.
+
+    With two stages, all partitions are considered.
+    """
     speeds = np.array([1 / seconds for seconds in layer])
     ends = np.rint(case.layers * np.cumsum(speeds) / speeds.sum()).astype(int)
     cuts = list_neighbours(ends[:-1].tolist(), range(1, case.layers), case.layers)
@@ -114,8 +139,15 @@ def optimum(case: Case, layer: Sequence[float]) -> float:
 
 
 def layer_seconds(found: Sequence[dict[str, Any]], case: Case, first: int, last: int) -> list[float]:
-    """What a layer of each stage takes in these batches of a run in which none moves: of emulated ones as it is set, of
-    real ones as measured."""
+    """Return the forward seconds of a layer of each stage, in some batches of a run without re-planning.
+
+    For emulated layers this is the configured time, and for real layers the measured time.
+
+    Args:
+        found: the results of all ranks.
+        case: the training.
+        first, last: the batches, without the last one.
+    """
     if not case.real:
         return [LAYER * case.factor(stage, last - 1) for stage in range(case.ranks)]
     each = [statistics.median(found[case.ranks - 1 - s]["busy"][first:last]) for s in range(case.ranks)]
@@ -124,12 +156,12 @@ def layer_seconds(found: Sequence[dict[str, Any]], case: Case, first: int, last:
 
 @dataclass(frozen=True)
 class Possible:
-    """What the best partition would bring, simulated, with layers as fast as in the run that never re-plans.
+    """The simulated effect of the best partition, with layers as fast as in the run that never re-plans.
 
     Attributes:
-        best: seconds of its steps; they are as much above simulated ones as those of the run.
-        share: of the lost time.
-        factors: by how much a layer of each stage takes longer beside the neighbour.
+        best: seconds of a step, scaled by the ratio between measured and simulated steps of that run.
+        share: the share of the lost time that the best partition regains.
+        factors: the slowdown of a layer of each stage with the neighbor.
     """
 
     best: float
@@ -138,7 +170,12 @@ class Possible:
 
 
 def possible(found: Sequence[dict[str, Any]], case: Case) -> Possible:
-    """By the run that never re-plans, all ranks of it."""
+    """Return the effect of the best partition, based on the run that never re-plans.
+
+    Args:
+        found: the results of all ranks in that run.
+        case: the training.
+    """
     begins, own = case.slow[0][0], seconds_of(found[0], case)
     before = layer_seconds(found, case, begins // 3, begins - 2)
     then = layer_seconds(found, case, begins + 2, case.steps)
@@ -148,8 +185,19 @@ def possible(found: Sequence[dict[str, Any]], case: Case) -> Possible:
 
 
 def recovery(never: dict[str, Any], moved: dict[str, Any], case: Case, best: float) -> tuple[float, int | None]:
-    """The share of the lost time regained at the end, and after how many steps the median of eight steps, and that of
-    all later ones, is within a tenth of the optimum."""
+    """Return how much of the lost time a run regains, and after how many steps.
+
+    Args:
+        never: the results of the run that never re-plans.
+        moved: the results of the run that re-plans.
+        case: the training.
+        best: the simulated optimum, in seconds of a step.
+
+    Returns:
+        The share of the lost time that is regained at the end, and the number of steps with the neighbor until the
+            median of eight steps, and the median of all later steps, are at most 10 % above the optimum. It is None if
+            this never happens.
+    """
     begins = case.slow[0][0]
     lost, own = seconds_of(never, case), seconds_of(moved, case)
     share = (lost.end - own.end) / (lost.end - lost.quiet)
@@ -162,15 +210,19 @@ def recovery(never: dict[str, Any], moved: dict[str, Any], case: Case, best: flo
 
 @dataclass(frozen=True)
 class Row:
-    """What came of one case.
+    """The results of one case.
 
     Attributes:
-        regained, possible: share of the lost time, and what the best partition would regain, simulated.
-        moved_after: steps until layers had moved for the first time; None where none has.
-        factors: by how much a layer of each stage takes longer beside the neighbour.
-        after: steps until within a tenth of the simulated optimum.
-        layers: of each stage at the end.
-        equal: whether weights are those of the run that never re-plans, where they must be.
+        name: the name of the case.
+        quiet, never, moved, best: seconds of a step without the neighbor, never re-planned, re-planned, and the
+            optimum.
+        regained, possible: the share of the lost time that was regained, and the simulated share that the best
+            partition would regain.
+        moved_after: the number of steps until layers moved for the first time, or None if none moved.
+        after: the number of steps until a step was at most 10 % above the simulated optimum, or None.
+        factors: the slowdown of a layer of each stage with the neighbor.
+        layers: the number of layers of each stage at the end.
+        equal: whether the weights equal those of the run that never re-plans, or None if they do not have to.
     """
 
     name: str
@@ -199,7 +251,7 @@ class Row:
 
 
 def measured(name: str, case: Case) -> Row:
-    """One case: a training that never re-plans, and one that does."""
+    """Run a training that never re-plans and one that does, and return the results."""
     never = replace(case, schedule="pipedream" if case.schedule == "dynpipe" else case.schedule, replan=False)
     both = run_ranks(several, case.ranks, [never, case], timeout=600)
     stays, moves = both[0]
@@ -227,7 +279,7 @@ def measured(name: str, case: Case) -> Row:
 
 
 def cases(quick: bool) -> list[tuple[str, Case]]:
-    """By name."""
+    """Return the cases and their names."""
     steps = 100 if quick else 260
     base = Case("dynpipe", 4, 16, steps, ((32, 2.0),), at=1)
     real = Case("1f1b", 2, 24, 48 if quick else 160, ((18, 2.0),), at=0, real=True, every=5)
@@ -253,9 +305,14 @@ def cases(quick: bool) -> list[tuple[str, Case]]:
 
 
 def idle_cost(quick: bool) -> tuple[float, float, float]:
-    """By what share a step takes longer with all of DynPipe where nobody disturbs, the spread of that, and the time of
-    a core that it takes more, of a step: one training after the other in one run, of emulated layers, whose own time
-    does not scatter."""
+    """Measure the cost of monitoring and planning without a neighbor.
+
+    Trainings with and without both take turns in one run. The layers are emulated, because their time does not vary.
+
+    Returns:
+        The share by which a step takes longer, the spread of this share, and the additional processor time of a rank,
+            as a share of a step.
+    """
     steps, rounds = (24, 2) if quick else (150, 6)
     plain = Case("1f1b", 2, 16, steps, replan=False)
     watched = replace(plain, replan=True, monitor=True, every=EVERY)
@@ -268,8 +325,11 @@ def idle_cost(quick: bool) -> tuple[float, float, float]:
 
 
 def restart_seconds(case: Case) -> float:
-    """Of a checkpoint, an end, and a start from it up to where it trains, with interpreters that start anew, all ranks
-    at once."""
+    """Return the seconds of a restart, with all ranks at the same time.
+
+    A restart consists of a checkpoint, the end of the processes, and the start of new interpreters up to the first
+    batch.
+    """
     begun = time.monotonic()
     command = [sys.executable, "-c", "import torch, lightning.pytorch, lightning_pipes"]
     for process in [subprocess.Popen(command) for _ in range(case.ranks)]:
@@ -287,7 +347,13 @@ def restart_seconds(case: Case) -> float:
 
 
 def reached(found: dict[str, Any], loss: float, wait: float = 0.0) -> float:
-    """Seconds until the mean of the last losses is as low; each move takes `wait` more."""
+    """Return the seconds until the mean of the latest losses is at most `loss`.
+
+    Args:
+        found: the results of a rank.
+        loss: the loss to reach.
+        wait: additional seconds for each change of the partition.
+    """
     ended = found["ended"]
     moves = 0
     for n in range(1, len(ended)):
@@ -298,8 +364,13 @@ def reached(found: dict[str, Any], loss: float, wait: float = 0.0) -> float:
 
 
 def against_restart(quick: bool) -> dict[str, float]:
-    """Seconds to a loss under a heavy trace: never re-planned, and re-partitioned by restarts, over those of the run
-    whose layers move."""
+    """Compare the time to a loss under a heavy trace: never re-planned, re-partitioned by restarts, and with moving
+    layers.
+
+    Returns:
+        The seconds of the first two over the seconds of the run with moving layers, also for restarts that take no
+            time, and the seconds of a restart.
+    """
     moves = Case("dynpipe", 4, 16, 300 if quick else 800, visitors=HEAVY, every=EVERY)
     never = replace(moves, schedule="pipedream", replan=False)
     restarts = replace(moves, every=EPOCH, windows=1)
@@ -321,6 +392,7 @@ def against_restart(quick: bool) -> dict[str, float]:
 
 
 def main() -> None:
+    """Run the cases and print the results."""
     parser = make_parser(__doc__)
     parser.add_argument("--only", default="", help="cases whose names have this in them, and nothing else")
     options = parser.parse_args()
