@@ -1,18 +1,23 @@
-"""Step time of our engine beside torch.distributed.pipelining, in one alternating run.
+"""Step time of our engine compared with torch.distributed.pipelining, measured alternately in one run.
 
-Emulated stages sleep for their forward and backward time, so two cores can stand for eight devices: right for order,
-transport and overhead, and for nothing else. Empty stages take no time at all: what remains is the engine. The GPT is
-real: two stages, one thread each. Ours sends through shared memory, as it does on one host by itself, torch through
-gloo; a third side is ours through gloo. torch is told to keep no outputs (`return_outputs=False`), as ours does.
+Emulated stages sleep for their forward and backward time, so that two cores can stand for eight devices. They are valid
+for order, transport and overhead, but not for anything else. Empty stages take no time, so that only the time of the
+engine remains. The GPT is a real model with two stages of one thread each.
 
-- *simulated* takes the times that stages were told to take, for the GPT the medians that the engine recorded, messages
-  and gaps between computations included.
-- *predicted* takes the times that stages were told to take and what the engine needs beside them, measured on another
-  shape: a 1F1B of `LEARNING` micro-batches on as many ranks. `sim_error` is how far it is off at worst.
-- *overhead* is what a step takes beyond the simulated one, for each forward or backward of a rank. For the GPT it
-  follows the spread of layer times: who waits for two ranks waits for the slower one, which medians do not know. So
-  there are *beyond own*, the same beyond each step's own recorded computations and messages and the median gap; and
-  *beyond computing*, beyond each step's own forwards and backwards alone: messages and gaps, all that the engine adds.
+By default, our engine sends through shared memory on one host, and torch sends through gloo. A third side is our engine
+with gloo. torch keeps no outputs (`return_outputs=False`), like our engine.
+
+- *simulated* is the simulated step with the configured times of the stages. For the GPT it uses the medians of the
+  times that the engine recorded, including messages and gaps between computations.
+- *predicted* is the simulated step with the configured times of the stages and with the additional time of the engine,
+  which is measured in another setting: 1F1B with `LEARNING` micro-batches on the same number of ranks. `sim_error` is
+  the largest relative error of the prediction.
+- *overhead* is the step time beyond the simulated time, for each forward or backward of a rank. For the GPT, the
+  overhead depends on the variation of layer times: a rank that waits for two others waits for the slower one, which
+  medians do not reflect. Two more numbers are therefore reported. *beyond own* is the time beyond a simulation of each
+  step with its own recorded computations and messages and with the median gap. *beyond computing* is the time beyond a
+  simulation of each step with its own forwards and backwards only. It contains messages and gaps, which is all that the
+  engine adds.
 
     python benchmarks/engine.py [--quick] [--json] [--rounds N]
 """
@@ -50,12 +55,20 @@ FORWARD, BACKWARD = 0.005, 0.010
 EDGE_FLOATS = 64 * 1024 // 4
 WARM_UP = 2
 LEARNING = 6
-"""Micro-batches of the training that shows what the engine needs beside its stages."""
+"""The number of micro-batches in the training that measures how much time the engine needs in addition to its stages.
+"""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One comparison: a schedule of ours and of torch on `ranks` processes with `microbatches`."""
+    """One comparison of our engine and torch with the same schedule.
+
+    Attributes:
+        schedule: "gpipe", "1f1b" or "interleaved".
+        ranks: the number of processes.
+        microbatches: the number of micro-batches in a batch.
+        model: "emulated", "empty", "gpt", or "learning" for the training that measures the engine's own time.
+    """
 
     schedule: str
     ranks: int
@@ -64,32 +77,38 @@ class Cell:
 
     @property
     def stages_per_rank(self) -> int:
+        """The number of stages on each rank."""
         return 2 if self.schedule == "interleaved" else 1
 
     @property
     def rows(self) -> int:
-        """Samples in a batch."""
+        """The number of samples in a batch."""
         return self.microbatches * (2 if self.model == "gpt" else 1)
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """Forward and backward of an emulated stage; stages of one rank share its time."""
+        """The forward and backward seconds of an emulated stage. The stages of one rank share its time."""
         if self.model == "empty":
             return 0.0, 0.0
         return FORWARD / self.stages_per_rank, BACKWARD / self.stages_per_rank
 
     @property
     def learning(self) -> bool:
-        """Whether it is there for the sake of others: nobody is compared with it."""
+        """Whether the cell only measures the engine's own time, without a comparison with torch."""
         return self.model == "learning"
 
     @property
     def plan(self) -> Plan:
-        """Its stages and micro-batches."""
+        """The plan, with its stages and micro-batches."""
         return make_plan(self)[1]
 
     def costs(self, links: Links, overheads: Overheads | None) -> CostModel:
-        """What is known before it runs."""
+        """Return the costs that are known before the training.
+
+        Args:
+            links: the links between ranks.
+            overheads: the additional time of the engine, or None for the configured times only.
+        """
         costs = CostModel.uniform(self.plan.n_stages, *self.seconds)
         if overheads is None:
             return costs
@@ -103,7 +122,22 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """What one cell gave; seconds, medians over the rounds. `ratio` is ours over torch, `gloo` both on gloo."""
+    """The results of one cell. Times are in seconds, as medians over the rounds.
+
+    Attributes:
+        cell: the cell.
+        ours: a step of our engine, with its default transport.
+        torch: a step of torch.
+        ratio: ours over torch.
+        ratio_low, ratio_high: the quartiles of this ratio.
+        gloo: ours over torch, both with gloo.
+        efficiency: the computing time of the busiest rank over the step.
+        overhead: the step beyond the simulated one, for each forward or backward of a rank.
+        simulated: the simulated step.
+        predicted: the predicted step, or None if the cell is not emulated.
+        computing: the step beyond its own computations, for each forward or backward of a rank.
+        own: the step beyond its own computations and messages, for each forward or backward of a rank.
+    """
 
     cell: Cell
     ours: float
@@ -121,7 +155,7 @@ class Row:
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block with causal attention; x is (samples, tokens, width)."""
+    """A pre-norm transformer block with causal attention. Its input and output have shape (samples, tokens, width)."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -139,7 +173,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Logits as (samples, classes, tokens), as cross entropy wants them."""
+    """Computes logits of shape (samples, classes, tokens), as cross entropy expects them."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -150,7 +184,7 @@ class Head(nn.Module):
 
 
 def gpt_parts(stages: int, width: int = 128, blocks: int = 8) -> list[nn.Sequential]:
-    """A byte-level GPT in `stages` parts."""
+    """Return a byte-level GPT in `stages` parts."""
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Embedding(256, width), *(Block(width, 4) for _ in range(blocks)), Head(width)]
     cuts = [round(i * len(layers) / stages) for i in range(stages + 1)]
@@ -158,7 +192,7 @@ def gpt_parts(stages: int, width: int = 128, blocks: int = 8) -> list[nn.Sequent
 
 
 def make_problem(cell: Cell) -> tuple[list[nn.Module], torch.Tensor, torch.Tensor, Callable[..., torch.Tensor]]:
-    """The stages' modules, the batch, the target and the loss."""
+    """Return the modules of all stages, the batch, the target and the loss function."""
     n = cell.ranks * cell.stages_per_rank
     torch.manual_seed(1)
     if cell.model == "gpt":
@@ -170,7 +204,7 @@ def make_problem(cell: Cell) -> tuple[list[nn.Module], torch.Tensor, torch.Tenso
 
 
 def make_plan(cell: Cell) -> tuple[Schedule, Plan]:
-    """What is ordered, and by whom."""
+    """Return the schedule and the plan of a cell."""
     settings = {"stages_per_rank": cell.stages_per_rank} if cell.stages_per_rank > 1 else {}
     schedule = make_schedule(cell.schedule, **settings)
     assert isinstance(schedule, Schedule)
@@ -179,7 +213,7 @@ def make_plan(cell: Cell) -> tuple[Schedule, Plan]:
 
 
 def make_stages(cell: Cell, plan: Plan, rank: int) -> list[Stage]:
-    """Those of one rank; they know their batch."""
+    """Return the stages of one rank, which contain their batch."""
     parts, x, target, loss = make_problem(cell)
 
     def body(stage: Stage, item: Item, span: Span, received: Any) -> Any:
@@ -192,7 +226,14 @@ def make_stages(cell: Cell, plan: Plan, rank: int) -> list[Stage]:
 
 
 def make_ours(cell: Cell, rank: int, watch: FailureWatch, kind: str) -> tuple[Callable[[int], None], Engine]:
-    """One step of our engine, by a kind of transport."""
+    """Return a function that runs one step of our engine, and the engine.
+
+    Args:
+        cell: the cell.
+        rank: the rank of this process.
+        watch: the failure watch of this rank.
+        kind: the kind of transport, "auto" or "gloo".
+    """
     schedule, plan = make_plan(cell)
     transport = make_transport(plan, rank, range(cell.ranks), torch.device("cpu"), watch, kind)
     stages = make_stages(cell, plan, rank)
@@ -206,7 +247,7 @@ def make_ours(cell: Cell, rank: int, watch: FailureWatch, kind: str) -> tuple[Ca
 
 
 def make_torch(cell: Cell, rank: int) -> Callable[[int], None]:
-    """One step of torch's schedule, by its public API."""
+    """Return a function that runs one step of torch's schedule through its public API."""
     parts, x, target, loss = make_problem(cell)
     device, mine = torch.device("cpu"), range(rank, len(parts), cell.ranks)
     stages = [PipelineStage(parts[s], s, len(parts), device) for s in mine]
@@ -224,7 +265,11 @@ def make_torch(cell: Cell, rank: int) -> Callable[[int], None]:
 
 
 def rank_main(rank: int, cells: list[Cell], rounds: int) -> list[dict[str, Any]]:
-    """This rank's step times and busy time, cell by cell."""
+    """Run all sides of all cells on this rank.
+
+    Returns:
+        For each cell, the start and end of each step by side, and the events that the engine recorded.
+    """
     watch = join_ranks(rank)
     found = []
     for cell in cells:
@@ -251,7 +296,7 @@ def rank_main(rank: int, cells: list[Cell], rounds: int) -> list[dict[str, Any]]
 
 
 def busiest(cell: Cell, by_rank: list[dict[str, Any]]) -> float:
-    """Seconds that the busiest rank computes in a step."""
+    """Return the seconds for which the busiest rank computes in a step."""
 
     def of(rank: int, window: list[Event]) -> int:
         return sum(e.end - e.start for e in window if e.rank == rank and e.instruction.kind in "FB")
@@ -260,13 +305,13 @@ def busiest(cell: Cell, by_rank: list[dict[str, Any]]) -> float:
 
 
 def learned(cell: Cell, by_rank: list[dict[str, Any]]) -> Overheads:
-    """What the engine needs beside its stages."""
+    """Return the additional time of the engine, from the results of a learning cell."""
     steps = [EmulatedStep((), tuple(map(tuple, r["windows"]))) for r in by_rank]
     return Overheads.of([(cell, steps)], {})
 
 
 def evaluate(cell: Cell, by_rank: list[dict[str, Any]], overheads: Overheads) -> Row:
-    """One row from what all ranks measured."""
+    """Return the row of a cell, from the measurements of all ranks."""
 
     def steps(side: str) -> list[float]:
         each = zip(*(r["spans"][side][WARM_UP:] for r in by_rank), strict=True)
@@ -310,7 +355,7 @@ def evaluate(cell: Cell, by_rank: list[dict[str, Any]], overheads: Overheads) ->
 
 
 def measure(cells: list[Cell], rounds: int) -> list[Row]:
-    """One row a cell; cells with the same number of ranks share one set of processes."""
+    """Measure all cells and return their rows. Cells with the same number of ranks share one set of processes."""
     rows: dict[Cell, Row] = {}
     for ranks in sorted({c.ranks for c in cells}):
         learning = Cell("1f1b", ranks, LEARNING, "learning")
@@ -325,7 +370,7 @@ def measure(cells: list[Cell], rounds: int) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """The rows as text."""
+    """Return the rows as text."""
     lines = [
         "model     schedule     S   M   ours ms  torch ms  ratio (quartiles)    both gloo  efficiency  overhead us"
         "  simulated ms  predicted ms"
@@ -342,7 +387,7 @@ def table(rows: list[Row]) -> str:
 
 
 def headline(rows: list[Row]) -> dict[str, float]:
-    """The figures by which the engine is judged."""
+    """Return the headline numbers of the engine."""
     by = {(r.cell.model, r.cell.schedule, r.cell.ranks, r.cell.microbatches): r for r in rows}
     emulated = [r for r in rows if r.cell.model == "emulated"]
     gpt = [r for r in rows if r.cell.model == "gpt"]
@@ -364,6 +409,7 @@ def headline(rows: list[Row]) -> dict[str, float]:
 
 
 def main() -> None:
+    """Measure the cells and print the table."""
     parser = make_parser(__doc__, "S=4, M=16, one cell more, and the GPT; within 120 s")
     parser.add_argument("--rounds", type=int, default=15, help="steps of every side, which alternate, a cell")
     options = parser.parse_args()

@@ -1,11 +1,17 @@
-"""How well the simulator predicts a step, and what planning by it gains.
+"""The accuracy of simulated step times, and the gain of planning with the simulator.
 
-Steps are predicted before they run: from the times that layers are told to take, or that the profiler finds
-for real ones; the speed to which links are set; and what a computation and a message cost the engine besides, measured
-in a short training. Emulated stages sleep 20 ms forward and 40 ms backward and send 128 KiB over really
-shaped links (`benchmarks/netlab.py`; needs root on Linux). The byte GPT of the examples is real, in two stages with a
-thread each. Its error is printed only if it is valid: if ranks hardly waited for a core while layers were profiled and
-trained, and steps were alike.
+Steps are predicted before they run. The predictions use the times of layers, which are configured for emulated layers
+and measured by the profiler for real ones; the configured speed of links; and the additional time that the engine needs
+for a computation and a message, which is measured in a short training.
+
+Emulated stages sleep 20 ms forward and 40 ms backward, and send 128 KiB over links that are really shaped
+(`benchmarks/netlab.py`; needs root on Linux). The byte GPT of the examples is real, with two stages of one thread each.
+Its error is printed only if the measurement is valid: ranks must hardly have waited for a core while layers were
+profiled and trained, and the steps must have been similar.
+
+The tables show the predicted and the measured time of a step, and the relative error of the prediction. The other lines
+show by how much the planned cut is faster than an even one, and by how much a chosen schedule is slower than the best
+one.
 
     python benchmarks/fidelity.py [--quick] [--json]
 """
@@ -57,24 +63,30 @@ Links = Mapping[tuple[int, int], Link]
 
 
 class Known(Protocol):
-    """A training of which it is known what its layers and links take."""
+    """A training whose layer and link times are known."""
 
     @property
     def plan(self) -> Plan:
-        """Its stages and micro-batches."""
+        """The plan, with its stages and micro-batches."""
 
     def costs(self, links: Links, overheads: Overheads | None) -> CostModel:
-        """What is known of it, and of the engine by `overheads`."""
+        """Return the known costs of the training.
+
+        Args:
+            links: the links between ranks.
+            overheads: the additional time of the engine, or None for the configured times only.
+        """
 
 
 @dataclass(frozen=True)
 class Overheads:
-    """Seconds that the engine needs besides what is known of layers and links.
+    """The seconds that the engine needs in addition to the known times of layers and links.
 
     Attributes:
-        between: before a computation, once its inputs are there.
-        computation: by kind, within it; a backward in two parts takes more, as it has to look for them.
-        message: from one rank to another.
+        between: seconds before a computation whose inputs are available.
+        computation: seconds within a computation, by kind. A backward in two parts needs more, because it has to find
+            the parts.
+        message: seconds of a message from one rank to another.
     """
 
     between: float
@@ -83,8 +95,12 @@ class Overheads:
 
     @classmethod
     def of(cls, trainings: Sequence[tuple[Known, Sequence[EmulatedStep]]], links: Links) -> Overheads:
-        """Means of what trainings took beyond what their layers were told to take, and messages beyond what the links
-        were set to."""
+        """Return the mean differences between measured and known times.
+
+        Args:
+            trainings: trainings with the records of all ranks.
+            links: the configured links between ranks.
+        """
         between, messages, computation = [], [], {}
         for cell, found in trainings:
             timelines = [
@@ -93,7 +109,7 @@ class Overheads:
             costs, told = CostModel.from_timelines(timelines), cell.costs(links, None)
             between.append(costs.overhead)
             for kind in {kind for kind, _ in costs.seconds} & {Kind.F, Kind.B, Kind.I, Kind.W}:
-                # stage 0 has no use for input gradients: all of its backward is in W
+                # stage 0 does not need input gradients: all of its backward is in W
                 stages = range(kind in (Kind.I, Kind.W), cell.plan.n_stages)
                 computation[kind] = statistics.mean(
                     costs.seconds_at(kind, s, 1) - told.seconds_at(kind, s, 1) for s in stages
@@ -102,7 +118,9 @@ class Overheads:
                 if kind in SENDS:
                     target = cell.plan.ranks[stage + (1 if kind is Kind.SF else -1)]
                     link = told.link_between(cell.plan.ranks[stage], target)
-                    free = max(0.0, link.send_seconds(MESSAGE) - link.burst_seconds)  # the bucket is full again by then
+                    free = max(
+                        0.0, link.send_seconds(MESSAGE) - link.burst_seconds
+                    )  # the bucket is full again before each message
                     messages.append(costs.seconds_at(kind, stage, 1) - free)
         return cls(statistics.mean(between), computation, max(0.0, statistics.mean(messages)))
 
@@ -116,8 +134,10 @@ class Cell:
     """One training of emulated layers.
 
     Attributes:
-        plan: with its layers.
-        slow: the rank whose device takes `SLOWER` times as long.
+        schedule: the schedule.
+        plan: the plan, including its layers.
+        profile: the times of the layers.
+        slow: the rank whose device takes `SLOWER` times as long, or None.
     """
 
     schedule: Schedule
@@ -127,26 +147,31 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """The schedule with its settings."""
+        """The schedule with its settings, as text."""
         return schedule_label(self.schedule)
 
     @property
     def speeds(self) -> tuple[float, ...]:
-        """Of each rank's device."""
+        """The relative speed of each rank's device."""
         return tuple(1 / SLOWER if rank == self.slow else 1.0 for rank in range(self.plan.n_ranks))
 
     @property
     def emulation(self) -> Emulation:
-        """What ranks run."""
+        """The training as ranks run it."""
         return Emulation(self.plan, self.schedule.program(self.plan), self.profile.layers, self.speeds)
 
     @property
     def cluster(self) -> Cluster:
-        """Its devices, on free links."""
+        """The devices, connected by links that take no time."""
         return Cluster(tuple(Device(speed=speed) for speed in self.speeds))
 
     def costs(self, links: Links, overheads: Overheads | None) -> CostModel:
-        """What is known before training."""
+        """Return the costs that are known before the training.
+
+        Args:
+            links: the links between ranks.
+            overheads: the additional time of the engine, or None for the configured times only.
+        """
         links = {(a, b): links[a, b] for a, b, _ in self.plan.directed_links if (a, b) in links}
         costs = self.profile.stage_costs(self.plan.layers, [self.speeds[rank] for rank in self.plan.ranks])
         if overheads is None:
@@ -159,13 +184,13 @@ class Cell:
         return replace(costs, seconds=seconds, links=slower, overhead=overheads.between)
 
     def predicted(self, links: Links, overheads: Overheads) -> float:
-        """Seconds of a step."""
+        """Return the predicted seconds of a step."""
         return makespan(self.emulation.order, self.plan, self.costs(links, overheads)) / 1e9
 
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds of a step."""
+    """The predicted and the measured seconds of a step."""
 
     condition: str
     label: str
@@ -174,7 +199,7 @@ class Row:
 
     @property
     def error(self) -> float:
-        """0.03 predicts 3 % too long."""
+        """The relative error of the prediction. A value of 0.03 means that the prediction is 3 % too long."""
         return self.predicted / self.measured - 1
 
     def __str__(self) -> str:
@@ -186,7 +211,7 @@ class Row:
 
 
 def equal_stages(name: str, slow: int | None = None, microbatches: int = MICROBATCHES, **settings: int) -> Cell:
-    """Stages that take `FORWARD` and `BACKWARD`, those of one rank together."""
+    """Return a cell with equal stages. All stages of a rank together take `FORWARD` and `BACKWARD`."""
     schedule = made(name, **settings)
     plan = even_plan(schedule, RANKS, microbatches, microbatches)
     n, share = plan.n_stages, RANKS / plan.n_stages
@@ -196,14 +221,14 @@ def equal_stages(name: str, slow: int | None = None, microbatches: int = MICROBA
 
 
 def made(name: str, **settings: int) -> Schedule:
-    """The schedule of that name."""
+    """Return the schedule with a name and settings."""
     schedule = make_schedule(name, **settings)
     assert isinstance(schedule, Schedule)
     return schedule
 
 
 def schedules(quick: bool, slow: int | None) -> list[Cell]:
-    """A cell for each; kfkb with k = 1 is 1f1b."""
+    """Return a cell for each schedule. kfkb with k = 1 is left out because it is the same as 1f1b."""
     names: list[tuple[str, dict[str, int]]] = [
         ("1f1b", {}),
         ("kfkb", {"k": 2}),
@@ -216,7 +241,7 @@ def schedules(quick: bool, slow: int | None) -> list[Cell]:
 
 
 def emulated_rows(lab: NetLab, overheads: Overheads, quick: bool) -> Iterator[Row]:
-    """Every schedule on links of several speeds, and with a slow rank."""
+    """Yield rows for all schedules on links of several speeds, also with a slow rank."""
     conditions: list[tuple[float, int | None]] = [(0.005, None), (0.020, None), (0.005, SLOW_RANK)]
     for transfer, slow in conditions if quick else [(0.0, None), *conditions]:
         lab.shape(MESSAGE / transfer if transfer else None)
@@ -227,30 +252,34 @@ def emulated_rows(lab: NetLab, overheads: Overheads, quick: bool) -> Iterator[Ro
 
 
 def calibrated(lab: NetLab) -> Overheads:
-    """Measured with fewer micro-batches and another speed than anything that is predicted by it."""
+    """Measure the additional time of the engine.
+
+    The measurement uses a smaller number of micro-batches and another link speed than all trainings that are predicted
+    from it.
+    """
     lab.shape(MESSAGE / 0.010)
     cells = [equal_stages(name, microbatches=MICROBATCHES // 2) for name in ("zero_bubble", "1f1b")]
     return Overheads.of(list(zip(cells, train(lab, cells, steps(quick=False)), strict=True)), lab.links)
 
 
 def steps(quick: bool) -> int:
-    """Of each training."""
+    """Return the number of steps in each training."""
     return 2 if quick else 3
 
 
 def medians(lab: NetLab, cells: Sequence[Cell], quick: bool) -> list[float]:
-    """Seconds of a step of each cell."""
+    """Return the median seconds of a step of each cell."""
     return [statistics.median(step_seconds(found)) for found in train(lab, cells, steps(quick))]
 
 
 def train(lab: NetLab, cells: Sequence[Cell], steps: int) -> list[list[EmulatedStep]]:
-    """By cell what each rank saw."""
+    """Train all cells, and return the records of all ranks for each cell."""
     found = lab.run_ranks(rank_main, [cell.emulation for cell in cells], steps, timeout=900)
     return [[of_rank[n] for of_rank in found] for n in range(len(cells))]
 
 
 def rank_main(rank: int, emulations: list[Emulation], steps: int) -> list[EmulatedStep]:
-    """What this rank sees of each of the trainings."""
+    """Run the trainings on this rank, and return its record of each one."""
     watch = join_ranks(rank)
     found = [run_steps(e.plan, e.order, e.stages(rank), rank, watch, steps, WARM_UP) for e in emulations]
     watch.close()
@@ -262,7 +291,16 @@ def rank_main(rank: int, emulations: list[Emulation], steps: int) -> list[Emulat
 
 @dataclass(frozen=True)
 class Real:
-    """What a rank of the GPT found: layers and links before training, and the training."""
+    """The results of one rank of the GPT.
+
+    Attributes:
+        profile: the times of the layers, measured before the training.
+        plan: the plan.
+        links: the links, measured before the training.
+        empty: the record of a training with stages that take no time.
+        steps: the record of the training.
+        waited: the share of the time for which the rank waited for a core.
+    """
 
     profile: ModelProfile
     plan: Plan
@@ -273,19 +311,21 @@ class Real:
 
 
 WAITED, SCATTERED = 0.02, 0.1
-"""The shares of a training that a rank may wait for a core, and that the middle half of its steps may be apart."""
+"""The limits for a valid measurement: the share of the time for which a rank may wait for a core, and the range of the
+middle half of the steps relative to the median.
+"""
 GPT_ROWS, GPT_MICROBATCHES = 16, 8
 
 
 def empty_stages() -> Cell:
-    """Two stages that take no time: what remains is the engine."""
+    """Return a cell with two stages that take no time, so that only the time of the engine remains."""
     schedule, layer = made("1f1b"), sleeping_layer(0.0, 0.0)
     plan = replace(even_plan(schedule, 2, GPT_MICROBATCHES, GPT_MICROBATCHES), layers=even_partition([1.0] * 2, 2))
     return Cell(schedule, plan, ModelProfile((layer,) * 2))
 
 
 def gpt_plan(layers: Sequence[nn.Module]) -> Plan:
-    """As the strategy cuts it where nothing is said: by parameters."""
+    """Return the default plan of the strategy, with stages of similar numbers of parameters."""
     parameters = [sum(p.numel() for p in layer.parameters()) for layer in layers]
     return replace(Plan.even(2, GPT_MICROBATCHES, GPT_ROWS), layers=even_partition(parameters, 2))
 
@@ -302,7 +342,7 @@ class Loss(nn.Module):
 
 
 def gpt_main(rank: int, steps: int) -> Real:
-    """Profiles the layers on all ranks at once, as they will compute, then the links; then trains."""
+    """Profile the layers on all ranks at the same time, measure the links, and train the GPT."""
     sys.path.append(str(Path(__file__).parents[1] / "examples"))
     from models import GPT
 
@@ -346,7 +386,7 @@ def gpt_main(rank: int, steps: int) -> Real:
 
 
 def gpt_row(steps: int) -> Row | str:
-    """The byte GPT, in two stages; why its measurement is not valid, if it is not."""
+    """Return the row of the byte GPT in two stages, or the reason why its measurement is not valid."""
     found = run_ranks(gpt_main, 2, steps, timeout=300)
     overheads = Overheads.of([(empty_stages(), [r.empty for r in found])], {})
     each = overheads.between + statistics.mean(overheads.computation.values())
@@ -370,7 +410,14 @@ def gpt_row(steps: int) -> Row | str:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to train a problem of `CHOICES`, and seconds of a step."""
+    """One way to train a problem of `CHOICES`.
+
+    Attributes:
+        cell: the training.
+        predicted: the predicted seconds of a step.
+        measured: the measured seconds of a step.
+        chosen: whether the planner chose this candidate.
+    """
 
     cell: Cell
     predicted: float
@@ -388,19 +435,19 @@ CHOICES: tuple[tuple[str, float, int | None], ...] = (
     ("slow links", 0.008, None),
     ("slow links, rank 1 slower", 0.004, SLOW_RANK),
 )
-"""Problems: what they are called, seconds of a message of a whole batch's sixteenth, the slow rank."""
+"""Problems: a name, the seconds of a message for a sixteenth of a batch, and the slow rank."""
 LAYERS, ROWS, NUMBERS = 8, 16, (8, 16)
 
 
 def choice_layers() -> ModelProfile:
-    """Layers whose times are not proportional to rows, so that many small micro-batches cost something too."""
+    """Return layers whose times are not proportional to rows, so that many small micro-batches also have a cost."""
     forward, backward, half = (tuple((rows, t * (1 + rows)) for rows in (1, ROWS)) for t in (1e-3, 2e-3, 1e-3))
     layer = replace(sleeping_layer(1.0, 2.0, 1.0, MESSAGE), forward=forward, backward=backward)
     return ModelProfile((replace(layer, input_backward=half, weight_backward=half),) * LAYERS)
 
 
 def regret_measured(lab: NetLab, overheads: Overheads, quick: bool) -> Iterator[tuple[str, list[Candidate]]]:
-    """Each problem with its candidates."""
+    """Yield the name and the candidates of each problem."""
     given = [made("gpipe"), made("1f1b"), made("kfkb", k=2), made("interleaved"), made("zero_bubble")]
     for name, transfer, slow in CHOICES[2:] if quick else CHOICES:
         lab.shape(MESSAGE / transfer)
@@ -425,13 +472,13 @@ def regret_measured(lab: NetLab, overheads: Overheads, quick: bool) -> Iterator[
 
 
 def regret(candidates: Sequence[Candidate]) -> float:
-    """How much slower than the best the chosen one is, 0.02 for 2 %."""
+    """Return by how much the chosen candidate is slower than the best one. A value of 0.02 means 2 %."""
     (chosen,) = [c.measured for c in candidates if c.chosen]
     return chosen / min(c.measured for c in candidates) - 1
 
 
 def regret_simulated(problems: int) -> list[float]:
-    """How much slower than the best of all the choice is, in random problems."""
+    """Return by how much the choice is slower than the best of all options, for each of `problems` random problems."""
     found = []
     for seed in range(problems):
         p = random_problem(seed)
@@ -442,13 +489,20 @@ def regret_simulated(problems: int) -> list[float]:
 
 PROBLEMS = 20
 MANY = 44
-"""Layers that can be shared out by speed: 12, 8, 12 and 12 where rank 1 takes one and a half times as long."""
+"""The number of layers, which can be divided in proportion to the speeds: 12, 8, 12 and 12 if rank 1 takes 1.5 times as
+long.
+"""
 
 
 @dataclass(frozen=True)
 class Partitions:
-    """Seconds of a step of layers cut evenly by parameters, and as the planner cuts them; and what none can beat whose
-    ranks share the work by their speeds."""
+    """Results for a model with a slow rank.
+
+    Attributes:
+        even: the layers cut evenly by parameters.
+        planned: the layers cut by the planner.
+        ideal: seconds of a step that no partition can beat, with work in proportion to the speeds of ranks.
+    """
 
     even: Row
     planned: Row
@@ -456,17 +510,19 @@ class Partitions:
 
     @property
     def gain(self) -> float:
-        """How much faster the planner's cut is: 1.2 takes a sixth less time."""
+        """How much faster the planned cut is than the even one. With a value of 1.2, it takes a sixth less time."""
         return self.even.measured / self.planned.measured
 
     @property
     def beyond_ideal(self) -> float:
-        """How far it stays behind total work over the sum of speeds: 0.02 takes 2 % longer."""
+        """The relative difference from the ideal, total work over the sum of speeds. With a value of 0.02, it takes 2 %
+        longer.
+        """
         return self.planned.measured / self.ideal - 1
 
 
 def partitions(lab: NetLab, overheads: Overheads, quick: bool) -> Partitions:
-    """On free links, with a slower rank."""
+    """Measure the even and the planned cut on links without a limit, with a slow rank."""
     lab.shape(None)
     schedule, share = made("1f1b"), RANKS / MANY
     plan = even_plan(schedule, RANKS, MICROBATCHES, MICROBATCHES)
@@ -487,7 +543,7 @@ def partitions(lab: NetLab, overheads: Overheads, quick: bool) -> Partitions:
 
 
 def on_shaped_links(quick: bool) -> dict[str, float]:
-    """Prints what was found with emulated layers, and gives the headline figures."""
+    """Print the results with emulated layers, and return the headline numbers."""
     with NetLab(RANKS) as lab:
         overheads = calibrated(lab)
         print(f"emulated layers; {overheads}")
@@ -513,8 +569,9 @@ def on_shaped_links(quick: bool) -> dict[str, float]:
 
 
 def main() -> None:
+    """Measure the GPT and the emulated layers, and print the results."""
     options = make_parser(__doc__, "fewer cells; within 120 s").parse_args()
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hosts have no name server, of which torch would warn
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # avoids a warning of torch that hosts have no name server
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
     print(f"{describe_machine()}, {versions}; medians of {steps(options.quick)} steps")
     gpt = gpt_row(9 if options.quick else 21)

@@ -1,8 +1,10 @@
-"""Siblings that share one GPU, real: what the engine costs there, and what it costs that states take turns.
+"""Siblings of a job array that share one real GPU: the cost of the engine, and the cost of states that take turns.
 
-A GPT of bytes is trained by a plain Trainer, by a Trainer with PipelineStrategy on one device, and as an array of
-siblings: all of them on the GPU, or as many as fit into a smaller budget, brought in advance or when they are needed.
-All take turns in one process.
+A GPT over bytes is trained by a plain Trainer, by a Trainer with PipelineStrategy on one device, and as an array of
+siblings. In the array, either all siblings are on the GPU, or only as many as fit into a smaller budget. In the latter
+case, their states are brought to the GPU in advance or on demand. All ways to train take turns in one process.
+
+The table shows the milliseconds of a batch (median, least and most), the overhead over the plain Trainer, and the loss.
 
     python benchmarks/gpu.py [--quick] [--json]
 """
@@ -31,17 +33,18 @@ from lightning_pipes import JobArray, MemorySwap, PipelineStrategy
 
 CONTEXT, WIDTH, HEADS, BLOCKS = 1024, 1024, 16, 16
 SIBLINGS, SLOTS, BATCHES, WARM = 4, 3, 16, 4
-"""Batches of each sibling, and those of each that are not counted."""
+"""SLOTS is the number of siblings that the smaller budget holds. The first WARM of each sibling's BATCHES do not count.
+"""
 
 
 class Clock(Callback):
-    """Marks where batches of all siblings end in the GPU's queue, and waits for none of them."""
+    """Records the ends of the batches of all siblings in the queue of the GPU, without waiting for the GPU."""
 
     def __init__(self) -> None:
         self.ends: list[tuple[int, torch.cuda.Event]] = []
 
     def of(self, number: int) -> Callback:
-        """A callback for one sibling."""
+        """Return a callback for one sibling."""
         ends = self.ends
 
         class Each(Callback):
@@ -53,7 +56,7 @@ class Clock(Callback):
         return Each()
 
     def milliseconds(self, siblings: int) -> float:
-        """Of a batch, from when all siblings were warm until the first one ended."""
+        """Return the milliseconds of a batch, from when all siblings are warm until the first one ends."""
         torch.cuda.synchronize()
         seen: Counter[int] = Counter()
         begin: torch.cuda.Event | None = None
@@ -70,6 +73,7 @@ class Clock(Callback):
 
 
 def trainer_of(strategy: Any, callback: Callback) -> L.Trainer:
+    """Return a Trainer with a strategy and a callback."""
     return L.Trainer(
         accelerator="gpu",
         devices=1,
@@ -82,7 +86,7 @@ def trainer_of(strategy: Any, callback: Callback) -> L.Trainer:
 
 
 def fit(strategy: Any, rows: int, callback: Callback) -> float:
-    """One training; returns its last loss."""
+    """Train once and return the last loss."""
     L.seed_everything(1, verbose=False)
     tokens = torch.randint(0, 256, (rows * BATCHES, CONTEXT))
     loader = torch.utils.data.DataLoader(
@@ -96,6 +100,8 @@ def fit(strategy: Any, rows: int, callback: Callback) -> float:
 
 
 def alone(strategy: Callable[[], Any]) -> Callable[[int], dict[str, Any]]:
+    """Return a function that trains a single model and returns its milliseconds and its loss."""
+
     def run(rows: int) -> dict[str, Any]:
         clock = Clock()
         loss = fit(strategy(), rows, clock.of(0))
@@ -105,6 +111,10 @@ def alone(strategy: Callable[[], Any]) -> Callable[[int], dict[str, Any]]:
 
 
 def array(memory: Callable[[], MemorySwap | None]) -> Callable[[int], dict[str, Any]]:
+    """Return a function that trains an array of siblings and returns their milliseconds, the loss and statistics of
+    swapping.
+    """
+
     def run(rows: int) -> dict[str, Any]:
         clock, swap = Clock(), memory()
 
@@ -126,6 +136,7 @@ def array(memory: Callable[[], MemorySwap | None]) -> Callable[[int], dict[str, 
 
 
 def main() -> None:
+    """Run all ways to train and print the table."""
     arguments = make_parser(__doc__, "one round of the smaller batch").parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this needs a CUDA device")
