@@ -118,9 +118,7 @@ class Overheads:
                 if kind in SENDS:
                     target = cell.plan.ranks[stage + (1 if kind is Kind.SF else -1)]
                     link = told.link_between(cell.plan.ranks[stage], target)
-                    free = max(
-                        0.0, link.send_seconds(MESSAGE) - link.burst_seconds
-                    )  # the bucket is full again before each message
+                    free = max(0.0, link.send_seconds(MESSAGE) - link.burst_seconds)  # the bucket is full again by then
                     messages.append(costs.seconds_at(kind, stage, 1) - free)
         return cls(statistics.mean(between), computation, max(0.0, statistics.mean(messages)))
 
@@ -489,8 +487,8 @@ def regret_simulated(problems: int) -> list[float]:
 
 PROBLEMS = 20
 MANY = 44
-"""The number of layers, which can be divided in proportion to the speeds: 12, 8, 12 and 12 if rank 1 takes 1.5 times as
-long.
+"""The number of layers. It can be divided in proportion to the speeds of the ranks: 12, 8, 12 and 12 if rank 1 takes 1.5
+times as long.
 """
 
 

@@ -33,8 +33,7 @@ from lightning_pipes import JobArray, MemorySwap, PipelineStrategy
 
 CONTEXT, WIDTH, HEADS, BLOCKS = 1024, 1024, 16, 16
 SIBLINGS, SLOTS, BATCHES, WARM = 4, 3, 16, 4
-"""SLOTS is the number of siblings that the smaller budget holds. The first WARM of each sibling's BATCHES do not count.
-"""
+"""SLOTS siblings fit into the smaller budget. The first WARM of the BATCHES of each sibling do not count."""
 
 
 class Clock(Callback):
@@ -111,9 +110,7 @@ def alone(strategy: Callable[[], Any]) -> Callable[[int], dict[str, Any]]:
 
 
 def array(memory: Callable[[], MemorySwap | None]) -> Callable[[int], dict[str, Any]]:
-    """Return a function that trains an array of siblings and returns their milliseconds, the loss and statistics of
-    swapping.
-    """
+    """Return a function that trains an array of siblings and returns its milliseconds, a loss and swap statistics."""
 
     def run(rows: int) -> dict[str, Any]:
         clock, swap = Clock(), memory()
