@@ -487,9 +487,7 @@ def regret_simulated(problems: int) -> list[float]:
 
 PROBLEMS = 20
 MANY = 44
-"""The number of layers. It can be divided in proportion to the speeds of the ranks: 12, 8, 12 and 12 if rank 1 takes 1.5
-times as long.
-"""
+"""The number of layers. It can be divided by speed: 12, 8, 12 and 12 layers if rank 1 takes 1.5 times as long."""
 
 
 @dataclass(frozen=True)

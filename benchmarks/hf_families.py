@@ -1,10 +1,14 @@
-"""Hugging Face families with a pipeline plan, each trained in a pipeline beside one process.
+"""Hugging Face families with a pipeline plan, each trained in a pipeline and compared with one process.
 
     python benchmarks/hf_families.py [--quick] [--json] [--family NAME ...]
 
-A tiny random model of each family, two ranks, schedule 1f1b, two micro-batches, three steps of AdamW in float64; the
-library's defaults, and then the same with padded labels (-100). One process trains the same by a loop of its own. Equal
-means that no weight differs by more than 1e-9. Families share processes; one that fails gets the next ones new ones.
+A tiny random model of each family is trained on two ranks with schedule 1f1b, two micro-batches, and three steps of
+AdamW in float64. The first training uses the library's defaults, and the second one uses padded labels (-100) in
+addition. One process trains the same model with a separate loop. The results are equal if no weight differs by more
+than 1e-9. Families share processes. If a family fails, the next families run in new processes.
+
+The table shows for each family whether the weights are equal, with the largest difference, and the layers that are cut.
+The last column has the warnings about the loss, or the reason why the training was refused.
 """
 
 from __future__ import annotations
@@ -46,24 +50,27 @@ QUICK = (
 )
 RANKS, STEPS, RATE = 2, 3, 1e-2
 EQUAL = 1e-9
-"""How far weights may differ: they are computed in another order, in float64."""
+"""The largest allowed difference of weights in float64, which are computed in another order."""
 VARIANTS = ("default", "padded")
 SETTINGS: Mapping[str, Any] = {"microbatches": 2, "partition": "parameters"}
 A_ROUND = 20
-"""Families that share processes."""
+"""The number of families that share processes."""
 CUT = re.compile(r"The pipeline is cut from self\.(\S+?)[;,]")
 
 
 @dataclass
 class Result:
-    """How a family with one kind of labels ended.
+    """The result of a family with one kind of labels.
 
     Attributes:
-        outcome: "equal", "differs" or "refused".
+        family: the name of the family.
+        variant: one of `VARIANTS`.
+        model: the name of the model class.
+        outcome: "equal", "differs", "refused", or "failed" if the processes ended with an error.
         apart: the largest difference of a weight.
-        cut: the layers that are spread over the ranks.
-        said: what was warned of, or why it was refused.
-        weighed: how micro-batches are weighed, where not by their samples.
+        cut: the path of the layers that are spread over the ranks.
+        said: the warnings, or the reason why the training was refused or failed.
+        weighed: how micro-batches are weighted, if not by their number of samples.
     """
 
     family: str
@@ -77,7 +84,7 @@ class Result:
 
 
 class LitFamily(pl.LightningModule):
-    """A model as a user of the library trains it."""
+    """A module that trains a model as a user of the library would."""
 
     def __init__(self, net: torch.nn.Module) -> None:
         super().__init__()
@@ -91,10 +98,13 @@ class LitFamily(pl.LightningModule):
 
 
 def compare(rank: int, names: Sequence[str], file: str, settings: Mapping[str, Any] = SETTINGS) -> None:
-    """Train families in turns and write a line for each result, until one fails.
+    """Train families one after the other and write a line for each result, until one is refused.
 
     Args:
-        settings: of `PipelineStrategy`.
+        rank: the rank of this process.
+        names: the families.
+        file: the file to which rank 0 appends results as JSON.
+        settings: arguments of `PipelineStrategy`.
     """
     torch.set_num_threads(1)
     for name in names:
@@ -132,7 +142,7 @@ def _compared(rank: int, name: str, variant: str, tiny: Tiny, settings: Mapping[
 
 
 def _trained_plainly(model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
-    """The weights after training by a loop that has nothing in common with ours."""
+    """Return the weights after training with a loop that does not use this package."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -154,7 +164,7 @@ def _fit(module: pl.LightningModule, batch: Batch, settings: Mapping[str, Any]) 
 
 
 class _heard:  # noqa: N801  # read as a function
-    """The warnings and the lines of the log in the block."""
+    """Collects the warnings and the log messages inside a `with` block."""
 
     def __enter__(self) -> list[str]:
         self._lines: list[str] = []
@@ -176,7 +186,12 @@ class _heard:  # noqa: N801  # read as a function
 
 
 def results(names: Sequence[str], settings: Mapping[str, Any] = SETTINGS) -> Iterator[Result]:
-    """Compare families, in processes that they share, with `settings` of the strategy."""
+    """Compare families in shared processes and yield the results.
+
+    Args:
+        names: the families.
+        settings: arguments of `PipelineStrategy`.
+    """
     left = [*names]
     while left:
         with tempfile.TemporaryDirectory() as folder:
@@ -202,6 +217,7 @@ def results(names: Sequence[str], settings: Mapping[str, Any] = SETTINGS) -> Ite
 
 
 def main() -> None:
+    """Compare the families and print the table."""
     parser = make_parser(__doc__, "twelve families, within 120 s")
     parser.add_argument("--family", nargs="*", help="these families")
     options = parser.parse_args()

@@ -1,10 +1,13 @@
-"""Job arrays: how good the orders of one iteration are, how long an epoch of 64 made-up jobs takes, simulated, and what
-siblings take together and one after another, executed. See papers/jap/figures.py for the figures of ArrayPipe's paper.
+"""Job arrays: the quality of the orders of one iteration, the time of an epoch of 64 artificial jobs, and executed
+siblings.
 
-Solvers get a time limit, and processes are measured, so run it on an idle machine; what is simulated is the same
-everywhere.
+The orders and the epochs are simulated. The executed siblings are compared with the same jobs run one after another.
+See papers/jap/figures.py for the figures of ArrayPipe's paper.
 
-    python benchmarks/jap.py [--quick] [--json] [--simulated | --real]
+Solvers have a time limit, and processes are measured, so that the benchmark needs an idle machine. The simulated
+results of epochs are the same on every machine.
+
+    python benchmarks/jap.py [--quick] [--json] [--simulated | --real | --schemes]
 """
 
 from __future__ import annotations
@@ -47,13 +50,21 @@ SINGLE = {
     "interleaved v=2": Ordered((Interleaved(stages_per_rank=2),), recompute=(False,)),
     "Hanayo 1 wave": Ordered((Hanayo(waves=1),), recompute=(False,)),
 }
-"""The generator's backwards recompute already."""
+"""Schedules for jobs one after another. They do not recompute, because the generator's backwards already include it."""
 
 
 def solver_rows(
     sets: Sequence[str], sizes: Sequence[int], seeds: int, seconds: float, genetic: bool
 ) -> dict[tuple[str, int], dict[str, float]]:
-    """Makespan over bound, means over `seeds`: of each set and number of jobs, by method, also by the `genetic` one."""
+    """Return the makespan over the lower bound for each set and number of jobs, by method, as means over seeds.
+
+    Args:
+        sets: names in `SETS`.
+        sizes: numbers of jobs.
+        seeds: the number of random arrays for each set and number of jobs.
+        seconds: the time of the longest search.
+        genetic: whether to include the genetic algorithm.
+    """
     warm_up()
     found: dict[tuple[str, int], dict[str, float]] = {}
     for name in sets:
@@ -70,7 +81,13 @@ def solver_rows(
 
 
 def methods(problem: ArrayProblem, seconds: float, genetic: bool) -> dict[str, ArraySolution]:
-    """Every way to order one array, within so much of this process's time."""
+    """Order one array with every method, and return the solutions.
+
+    Args:
+        problem: the array.
+        seconds: the processor time of the longest search. The genetic algorithm gets 1.5 times as much.
+        genetic: whether to include the genetic algorithm.
+    """
     limit = partial(Effort.from_seconds, clock=time.process_time)
     return {
         "algorithm 1": solve_array(problem, "algorithm 1"),
@@ -83,13 +100,18 @@ def methods(problem: ArrayProblem, seconds: float, genetic: bool) -> dict[str, A
 
 
 def warm_up() -> None:
-    """Compiles what will be measured."""
+    """Compile the functions that will be measured."""
     solve_array(random_array(30, STAGES), "search", Effort(60_000))
     solve_array(random_array(30, STAGES), "algorithm 1")
 
 
 def generated(imbalance: float = 0.0, overhead: float | None = None) -> Costs:
-    """The generator's language jobs; where a rank has several stages, they share its time."""
+    """Return the costs of the generator's language jobs. Several stages on one rank share the time of the rank.
+
+    Args:
+        imbalance: how unequal the stages are.
+        overhead: the fixed time of a block, in the time of samples, or None for the default of the generator.
+    """
     whole = random_costs(STAGES, imbalance=imbalance, overhead=overhead, seed=1)
 
     @cache
@@ -111,10 +133,11 @@ def generated(imbalance: float = 0.0, overhead: float | None = None) -> Costs:
 
 
 def epoch_table(sizes: Sequence[int], all_schemes: bool) -> tuple[list[str], float]:
-    """Lines, and the ratio of as many resident jobs as stages.
+    """Return the lines of the table of epochs, and the epoch over the bottleneck's work with as many resident jobs as
+    stages.
 
     Args:
-        sizes: resident jobs.
+        sizes: numbers of resident jobs.
         all_schemes: whether other schemes are compared.
     """
     lines = ["epoch over the bottleneck's work, equal / unequal stages"]
@@ -142,7 +165,7 @@ def epoch_table(sizes: Sequence[int], all_schemes: bool) -> tuple[list[str], flo
 
 
 def overhead_table() -> list[str]:
-    """How much jobs one after another lose, by the fixed time of a block."""
+    """Return a table of how much time jobs lose if they run one after another, by the fixed time of a block."""
     lines = [
         "jobs one after another over no rounds (8 resident jobs), by what a block costs besides, in samples' worth"
     ]
@@ -156,7 +179,7 @@ def overhead_table() -> list[str]:
 
 
 def solver_table(rows: dict[tuple[str, int], dict[str, float]]) -> list[str]:
-    """The solvers' rows as text."""
+    """Return the rows of the solvers as text."""
     columns = list(next(iter(rows.values())))
     lines = ["one iteration of an array on 8 stages: makespan over the lower bound"]
     lines.append(f"{'':26}{'jobs':>5}" + "".join(f"{column:>15}" for column in columns))
@@ -166,7 +189,7 @@ def solver_table(rows: dict[tuple[str, int], dict[str, float]]) -> list[str]:
 
 
 def simulated_keys(quick: bool) -> dict[str, float]:
-    """Prints how good orders are, and what epochs of many jobs take; the headline figures."""
+    """Print the quality of orders and the time of epochs of many jobs, and return the headline numbers."""
     load_kernel()
     by = "numba" if SOLVERS.numba else "plain Python"
     print(f"{describe_machine()}, Python {platform.python_version()}, {by}; simulated\n")
@@ -182,7 +205,7 @@ def simulated_keys(quick: bool) -> dict[str, float]:
 
 
 def emulated_keys(quick: bool) -> dict[str, float]:
-    """The same of siblings on emulated stages, executed."""
+    """Run siblings on emulated stages, print the results, and return the headline numbers."""
     if quick:
         cases = [jap_run.Case(8, 16, 6, jap_run.slow_layers(8, 0.24, times=1), starts=False, short=3)]
     else:
@@ -193,7 +216,7 @@ def emulated_keys(quick: bool) -> dict[str, float]:
 
 
 def real_keys(quick: bool) -> dict[str, float]:
-    """The same of siblings that train a real GPT, executed."""
+    """Run siblings that train a real GPT, print the results, and return the headline numbers."""
     if quick:
         profile = jap_run.gpt_profile(2, jap_run.FEW_SIZES, times=1)
         case = jap_run.Case(2, 8, 4, profile, real=True, steps=1, starts=False, short=3)
@@ -205,14 +228,14 @@ def real_keys(quick: bool) -> dict[str, float]:
 
 
 def shown(case: jap_run.Case, quick: bool) -> dict[str, float]:
-    """The figures of a case, whose lines it prints."""
+    """Run a case, print its lines, and return its numbers."""
     lines, found = jap_run.executed(case, pairs=1 if quick else 2)
     print("\n".join(lines), flush=True)
     return found
 
 
 def scheme_keys(quick: bool) -> dict[str, float]:
-    """The paper's schemes of arrays on emulated stages, executed."""
+    """Run the paper's schemes of arrays on emulated stages, print the results, and return the numbers."""
     case = jap_run.Case(4, 8, 3 if quick else 6, jap_run.slow_layers(4, 0.12, times=1))
     lines, found = jap_run.compare_schemes(case, 1 if quick else 3)
     print("\n".join(lines), flush=True)
@@ -220,13 +243,14 @@ def scheme_keys(quick: bool) -> dict[str, float]:
 
 
 def equal_keys(quick: bool) -> dict[str, float]:
-    """Whether siblings are what they are alone."""
+    """Check whether siblings in an array have the same losses and weights as when they are trained alone."""
     equal = jap_run.bit_equal(2 if quick else 4)
     print(f"losses and weights of siblings equal those of each alone, bit for bit: {equal}")
     return {"bit_equal": float(equal)}
 
 
 def main() -> None:
+    """Run the selected parts of the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--quick", action="store_true", help="fewer seeds, sets, batches and rows of tables; within 120 s"

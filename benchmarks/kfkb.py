@@ -1,10 +1,10 @@
-"""What more micro-batches under way gain on slow links, and what adapting to them gains.
+"""The gain of more micro-batches in flight on slow links, and the gain of adapting to these links.
 
-Four emulated stages, 24 micro-batches, a backward takes two forwards, and a message x forwards. Steps over steady links
-are measured on really shaped ones (`papers/kfkb/links.py`; needs root on Linux), plans in turn in the same processes.
-Links that switch between x = 0.25 and 3, or change from phase to phase, are shaped so while steps run
-(`papers/kfkb/changing.py`), and replayed event by event (`papers/kfkb/replay.py`) over more traces, with the tuner's
-own code in the loop.
+The benchmark uses four emulated stages and 24 micro-batches. A backward takes as long as two forwards, and a message
+takes as long as x forwards. Steps over steady links are measured on links that are really shaped
+(`papers/kfkb/links.py`; needs root on Linux), with the plans taking turns in the same processes. Links whose speed
+switches between x = 0.25 and 3, or changes from phase to phase, are shaped while steps run (`papers/kfkb/changing.py`).
+More traces of such links are replayed event by event (`papers/kfkb/replay.py`), with the tuner's own code in the loop.
 
     python benchmarks/kfkb.py [--quick] [--only PART...] [--speeds X...] [--seeds A B] [--json]
 """
@@ -39,21 +39,25 @@ from lightning_pipes.sim import makespan
 STAGES, MICROBATCHES = 4, 24
 FORWARD_MS, QUICK_MS = 20, 5
 MESSAGE, QUICK_MESSAGE = 128 * 1024, 48 * 1024
-"""Bytes: several times what a token bucket lets pass at once, and few enough for speeds that the laboratory holds."""
+"""Bytes of a message. It is several times the burst of a token bucket, and small enough for speeds that the laboratory
+can keep.
+"""
 LIMIT = 16
-"""Micro-batches that a rank may hold, where a limit is given: four times those of 1F1B."""
+"""The number of micro-batches that a rank may hold if there is a limit. It is four times the number of 1F1B."""
 SPEEDS = (0.0, 0.25, 0.5, 1.0, 2.0, 3.0)
-"""Messages in forwards."""
+"""Times of a message, in forwards."""
 PHASES = (0.15, 1.0, 0.15, 1.0, 0.5, 2.0)
 MS = 1_000_000
 
 
 @dataclass(frozen=True)
 class Situation:
-    """Equal stages between equal links.
+    """A pipeline with equal stages and equal links.
 
     Attributes:
-        forward: milliseconds; a backward takes twice as long.
+        forward: milliseconds of a forward. A backward takes twice as long.
+        stages: the number of stages, with one stage on each rank.
+        microbatches: the number of micro-batches in a batch.
     """
 
     forward: int
@@ -62,37 +66,41 @@ class Situation:
 
     @property
     def plan(self) -> Plan:
-        """One sample a micro-batch."""
+        """A plan with one sample in each micro-batch."""
         return Plan.even(self.stages, self.microbatches)
 
     @property
     def times(self) -> dict[Kind, int]:
-        """Nanoseconds."""
+        """The nanoseconds of a forward and of a backward."""
         return {Kind.F: self.forward * MS, Kind.B: 2 * self.forward * MS}
 
     def costs(self, x: float) -> CostModel:
-        """On steady links; an activation is one byte."""
+        """Return the costs on steady links, with one byte for an activation.
+
+        Args:
+            x: the time of a message, in forwards.
+        """
         times = {**self.times, Kind.SF: x * self.forward * MS, Kind.SB: x * self.forward * MS}
         seconds = {(kind, s): ((1, t * 1e-9),) for kind, t in times.items() for s in range(self.stages)}
         return CostModel(seconds, activation_bytes=(1,) * self.stages)
 
     def makespan(self, schedule: Schedule | Policy, x: float) -> int:
-        """Nanoseconds of a step by the simulator."""
+        """Return the simulated nanoseconds of a step."""
         order = schedule.program(self.plan) if isinstance(schedule, Schedule) else schedule
         return makespan(order, self.plan, self.costs(x))
 
     def message(self, x: float) -> int:
-        """Nanoseconds."""
+        """Return the nanoseconds of a message that takes `x` forwards."""
         return round(x * self.forward * MS)
 
 
 def directions(stages: int = STAGES) -> list[Direction]:
-    """Of all links."""
+    """Return both directions of all links."""
     return [d for s in range(stages - 1) for d in ((s, s + 1), (s + 1, s))]
 
 
 def ordered(schedule: Schedule | Policy, plan: Plan) -> Program | Rule:
-    """What a replay runs."""
+    """Return the program or the rule that a replay runs."""
     if isinstance(schedule, Schedule):
         return schedule.program(plan)
     assert isinstance(schedule, RulePolicy)
@@ -105,12 +113,17 @@ def ordered(schedule: Schedule | Policy, plan: Plan) -> Program | Rule:
 def measured(
     case: Situation, message: int, speeds: Sequence[float], rounds: int, wide: bool
 ) -> Iterator[tuple[str, Any]]:
-    """Figures by name, and lines of a table by "": what steps take over links of several speeds.
+    """Measure steps over links of several speeds.
 
     Args:
-        message: bytes.
-        speeds: a message's time in forwards.
-        wide: more schedules, torch's at 1.
+        case: the pipeline.
+        message: bytes of a message.
+        speeds: times of a message, in forwards.
+        rounds: the number of rounds in which each schedule runs one step.
+        wide: whether to include more schedules.
+
+    Yields:
+        Numbers by name, and lines of a table with the name "".
     """
     p = case.stages
     schedules: dict[str, Schedule | Policy] = {
@@ -128,7 +141,7 @@ def measured(
         for x in speeds:
             some = schedules if x else {"1f1b": schedules["1f1b"]}
             trial = Trial(some, p, case.microbatches, case.forward / 1e3, message, rounds, torch=x == 1)
-            if not x:  # a difference of nothing wants more turns
+            if not x:  # to measure a difference of almost zero, more rounds are needed
                 trial = replace(trial, rounds=2 * rounds)
             found = measure(lab, x, trial)
             worst = max(found.errors().values(), key=abs)
@@ -150,7 +163,7 @@ def measured(
 
 
 def row(head: str, found: Measured, names: Sequence[str]) -> str:
-    """Of the table: medians, what messages took, the worst prediction, and what the tuner chose."""
+    """Return a line of the table: medians, the time of a message, the worst prediction, and the tuner's choice."""
     ms = [f"{1e3 * found.median(n):10.1f}" if n in found.by_rank[0].spans else f"{'':10}" for n in names]
     worst = max(found.errors().values(), key=abs)
     return (
@@ -159,8 +172,13 @@ def row(head: str, found: Measured, names: Sequence[str]) -> str:
 
 
 def competing(case: Situation) -> Iterator[tuple[str, Any]]:
-    """Figures by name, and lines of a table by "": connections of others that send as fast as they may, in each
-    direction of each link, or by turns for half a second on average."""
+    """Measure steps while other TCP connections send as fast as possible over each link in both directions.
+
+    In one case they send and pause in turn, each for half a second on average.
+
+    Yields:
+        Numbers by name, and lines of a table with the name "".
+    """
     schedules: dict[str, Schedule | Policy] = {
         "1f1b": make_schedule("1f1b"),
         "kfkb 2": make_schedule("kfkb", k=2),
@@ -181,11 +199,15 @@ def competing(case: Situation) -> Iterator[tuple[str, Any]]:
 
 
 def link_times(case: Situation, message: int) -> Iterator[tuple[str, Any]]:
-    """Figures by name, and lines of a table by "": what the stamps on messages say of links while steps run, beside
-    what these were set to, each direction of each link at random.
+    """Compare the link times that are measured from the timestamps of messages with the configured times.
 
-    Under 1F1B messages come alone. With k = 2 some follow another and find the bucket empty: any time between that of
-    both is right. Acknowledgements wait behind what goes the other way, which a fast direction beside a slow one shows.
+    The links have random speeds in each direction. Under 1F1B, no message directly follows another one. With k = 2,
+    some messages do and find the token bucket empty, so that any value between the times of both kinds of messages is
+    correct. Acknowledgements have to wait behind messages in the opposite direction, which is visible if a fast
+    direction has a slow opposite one.
+
+    Yields:
+        Numbers by name, and lines of a table with the name "".
     """
     with NetLab(STAGES) as lab:
         for k in (1, 2):
@@ -210,7 +232,7 @@ def link_times(case: Situation, message: int) -> Iterator[tuple[str, Any]]:
 
 
 def steady_table(case: Situation) -> list[str]:
-    """Milliseconds of a step by the simulator, for equal peaks on the first stage."""
+    """Return a table of the simulated milliseconds of a step, for schedules with equal peaks on the first stage."""
     columns: dict[str, Schedule | Policy] = {
         "1f1b (4)": make_schedule("1f1b"),
         "deep 6": make_schedule("deep", slack=2),
@@ -232,21 +254,23 @@ def steady_table(case: Situation) -> list[str]:
 
 
 def switching(case: Situation, seed: int, seconds: float) -> dict[Direction, Trace]:
-    """Each direction by itself between x = 0.25 and 3, for 25 forwards on average."""
+    """Return traces in which each direction independently switches between x = 0.25 and 3, after 25 forwards on
+    average.
+    """
     rng = random.Random(seed)
     takes = (case.message(0.25), case.message(3.0))
     return {d: Trace.switching(rng, takes, 0.025 * case.forward, seconds) for d in directions(case.stages)}
 
 
 def phases(case: Situation, seconds_each: float, rounds: int) -> dict[Direction, Trace]:
-    """All links alike, `PHASES` in turn."""
+    """Return traces in which all links go through `PHASES` together."""
     takes = tuple(case.message(x) for x in PHASES * rounds)
     since = tuple(round(1e9 * seconds_each * n) for n in range(len(takes)))
     return dict.fromkeys(directions(), Trace(since, takes))
 
 
 def fixed(case: Situation, schedule: Schedule | Policy, links: Mapping[Direction, Trace], until: int) -> float:
-    """Steps in `until` nanoseconds."""
+    """Return the number of steps that a schedule completes in `until` nanoseconds."""
     order, at, steps = ordered(schedule, case.plan), 0, 0.0
     while at < until:
         end = Replay(order, case.plan, case.times, links, at).end
@@ -257,19 +281,31 @@ def fixed(case: Situation, schedule: Schedule | Policy, links: Mapping[Direction
 
 @dataclass
 class Adaptive:
-    """A run that the tuner's code follows, over a trace."""
+    """The result of a replay in which the tuner changes the schedule.
+
+    Attributes:
+        steps: the number of completed steps.
+        decisions: the decisions of the tuner.
+    """
 
     steps: float
     decisions: list[TuningDecision]
 
     @property
     def changes(self) -> int:
-        """How often something else was adopted."""
+        """The number of decisions that adopted another schedule."""
         return sum(d.has_change for d in self.decisions)
 
 
 def adaptive(case: Situation, links: Mapping[Direction, Trace], until: int, limit: int | None) -> Adaptive:
-    """Begins as 1F1B, and decides as `ScheduleTuner` does."""
+    """Replay a training that begins with 1F1B, with the same decisions as `ScheduleTuner`.
+
+    Args:
+        case: the pipeline.
+        links: the trace of each direction.
+        until: nanoseconds of the replay.
+        limit: the number of micro-batches that a rank may hold, or None for no limit.
+    """
     source, plan = tuning_planner(make_schedule("kfkb", k="auto")), case.plan
     base = case.costs(0.0)
     averages, chooser, decisions = Averages(), CandidateRanker(), list[TuningDecision]()
@@ -294,7 +330,9 @@ def adaptive(case: Situation, links: Mapping[Direction, Trace], until: int, limi
 
 
 def regret(case: Situation, links: Mapping[Direction, Trace], until: int, limit: int | None) -> tuple[float, str]:
-    """The share of time by which the adaptive run is slower than the best fixed choice in hindsight, and a line."""
+    """Return by how much the adaptive run is slower than the best fixed schedule in hindsight, and a line that
+    describes both.
+    """
     source = tuning_planner(make_schedule("kfkb", k="auto"))
     every = {c.schedule for x in PHASES for c in source.list_candidates(case.plan, case.costs(x), limit)}
     by_steps = {schedule: fixed(case, schedule, links, until) for schedule in every}
@@ -311,7 +349,9 @@ def regret(case: Situation, links: Mapping[Direction, Trace], until: int, limit:
 
 
 def ready_gain(case: Situation, seeds: Sequence[int], steps: int) -> list[float]:
-    """The time of kFkB with k = 2 over that of ready, both with eight held by the first stage, for each trace."""
+    """Return the time of kFkB with k = 2 over the time of ready, for each trace. In both, the first stage holds up to
+    eight.
+    """
     found = []
     for seed in seeds:
         until = round(0.1 * case.forward * steps * 1e9)
@@ -325,7 +365,12 @@ def ready_gain(case: Situation, seeds: Sequence[int], steps: int) -> list[float]
 
 
 def executed(case: Situation) -> Iterator[tuple[str, Any]]:
-    """Figures by name, and lines by "": links that change, really shaped; every choice over the same traces."""
+    """Measure steps over shaped links that change during the steps, with the same traces for all schedules and for the
+    tuner.
+
+    Yields:
+        Numbers by name, and lines with the name "".
+    """
     schedules: dict[str, Schedule | Policy] = {
         "kfkb 2": make_schedule("kfkb", k=2),
         "deep 8": make_schedule("deep", slack=4),
@@ -351,13 +396,17 @@ def executed(case: Situation) -> Iterator[tuple[str, Any]]:
 
 
 def replayed(case: Situation, quick: bool) -> Iterator[tuple[str, Any]]:
-    """The same without links, event by event."""
+    """Replay links that change event by event, without real links.
+
+    Yields:
+        Numbers by name, and lines with the name "".
+    """
     gains = ready_gain(case, range(2 if quick else 16), 40 if quick else 100)
     yield "ready_gain_fluctuating", statistics.median(gains)
     spread = f"{statistics.median(gains):.3f} ({min(gains):.3f} to {max(gains):.3f})"
     yield "", f"ready over kfkb k=2, links switching: {spread}"
     worst = -1.0
-    step = 0.087 * case.forward  # seconds of a typical one
+    step = 0.087 * case.forward  # seconds of a typical step
     steps = 300 if quick else 600
     until = round(steps * step * 1e9)
     traces = {f"switching, seed {n}": switching(case, n, 2 * steps * step) for n in range(1 if quick else 4)}
@@ -371,8 +420,14 @@ def replayed(case: Situation, quick: bool) -> Iterator[tuple[str, Any]]:
 
 
 def choices(case: Situation, seeds: Iterable[int]) -> Iterator[tuple[str, Any]]:
-    """How often the tuner's choice is the fastest, or slower by 2 % at most, of all kinds of schedules, each with the
-    settings that are predicted to be best: links of random speeds, each direction its own, and random memory."""
+    """Measure how often the tuner's choice is right: the fastest of all kinds of schedules, or at most 2 % slower.
+
+    Each kind of schedule uses the settings with the best prediction. The links have random speeds in each direction,
+    and the memory is random.
+
+    Yields:
+        Numbers by name, and lines with the name "".
+    """
     trial = Trial(
         {"1f1b": make_schedule("1f1b")}, STAGES, MICROBATCHES, case.forward / 1e3, QUICK_MESSAGE, 3, rivals=True
     )
@@ -396,8 +451,19 @@ def choices(case: Situation, seeds: Iterable[int]) -> Iterator[tuple[str, Any]]:
 
 
 def choices_replayed(seeds: Iterable[int], forward: int = QUICK_MS, steps: int = 20) -> Iterator[tuple[str, Any]]:
-    """The same by replaying, with 2, 4 or 8 stages, every candidate beside the choice, and links that keep their random
-    speeds, or with odd seeds switch: what is chosen after a window of 1F1B, over the steps that follow."""
+    """Replay how often the tuner's choice is right: the fastest of all candidates, or at most 2 % slower.
+
+    The choice is made after a window of 1F1B, and compared over the steps that follow. There are 2, 4 or 8 stages. The
+    links keep their random speeds for even seeds, and switch for odd ones.
+
+    Args:
+        seeds: the seeds of the random cases.
+        forward: milliseconds of a forward.
+        steps: the number of steps that are compared.
+
+    Yields:
+        Numbers by name, and lines with the name "".
+    """
     right, source, first = [], tuning_planner(make_schedule("kfkb", k="auto")), make_schedule("kfkb", k=1)
     for seed in seeds:
         rng = random.Random(seed)
@@ -432,8 +498,13 @@ def choices_replayed(seeds: Iterable[int], forward: int = QUICK_MS, steps: int =
 
 
 def split(case: Situation, message: int, quick: bool) -> Iterator[tuple[str, Any]]:
-    """Figures by name, and lines of a table by "": backwards in two parts beside whole ones, all links alike; with more
-    time also one link that is slow, and a real model."""
+    """Compare backwards in two parts with whole ones.
+
+    A quick run uses equal links only. A complete run also uses one slow link, and a real model.
+
+    Yields:
+        Numbers by name, and lines of a table with the name "".
+    """
     runs: dict[str, tuple[str, Callable[[], Iterator[tuple[str, Any]]]]] = {
         "split_gain_x1": (
             "four stages, a message as long as a forward, at most 8 micro-batches held",
@@ -456,6 +527,7 @@ PARTS = ("split", "steady", "links", "eight", "flows", "executed", "choices", "c
 
 
 def main() -> None:
+    """Run the selected parts and print their tables."""
     parser = make_parser(__doc__, "split, steady and replayed, shorter, forwards of 5 ms")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts")
     parser.add_argument("--speeds", nargs="+", type=float, default=SPEEDS, help="messages in forwards, for steady")
