@@ -1,18 +1,24 @@
-"""What Lightning's loop and our strategy cost a step, on top of the bare engine: a real GPT in two stages. And what
-Lightning's loop costs alone, in one process.
+"""The cost of Lightning's loop and of our strategy for each step, in addition to the bare engine.
 
-Both train the same model on the same batches with the same optimizer, a step of each in turn within one training. The
-layers compute all that they do, and go on computing until as much time has passed as nine in ten took at most in the
-first steps: what they take swings by more than what is looked for. `ours_ms` is what the pipeline's step takes more
-than the bare engine's, less what Lightning takes more than a plain loop in one process, `lightning_ms`.
+A real GPT is trained in two stages, and also in one process to measure the cost of Lightning's loop alone.
 
-A pair counts if no layer took longer than its pace, and no rank waited for a core, for more than `DISTURBED` of a step.
-If fewer than half of the pairs count, or if these are too far apart, the measurement is not valid, and no number is
-printed. `user_between_ms` is what a user pays without any pace: the time from the last backward of a step to the first
-forward of the next one in an ordinary training, which has the optimizer, the data, Lightning's loop and ours in it.
+The plain loop and the training with Lightning use the same model, batches and optimizer. Their steps alternate within
+one training. To remove the variation of computing times, which is larger than the measured differences, each layer is
+paced: it computes, and then continues computing until a fixed time has passed. This time is the 90th percentile of the
+layer's times in the first steps.
 
-Ranks run with the priority that everybody has. At real-time priority two ranks that keep two cores busy make every
-helper thread of a rank wait for its turn, which is a tenth of a second.
+- `lightning_ms` is the difference between a step with Lightning and a step of the plain loop in one process.
+- `ours_ms` is the difference between a step in the pipeline and a step of the bare engine, minus `lightning_ms`.
+- `user_between_ms` is the cost for a user, without paced layers: the time from the last backward of a step to the first
+  forward of the next step in an ordinary training. It includes the optimizer, the data, Lightning's loop and our
+  strategy.
+
+A pair of steps counts if the time by which layers exceeded their pace and the time for which a rank waited for a core
+are together at most `DISTURBED` of each step. If fewer than half of the pairs count, or if their differences vary too
+much, the measurement is not valid, and no number is printed.
+
+Ranks run with normal priority. With real-time priority, two ranks that keep two cores busy would make each helper
+thread of a rank wait for its turn, which takes a tenth of a second.
 
     python benchmarks/lightning_layer.py [--quick] [--json] [--pairs N]
 """
@@ -39,18 +45,20 @@ from lightning_pipes.trainer.plan.trial import waited_so_far
 
 RANKS, MICROBATCHES, ROWS, TOKENS = 2, 8, 16, 96
 WARM_UP = 5
-"""Pairs of steps that show how long layers take."""
+"""The number of pairs of steps that measure how long layers take."""
 DISTURBED = 0.02
-"""The share of a step that layers may exceed their pace by, and ranks may wait for a core."""
+"""The share of a step by which layers may exceed their pace and for which ranks may wait for a core, in total."""
 SPREAD = 0.02
-"""The share of a step that the middle half of all differences may differ by, or by their median."""
+"""The largest range of the middle half of all differences, as a share of a step. A range up to the median is also
+allowed.
+"""
 
 
 class Pace:
-    """How long a layer takes, forward and backward: as it does at first, then always as long as it mostly did.
+    """The pace of a layer: its times are recorded at first and then fixed.
 
     Attributes:
-        late: seconds by which the layer's own work exceeded that.
+        late: seconds by which the layer's own work exceeded the fixed times.
     """
 
     def __init__(self) -> None:
@@ -61,28 +69,28 @@ class Pace:
         self.late = 0.0
 
     def start(self, what: str) -> None:
-        """The layer begins."""
+        """Record that the layer begins its forward or its backward."""
         self._started[what] = time.perf_counter()
 
     def end(self, what: str) -> None:
-        """Returns when the layer may end."""
+        """Return when the layer may end its forward or its backward."""
         if self._seconds:
             end = self._started[what] + self._seconds[what]
             self.late += max(0.0, time.perf_counter() - end)
-            while time.perf_counter() < end:  # a sleep would let caches and clocks go cold
+            while time.perf_counter() < end:  # a sleep would cool down the caches and lower the clock speed
                 torch.mm(self._matrix, self._matrix)
         else:
             self._seen[what].append(time.perf_counter() - self._started[what])
 
     def settle(self) -> None:
-        """From now on always the same."""
+        """Fix the times of the layer to the 90th percentile of the recorded times."""
         for what, seen in self._seen.items():
             seen.sort()
             self._seconds[what] = seen[9 * len(seen) // 10] if seen else 0.0
 
 
 class _Mark(torch.autograd.Function):
-    """Passes a tensor on, and calls `reached` when its gradient comes."""
+    """Returns its input, and calls `reached` when its gradient arrives."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, reached: Callable[[], None]) -> torch.Tensor:
@@ -96,7 +104,7 @@ class _Mark(torch.autograd.Function):
 
 
 class Paced(nn.Module):
-    """A layer that takes as long as its pace says."""
+    """A layer that takes the time specified by its pace."""
 
     def __init__(self, layer: nn.Module, pace: Pace) -> None:
         super().__init__()
@@ -114,36 +122,42 @@ class Paced(nn.Module):
 
 
 class Paces:
-    """Those of the model's layers, wherever they are."""
+    """The paces of all layers of the model, which are shared by all copies of the model in this process."""
 
     def __init__(self) -> None:
         self._paces = [[Pace() for _ in part] for part in gpt_parts(RANKS)]
 
     def parts(self) -> list[nn.Sequential]:
-        """The model, stage by stage."""
+        """Return the paced model, stage by stage."""
         pairs = zip(gpt_parts(RANKS), self._paces, strict=True)
         return [nn.Sequential(*map(Paced, part, paces)) for part, paces in pairs]
 
     @property
     def late(self) -> float:
-        """Seconds by which layers took longer than their pace so far."""
+        """The total seconds by which layers took longer than their pace so far."""
         return sum(pace.late for part in self._paces for pace in part)
 
     def settle(self) -> None:
-        """From now on every layer always takes the same time."""
+        """Fix the times of all layers."""
         for pace in (pace for part in self._paces for pace in part):
             pace.settle()
 
 
 def batches(pairs: int, rows: int) -> torch.utils.data.DataLoader[Any]:
-    """The same batches for everybody."""
+    """Return a data loader with the same batches for all sides."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(256, ((WARM_UP + pairs) * rows, TOKENS + 1), generator=generator)
     return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=rows)
 
 
 class Plain:
-    """A plain loop, in one process or around the engine: the same model, schedule and optimizer, and nothing else."""
+    """A plain loop in one process or around the engine, with the same model, schedule and optimizer as with Lightning.
+
+    Args:
+        pairs: the number of pairs of steps.
+        rows: the number of samples in a batch.
+        paces: the paces of the layers.
+    """
 
     def __init__(self, pairs: int, rows: int, paces: Paces) -> None:
         self._batches = iter(batches(pairs, rows))
@@ -153,12 +167,17 @@ class Plain:
         self.close: Callable[[], None] = lambda: None
 
     def piped(self, rank: int, watch: Any) -> Plain:
-        """The same in a pipeline, of which this is one stage."""
+        """Turn this loop into one stage of a pipeline and return it.
+
+        Args:
+            rank: the rank of this process.
+            watch: the failure watch of this rank.
+        """
         from lightning_pipes.engine import Engine, Item, Stage, make_transport
         from lightning_pipes.ir import Plan, Schedule, Span
         from lightning_pipes.ir.registry import make_schedule
 
-        where = tuple(reversed(range(RANKS)))  # as in the training: the last stage on rank 0
+        where = tuple(reversed(range(RANKS)))  # as in the training: the last stage is on rank 0
         plan = Plan.even(RANKS, MICROBATCHES, ROWS, where)
 
         def body(stage: Stage, item: Item, span: Span, received: Any) -> Any:
@@ -193,7 +212,7 @@ class Plain:
         return torch.optim.AdamW(self._layers.parameters(), lr=1e-3)
 
     def step(self) -> None:
-        """One batch, and its update."""
+        """Train on one batch and update the weights."""
         (x,) = next(self._batches)
         self._train(x)
         self._optimizer.step()
@@ -201,16 +220,16 @@ class Plain:
 
 
 def layers_of(parts: Sequence[nn.Sequential]) -> nn.Sequential:
-    """The whole model."""
+    """Return the whole model."""
     return nn.Sequential(*(layer for part in parts for layer in part))
 
 
 class Took(NamedTuple):
-    """A step of one rank.
+    """The time of a step on one rank.
 
     Attributes:
         start, end: nanoseconds of the monotonic clock.
-        disturbed: seconds by which layers exceeded their pace, and for which the rank waited for a core.
+        disturbed: seconds by which layers exceeded their pace plus seconds for which the rank waited for a core.
     """
 
     start: int
@@ -219,26 +238,38 @@ class Took(NamedTuple):
 
 
 class Watch:
-    """Times steps, and what disturbs them."""
+    """Measures the times of steps and their disturbances."""
 
     def __init__(self, paces: Paces) -> None:
         self._paces = paces
         self._start, self._before = 0, 0.0
 
     def start(self) -> None:
-        """A step begins."""
+        """Record that a step begins."""
         self._before = self._paces.late + waited_so_far() / 1e9
         self._start = time.monotonic_ns()
 
     def end(self) -> Took:
-        """Return the step that ends."""
+        """Record that the step ends, and return its time."""
         end = time.monotonic_ns()
         return Took(self._start, end, self._paces.late + waited_so_far() / 1e9 - self._before)
 
 
 def in_turns(plain: Plain, paces: Paces, pairs: int, rows: int, **options: Any) -> list[tuple[Took, Took]]:
-    """A step of the plain loop and one through Lightning, pair by pair; all ranks begin each together. The plain loop
-    runs in a callback of the same training."""
+    """Run a step of the plain loop and a step with Lightning, pair by pair. All ranks begin each step together.
+
+    The plain loop runs in a callback of the training with Lightning.
+
+    Args:
+        plain: the plain loop.
+        paces: the paces of the layers.
+        pairs: the number of pairs.
+        rows: the number of samples in a batch.
+        **options: arguments of the Trainer.
+
+    Returns:
+        The times of the plain step and of the step with Lightning, for each pair after the warm-up.
+    """
     import lightning as L
 
     spans: list[tuple[Took, Took]] = []
@@ -258,10 +289,10 @@ def in_turns(plain: Plain, paces: Paces, pairs: int, rows: int, **options: Any) 
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
     class TakeTurns(L.Callback):
-        """A batch of the training, from the end of the plain loop's on: then one of the plain loop."""
+        """Runs a step of the plain loop after each batch of the training, and records the times of both."""
 
         def __init__(self) -> None:
-            self.before: Took | None = None  # the plain step
+            self.before: Took | None = None  # the time of the plain step
             self.watch = Watch(paces)
 
         def on_train_batch_end(self, *args: Any) -> None:
@@ -289,25 +320,25 @@ def in_turns(plain: Plain, paces: Paces, pairs: int, rows: int, **options: Any) 
 
 
 def together() -> None:
-    """Returns when all ranks are here."""
+    """Wait until all ranks have arrived."""
     if dist.is_initialized():
         dist.barrier()
 
 
 def quiet() -> None:
-    """One thread, no advice."""
+    """Use one thread, and suppress the messages of Lightning."""
     torch.set_num_threads(1)
     hush()
 
 
 def piped_rank(rank: int, pairs: int) -> list[tuple[Took, Took]]:
-    """Two stages, ours on either side."""
+    """Run the pairs of steps on one rank of a pipeline: the bare engine, and the strategy."""
     from lightning_pipes import PipelineStrategy
     from lightning_pipes.engine import FailureWatch
 
     quiet()
     dist.init_process_group("gloo")
-    # Of its own, for the strategy's watch takes what is not its own for somebody else's.
+    # A separate prefix, because the strategy's watch would take the entries of this watch for entries of another rank.
     store = dist.PrefixStore("engine", dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
     watch = FailureWatch(store, rank)
     strategy = PipelineStrategy("1f1b", microbatches=MICROBATCHES, partition=[len(gpt_parts(RANKS)[0])])
@@ -319,14 +350,17 @@ def piped_rank(rank: int, pairs: int) -> list[tuple[Took, Took]]:
 
 
 def single_rank(rank: int, pairs: int) -> list[tuple[Took, Took]]:
-    """One process with nothing of ours, and a micro-batch a step: Lightning takes the same time beside any step."""
+    """Run the pairs of steps in one process without this package.
+
+    A step has one micro-batch only, because the time of Lightning's loop does not depend on the length of a step.
+    """
     quiet()
     few, paces = ROWS // MICROBATCHES, Paces()
     return in_turns(Plain(pairs, few, paces), paces, pairs, few, devices=1, strategy="single_device")
 
 
 def user_rank(rank: int, steps: int) -> tuple[float, float]:
-    """An ordinary training: the median seconds from one step to the next one, and of a step."""
+    """Run an ordinary training, and return the median seconds between two steps and the seconds of a step."""
     import lightning as L
 
     from lightning_pipes import PipelineStrategy
@@ -355,7 +389,7 @@ def user_rank(rank: int, steps: int) -> tuple[float, float]:
 
 
 def seconds(spans: Sequence[Took]) -> float:
-    """Of a step, from the first rank's start to the last one's end."""
+    """Return the seconds of a step, from the earliest start on any rank to the latest end."""
     return (max(took.end for took in spans) - min(took.start for took in spans)) / 1e9
 
 
@@ -365,11 +399,11 @@ def is_disturbed(pair: Sequence[tuple[Took, Took]]) -> bool:
 
 
 def explain_invalid(overheads: Sequence[float], pairs: int, step: float) -> str:
-    """Return why differences in milliseconds are not a measurement; empty if they are.
+    """Return the reason why the differences are not a valid measurement, or an empty string if they are.
 
     Args:
-        overheads: of the pairs that count.
-        pairs: the number of all.
+        overheads: the differences of the pairs that count, in milliseconds.
+        pairs: the number of all pairs.
         step: milliseconds of a step.
     """
     if len(overheads) < pairs / 2:
@@ -384,6 +418,7 @@ def explain_invalid(overheads: Sequence[float], pairs: int, step: float) -> str:
 
 
 def main() -> None:
+    """Measure the pipeline and the single process, and print the results."""
     parser = make_parser(__doc__, "60 pairs")
     parser.add_argument("--pairs", type=int, default=200, help="steps of either kind")
     options = parser.parse_args()

@@ -1,19 +1,23 @@
-"""Lightning's own tests with a pipeline, beside one process.
+"""Lightning's own tests, run with a pipeline and compared with one process.
 
     python benchmarks/lightning_suite.py --tests FOLDER [--folder NAME ...] [--only TEXT] [--save] [--json]
 
-FOLDER is the folder `tests` of a checkout of Lightning, of the version that is installed:
-`git clone --depth 1 --branch VERSION https://github.com/Lightning-AI/pytorch-lightning`. Its packages have no tests. Of
-`tests_pytorch` the folders callbacks, checkpointing, loops, tuner, loggers, trainer and core are run, if they are
-there.
+FOLDER is the folder `tests` of a checkout of Lightning, in the version that is installed. The installed package does
+not contain the tests:
 
-Each test runs three times, in processes of its own: as it is, then with one stage, then with two. A Trainer that a test
-makes without a strategy, for the CPU and one device, gets a `PipelineStrategy`. The ranks all run the whole test, as
-ranks of a script do, and share its temporary folder. A test passes if it passes on global rank 0, where Lightning logs,
-warns and saves; how many pass on all ranks is printed, too. The share is of those tests that pass as they are.
-benchmarks/RESULTS.md says why tests fail.
+    git clone --depth 1 --branch VERSION https://github.com/Lightning-AI/pytorch-lightning
 
-This module is its own plugin of pytest.
+The folders callbacks, checkpointing, loops, tuner, loggers, trainer and core of `tests_pytorch` are run if they exist.
+
+Each test runs three times, in separate processes: unchanged, with one stage, and with two stages. A Trainer that a test
+creates without a strategy, for the CPU and one device, gets a `PipelineStrategy`. All ranks run the whole test, like
+the ranks of a script, and share its temporary folder.
+
+A test passes if it passes on global rank 0, where Lightning logs, warns and saves. The number of tests that pass on all
+ranks is also printed. The share is relative to the tests that pass unchanged. benchmarks/RESULTS.md explains why tests
+fail.
+
+This module is also the pytest plugin that it uses.
 """
 
 from __future__ import annotations
@@ -48,20 +52,25 @@ from lightning_pipes.testing.ranks import die_with_parent, rank_environment, sca
 
 FOLDERS = ("callbacks", "checkpointing", "loops", "tuner", "loggers", "trainer", "core")
 SAVED = Path(__file__).with_suffix(".json")
-"""Shares and date of the last run that was saved."""
+"""The file with the shares and the date of the last saved run."""
 STAGES, RESULTS, FOLDER = "LIGHTNING_SUITE_STAGES", "LIGHTNING_SUITE_RESULTS", "LIGHTNING_SUITE_FOLDER"
-"""Variables of the environment: the number of stages, 0 for none; the file that gets a line for each test; the
-temporary folder of a test."""
+"""Environment variables: the number of stages, or 0 for none; the file that gets a line for each test; and the
+temporary folder of a test.
+"""
 LEFT_SET = {"GLOO_SOCKET_IFNAME": "lo"}
-"""Variables that a run of several ranks on one host leaves set, see docs/security.md; some tests refuse that."""
+"""Variables that a run with several ranks on one host leaves set (see docs/security.md), which some tests do not
+accept.
+"""
 SECONDS = 90.0
-"""After this a test has failed, on a machine that does nothing else."""
+"""The time limit of a test, on a machine without other load."""
 
 # ---- the plugin
 
 
 class RankEnvironment(LightningEnvironment):
-    """The processes of one test, whatever the test does to the environment's variables."""
+    """The cluster environment of one test's processes, which does not depend on changes of environment variables by the
+    test.
+    """
 
     def __init__(self, rank: int, size: int, port: int) -> None:
         super().__init__()
@@ -92,7 +101,7 @@ class RankEnvironment(LightningEnvironment):
 
 
 def is_plain(settings: dict[str, Any]) -> bool:
-    """Return whether a Trainer would train in one process on the CPU."""
+    """Return whether a Trainer with these settings would train in one process on the CPU."""
     return (
         settings.get("strategy", "auto") == "auto"
         and settings.get("accelerator", "auto") in ("auto", "cpu")
@@ -102,7 +111,12 @@ def is_plain(settings: dict[str, Any]) -> bool:
 
 
 def give_strategy(make: Callable[[], PipelineStrategy], size: int) -> None:
-    """Have each Trainer that would train in one process train by a strategy."""
+    """Make each Trainer that would train in one process use a strategy.
+
+    Args:
+        make: returns a new strategy.
+        size: the number of processes.
+    """
     whole = pl.Trainer.__init__
 
     @functools.wraps(whole)
@@ -115,19 +129,21 @@ def give_strategy(make: Callable[[], PipelineStrategy], size: int) -> None:
 
 
 def hide_threads() -> None:
-    """Hide this package's threads from tests that refuse all but Lightning's own: they live as long as the process."""
+    """Hide the threads of this package from tests that only accept Lightning's own threads. They live as long as the
+    process.
+    """
     enumerate_all = threading.enumerate
     threading.enumerate = lambda: [t for t in enumerate_all() if not t.name.startswith("lightning_pipes")]
 
 
 @pytest.fixture
 def tmp_path() -> Path:
-    """The folder that all ranks of a test share."""
+    """Return the folder that all ranks of a test share."""
     return Path(os.environ[FOLDER])
 
 
 def run_rank(item: pytest.Item, rank: int, stages: int, port: int, pipe: Connection) -> None:
-    """Run a test as one of several ranks, and send how it ended."""
+    """Run a test as one of several ranks, and send its outcome through `pipe`."""
     size = max(stages, 1)
     die_with_parent()
     torch.set_num_threads(1)
@@ -151,7 +167,11 @@ def run_rank(item: pytest.Item, rank: int, stages: int, port: int, pipe: Connect
 
 
 def run_ranks(item: pytest.Item, stages: int) -> list[tuple[str, str]]:
-    """Return by rank how a test ended: "passed", "failed" or "skipped", and the error."""
+    """Run a test on all ranks.
+
+    Returns:
+        For each rank, the outcome ("passed", "failed" or "skipped") and the error.
+    """
     context = multiprocessing.get_context("fork")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -183,7 +203,7 @@ def run_ranks(item: pytest.Item, stages: int) -> list[tuple[str, str]]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> bool:
-    """Run a test in processes of its own, and write down how it ended."""
+    """Run a test in separate processes, and append its outcome to the results."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ[FOLDER] = folder
         ends = run_ranks(item, int(os.environ[STAGES]))
@@ -196,7 +216,17 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool:
 
 
 def run_tests(tests: Path, folders: Sequence[str], only: str, stages: int) -> dict[str, list[tuple[str, str]]]:
-    """Return by test how it ended on each rank: "passed", "failed" or "skipped", and the error."""
+    """Run the tests with a number of stages.
+
+    Args:
+        tests: the folder `tests` of a checkout of Lightning.
+        folders: names of folders in `tests_pytorch`.
+        only: an expression for pytest's `-k`.
+        stages: the number of stages, or 0 for unchanged tests.
+
+    Returns:
+        For each test, the outcome ("passed", "failed" or "skipped") and the error on each rank.
+    """
     with tempfile.TemporaryDirectory() as made:
         results = Path(made, "results")
         results.touch()
@@ -214,18 +244,19 @@ def run_tests(tests: Path, folders: Sequence[str], only: str, stages: int) -> di
 
 
 def has_passed(ranks: Sequence[Sequence[str]]) -> bool:
-    """Return whether a test passes on global rank 0."""
+    """Return whether a test passed on global rank 0."""
     return ranks[0][0] == "passed"
 
 
 def describe_failure(ranks: Sequence[Sequence[str]]) -> str:
-    """Return the first failing rank of a test and the first line of its error."""
+    """Return the first rank on which a test did not pass and the beginning of the error."""
     rank, said = next((n, text) for n, (outcome, text) in enumerate(ranks) if outcome != "passed")
     lines = [line[2:].strip() for line in said.splitlines() if line.startswith("E ")] or said.strip().splitlines()[-1:]
     return f"rank {rank}: {' '.join(lines)[:160]}"
 
 
 def main(arguments: list[str]) -> None:
+    """Run the tests three times, and print the shares and the failures."""
     parser = make_parser(__doc__, "callbacks alone")
     parser.add_argument("--tests", type=Path, required=True, help="the folder `tests` of a checkout of Lightning")
     parser.add_argument("--folder", nargs="*", choices=FOLDERS, help="all if left out")

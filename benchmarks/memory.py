@@ -1,20 +1,22 @@
-"""Peak memory and start-up beside the peers: a real GPT of 21.5 M parameters on two processes of one machine.
+"""Peak memory and start-up time compared with the peers, for a real GPT with 21.5 M parameters on two processes.
 
-Each row trains the same model on the same batches with AdamW, from fresh interpreters, by the peer's public API. The
-peak of a process is what it has resident at most (VmHWM) beyond what it had after its imports, from the construction
-of the model to the end of training. The table shows the larger peak of the two processes.
+Each row trains the same model on the same batches with AdamW, in new interpreters and through the public API of the
+peer. The peak of a process is its largest resident memory (VmHWM) minus its memory after the imports, from the
+construction of the model to the end of training. The table shows the larger peak of the two processes.
 
-- *torch pipelining* is `torch.distributed.pipelining` with Schedule1F1B; each process makes only its own stage.
-- *DDP* is Lightning's, with half of the batch on each process; *FSDP2* is `fully_shard` on each block.
-- *ours* is `PipelineStrategy("1f1b")` with default settings, *ours, parameters* does not measure the layers, and
-  *ours, meta* has a module that is made on `meta`, as a model that fits into no process is. Its peak is compared with
-  what the larger stage holds while it trains: weights, gradients and optimizer, 16 bytes a parameter, and activations.
+- *torch pipelining* is `torch.distributed.pipelining` with Schedule1F1B. Each process creates only its own stage.
+- *DDP* is Lightning's DDP, with half of the batch on each process. *FSDP2* is `fully_shard` on each block.
+- *ours* is `PipelineStrategy("1f1b")` with default settings. *ours, parameters* does not measure the layers. *ours,
+  meta* has a module that is created on `meta`, like a model that does not fit into one process. Its peak is compared
+  with the memory that the larger stage holds during training: weights, gradients and optimizer states with 16 bytes for
+  each parameter, and activations.
 
-Start-up is the time from the start of `python script.py` to the end of the first step. Its parts are those of rank 0:
-imports, until all ranks are connected, until training begins (layers measured, tried and cut), and the first step.
-Processor seconds are those of rank 0, which other programs on the machine hardly change; all threads count. Our
-modules are compiled to bytecode first, as pip compiles the peers'. Left out: GPUs, where the allocator of CUDA has its
-own peaks, and models that do not fit into one process.
+The start-up time is the time from the start of `python script.py` to the end of the first step. It is divided into four
+parts on rank 0: imports, the time until all ranks are connected, the time until training begins (layers are measured,
+tried and cut), and the first step. Processor seconds are those of rank 0, with all threads. They hardly depend on other
+programs on the machine. Our modules are compiled to bytecode first, because pip also compiles the peers.
+
+Left out: GPUs, where the allocator of CUDA has its own peaks, and models that do not fit into one process.
 
     python benchmarks/memory.py [--quick] [--json] [--rounds N]
 """
@@ -45,40 +47,45 @@ CACHED = "ours, cached profile"
 
 
 def read_status(field: str) -> int:
-    """Return the bytes that Linux counts for this process under `field`, such as VmHWM."""
+    """Return the number of bytes in a field of /proc/self/status, such as VmHWM."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
 
 
 class Peak:
-    """The peak of resident memory since construction, above what was resident then."""
+    """The peak of resident memory since the construction of this object, above the resident memory at that time."""
 
     def __init__(self) -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
         self._before = read_status("VmRSS")
         self.seconds_to_first_step = 0.0
         self.phases: dict[str, float] = {}
-        """Seconds since `python script.py` at which parts of the start ended, and processor seconds until then."""
+        """Seconds since `python script.py` at which the parts of the start-up ended, and processor seconds until then.
+        """
         self.end_phase("imports")
 
     def end_phase(self, phase: str) -> None:
-        """Note the time at which a part of the start has ended first."""
+        """Record the time at which a part of the start-up ended. Only the first call for each part counts."""
         self.phases.setdefault(phase, time.time() - float(os.environ[BEGUN]))
         self.phases.setdefault(f"processor {phase}", time.process_time())
 
     def end_step(self) -> None:
-        """Note the time of the first call."""
+        """Record the end of the first step. Later calls have no effect."""
         self.seconds_to_first_step = self.seconds_to_first_step or time.time() - float(os.environ[BEGUN])
         self.phases.setdefault("processor startup", time.process_time())
 
     def save(self, rank: int) -> None:
-        """Write what was measured for the process that started this one."""
+        """Write the measurements of this rank to a file for the parent process."""
         found = {"peak": read_status("VmHWM") - self._before, "startup": self.seconds_to_first_step, **self.phases}
         Path(os.environ[RESULTS], f"{rank}.json").write_text(json.dumps(found))
 
 
 def make_layers(part: slice = slice(None)) -> list[Any]:
-    """Return these layers of the model, which are an embedding, blocks and a head."""
+    """Return some layers of the model, which consists of an embedding, blocks and a head.
+
+    Args:
+        part: the positions of the layers.
+    """
     import torch
     from torch import nn
 
@@ -94,7 +101,7 @@ def make_layers(part: slice = slice(None)) -> list[Any]:
 
 
 def make_tokens(rows: int) -> Any:
-    """Return STEPS batches of token rows, axis 0 is samples."""
+    """Return random tokens for STEPS batches, of shape (STEPS * rows, TOKENS + 1)."""
     import torch
 
     return torch.randint(VOCABULARY, (STEPS * rows, TOKENS + 1), generator=torch.Generator().manual_seed(0))
@@ -107,13 +114,20 @@ def compute_loss(output: Any, target: Any) -> Any:
     return F.cross_entropy(output, target)
 
 
-# ---- the peers; each runs in a process of its own, and Lightning or torchrun starts the other rank
+# ---- the peers; each runs in a separate process, and Lightning or torchrun starts the other rank
 
 
 def train_by_lightning(
     rows: int, on_meta: bool = False, configure: Callable[[Any], None] | None = None, **options: Any
 ) -> None:
-    """Train by `Trainer.fit` and save what the process needed."""
+    """Train with `Trainer.fit` and save the measurements.
+
+    Args:
+        rows: the number of samples in a batch of this process.
+        on_meta: whether the layers are created on the meta device.
+        configure: called by `configure_model` with the module.
+        **options: arguments of the Trainer.
+    """
     import lightning as L
     import torch
     from torch import nn
@@ -164,7 +178,11 @@ def train_by_lightning(
 
 
 def train_ours(**options: Any) -> None:
-    """Train in a pipeline of ours."""
+    """Train with `PipelineStrategy`.
+
+    Args:
+        **options: arguments of the strategy, or `on_meta` as for `train_by_lightning`.
+    """
     from lightning_pipes import PipelineStrategy
 
     on_meta = options.pop("on_meta", False)
@@ -172,12 +190,12 @@ def train_ours(**options: Any) -> None:
 
 
 def train_ddp() -> None:
-    """Train by Lightning's DDP."""
+    """Train with Lightning's DDP."""
     train_by_lightning(ROWS // RANKS, strategy="ddp")
 
 
 def train_fsdp2() -> None:
-    """Train by Lightning's ModelParallelStrategy with `fully_shard` on each block."""
+    """Train with Lightning's ModelParallelStrategy, with `fully_shard` on each layer."""
     from lightning.pytorch.strategies import ModelParallelStrategy
     from torch.distributed.fsdp import fully_shard
 
@@ -192,7 +210,7 @@ def train_fsdp2() -> None:
 
 
 def train_torch_pipelining() -> None:
-    """Train by torch.distributed.pipelining; each process makes only its own stage."""
+    """Train with torch.distributed.pipelining. Each process creates only its own stage."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -230,11 +248,19 @@ PEERS: dict[str, Callable[[], None]] = {
 QUICK = ("torch pipelining", "DDP", "ours", CACHED, "ours, meta")
 
 
-# ---- the processes, and what they saved
+# ---- the processes and their measurements
 
 
 def run_peer(name: str, folder: Path) -> dict[str, float]:
-    """Return the larger peak in bytes, and the seconds to the end of rank 0's first step."""
+    """Run the processes of a peer.
+
+    Args:
+        name: a name in PEERS.
+        folder: the working directory of the processes.
+
+    Returns:
+        The measurements of rank 0, with the larger peak of all ranks in bytes.
+    """
     with tempfile.TemporaryDirectory() as results:
         threads = max(1, (os.cpu_count() or RANKS) // RANKS)
         environment = {
@@ -254,15 +280,15 @@ def run_peer(name: str, folder: Path) -> dict[str, float]:
 
 
 def compile_package() -> None:
-    """Compile our modules to bytecode, as pip does where it installs the peers."""
+    """Compile our modules to bytecode, because pip does so when it installs the peers."""
     for folder in ("lightning_pipes", "strategies", "benchmarks"):
         compileall.compile_dir(Path(__file__).resolve().parents[1] / folder, quiet=1)
 
 
 def count_own_bytes() -> float:
-    """Return the bytes that the larger of two even stages holds while it trains.
+    """Return the bytes that the larger of two even stages holds during training.
 
-    These are weights, gradients, optimizer states and the activations of the micro-batches in flight.
+    These are weights, gradients, optimizer states, and the activations of the micro-batches in flight.
     """
     import torch
     from torch import nn
@@ -296,7 +322,7 @@ def list_phases(runs: list[dict[str, float]], prefix: str) -> list[float]:
 
 
 def main() -> None:
-    """Run the peers in turns and print the table."""
+    """Run the peers in turn and print the tables."""
     parser = make_parser(__doc__, f"one round, without {set(PEERS) - set(QUICK)}")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each peer, in turns")
     parser.add_argument("--peer", choices=PEERS, help=argparse.SUPPRESS)

@@ -1,4 +1,4 @@
-"""The network laboratory from the command line.
+"""The command line of the network laboratory.
 
 python -m benchmarks.netlab check
 python -m benchmarks.netlab run -n 2 --bandwidth 5e6 -- python examples/train.py trainer.devices=2
@@ -18,8 +18,19 @@ from lightning_pipes.testing.ranks import rank_environment
 
 
 def run(n: int, bandwidth: float | None, burst: int, command: Sequence[str]) -> int:
-    """Starts the command once on each of `n` hosts, as torchrun would; 0 if all returned 0. When one fails the others
-    are killed."""
+    """Run a command once on each host, with the same environment variables as with torchrun.
+
+    If the command fails on one host, it is killed on the others.
+
+    Args:
+        n: the number of hosts.
+        bandwidth: bytes of messages per second, for every link in each direction, or None for no limit.
+        burst: bytes that pass at full speed after a link was idle.
+        command: the command and its arguments.
+
+    Returns:
+        0 if the command returned 0 on all hosts, otherwise 1.
+    """
     with NetLab(n, bandwidth, burst=burst) as lab:
         processes = [lab.start(r, command, rank_environment(r, n, host_address(0), PORT)) for r in range(n)]
         while None in (codes := [process.poll() for process in processes]) and not any(codes):
@@ -28,6 +39,7 @@ def run(n: int, bandwidth: float | None, burst: int, command: Sequence[str]) -> 
 
 
 def main() -> int:
+    """Run a subcommand and return its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     running = commands.add_parser("run", help="run a command on every host")

@@ -1,7 +1,10 @@
-"""Simulates how step time, memory and bubble grow with stages, micro-batches and replicas.
+"""Simulates how step time, memory and bubble depend on the number of stages, micro-batches and replicas.
 
-Prints the tables of SCALING.md, and draws the picture of docs/scaling.md. With --planning, prints how long it takes to
-choose.
+The benchmark prints the tables of SCALING.md, and draws the picture of docs/scaling.md. With --planning, it prints how
+long the planner takes to choose a schedule instead.
+
+The tables by stages and by micro-batches have three columns for each schedule: the step in ms, the bubble, and the
+memory of the fullest rank in GiB, with an asterisk if the devices have less.
 
     python benchmarks/scaling.py [--quick] [--png PATH] [--planning [--json]]
 """
@@ -28,7 +31,8 @@ from lightning_pipes.planning.fit import Fit, evaluate_plan, fit_layers
 from lightning_pipes.planning.planner import even_plan
 
 OVERHEAD = 1e-4
-"""Seconds that a rank spends before each computation; the engine took 80 to 130 us on a CPU, see RESULTS.md."""
+"""Seconds that a rank spends before each computation. The engine was measured at 80 to 130 us on a CPU, see RESULTS.md.
+"""
 SCHEDULES: dict[str, Schedule | Policy] = {
     "gpipe": make_schedule("gpipe"),
     "1f1b": make_schedule("1f1b"),
@@ -43,8 +47,12 @@ class Case:
     """A model on a cluster.
 
     Attributes:
-        rows: samples of a step, for the tables of stages and of micro-batches.
-        microbatch: samples of a micro-batch, for the table of stages.
+        model: the name of the model.
+        rows: the number of samples in a step, for the tables by stages and by micro-batches.
+        microbatch: the number of samples in a micro-batch, for the table by stages.
+        cluster: the name of the cluster in the settings.
+        device: the name of the device.
+        dtype: the data type of the model.
     """
 
     model: str
@@ -56,16 +64,16 @@ class Case:
 
     @property
     def title(self) -> str:
-        """For people."""
+        """The title of the tables."""
         return f"{self.model} on {self.device}, cluster={self.cluster}"
 
     @property
     def profile(self) -> ModelProfile:
-        """By formula."""
+        """The profile of the model, computed by formulas."""
         return replace(named_profile(self.model, self.device, dtype=self.dtype), overhead=OVERHEAD)
 
     def devices(self) -> Cluster:
-        """Those of the settings, 64 of them."""
+        """Return the cluster of the settings, which has 64 devices."""
         with initialize_config_module("lightning_pipes.conf", version_base="1.3"):
             found = instantiate(compose(f"cluster/{self.cluster}").cluster)
         assert isinstance(found, Cluster)
@@ -73,7 +81,7 @@ class Case:
 
     @property
     def gib(self) -> float:
-        """What a device has."""
+        """The memory of a device in GiB."""
         return (self.devices().devices[0].memory or 0) / 2**30
 
 
@@ -86,7 +94,7 @@ CASES = [
 
 @cache
 def fitted(case: Case, name: str, ranks: int, microbatches: int) -> Fit | None:
-    """The best partition, whatever memory it needs; None where there are more stages than layers."""
+    """Return the best partition without a memory limit, or None if there are more stages than layers."""
     schedule = SCHEDULES[name]
     plan = even_plan(schedule, ranks, microbatches, case.rows)
     cluster = case.devices()
@@ -98,7 +106,7 @@ def fitted(case: Case, name: str, ranks: int, microbatches: int) -> Fit | None:
 
 
 def bubble(fit: Fit) -> float:
-    """The share of all ranks' time in which they compute nothing."""
+    """Return the share of the time of all ranks in which they do not compute."""
     plan = fit.plan
     stages = range(plan.n_stages)
     busy = sum(
@@ -111,7 +119,7 @@ def bubble(fit: Fit) -> float:
 
 
 def columns(case: Case, ranks: int, microbatches: int) -> str:
-    """Step, bubble and peak of every schedule; an asterisk where a device has less."""
+    """Return step, bubble and peak for every schedule, with an asterisk if the devices have less memory."""
     out = []
     for name in SCHEDULES:
         fit = fitted(case, name, ranks, microbatches)
@@ -124,12 +132,12 @@ def columns(case: Case, ranks: int, microbatches: int) -> str:
 
 
 def head(first: str) -> str:
-    """Above such columns."""
+    """Return the header of the columns."""
     return f"{first:>6} " + " ".join(f"{name:>19} " for name in SCHEDULES).rstrip()
 
 
 def by_stages(case: Case, most: int = 64) -> Iterator[str]:
-    """More and more ranks for the same samples."""
+    """Yield the lines of a table with an increasing number of ranks for the same samples."""
     m = case.rows // case.microbatch
     yield f"{case.title}: {case.rows} samples in {m} micro-batches; step in ms, bubble, GiB of the fullest rank"
     yield head("ranks")
@@ -140,7 +148,7 @@ def by_stages(case: Case, most: int = 64) -> Iterator[str]:
 
 
 def by_microbatches(case: Case, ranks: int = 16) -> Iterator[str]:
-    """The same samples in more and more pieces."""
+    """Yield the lines of a table with an increasing number of micro-batches for the same samples."""
     yield f"{case.title}: {case.rows} samples on {ranks} ranks; step in ms, bubble, GiB of the fullest rank"
     yield head("pieces")
     m = ranks // 2
@@ -150,7 +158,10 @@ def by_microbatches(case: Case, ranks: int = 16) -> Iterator[str]:
 
 
 def by_replicas(case: Case, devices: int = 64) -> Iterator[str]:
-    """The same devices as few long pipelines or many short ones, each with the best schedule that fits."""
+    """Yield the lines of a table that divides the same devices into few long pipelines or many short ones.
+
+    Each line shows the best schedule that fits into memory.
+    """
     rows = 4 * case.rows
     yield f"{case.title}: {rows} samples on {devices} devices; the best of all that fit"
     yield "ranks replicas                     schedule  pieces recompute  step ms  averaging ms"
@@ -173,7 +184,7 @@ def by_replicas(case: Case, devices: int = 64) -> Iterator[str]:
 
 
 def save_png(path: str) -> None:
-    """The busy share of ranks over their number, one panel a case and one line a schedule."""
+    """Draw the busy share of ranks by their number, with a panel for each case and a line for each schedule."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 2.7), layout="constrained")
@@ -198,8 +209,17 @@ def save_png(path: str) -> None:
 
 
 def planning_seconds(stages: int, microbatches: int, replicas: int, between: str) -> tuple[float, int, int]:
-    """Seconds of the processor that it takes to choose for GPT-2-1.3B, and how many options there were and were
-    simulated."""
+    """Return how long it takes to choose a schedule for GPT-2-1.3B.
+
+    Args:
+        stages: the number of stages.
+        microbatches: the number of samples, and thus the largest number of micro-batches.
+        replicas: the number of replicas.
+        between: the bandwidth between machines.
+
+    Returns:
+        Processor seconds, the number of options, and the number of options that were simulated.
+    """
     cluster = make_cluster(
         2 * stages, 8, "74GiB", {"bandwidth": "300GB/s", "latency": "5us"}, {"bandwidth": between, "latency": "10us"}
     )
@@ -211,7 +231,9 @@ def planning_seconds(stages: int, microbatches: int, replicas: int, between: str
 
 
 def planning() -> dict[str, float]:
-    """Prints how long it takes to choose on large clusters, which is to be less than 10 s; the keys of `--json`."""
+    """Print how long it takes to choose on large clusters, which should be less than 10 s, and return the keys for
+    `--json`.
+    """
     keys = {}
     for stages, microbatches, replicas in ((8, 64, 2), (64, 512, 16)):
         for between in ("25GB/s", "200MB/s"):
@@ -226,6 +248,7 @@ def planning() -> dict[str, float]:
 
 
 def main() -> None:
+    """Print the tables, or the times of planning."""
     parser = make_parser(__doc__, "the first case only, up to 16 ranks")
     parser.add_argument("--png", help="where to write the picture")
     parser.add_argument("--planning", action="store_true", help="how long it takes to choose, in place of the tables")
