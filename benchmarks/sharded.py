@@ -1,18 +1,20 @@
-"""What sharding saves: optimizer states, peak memory of stages that are sharded, and of a rank that loads its layers.
+"""The memory that sharding saves: optimizer states, sharded stages, and the peak while a rank loads its layers.
 
     python benchmarks/sharded.py [--quick] [--json]
 
-Two stages of two replicas train with `shard_optimizer` and without it: `zero1_state_share` is the larger of the shares
-of its stage's states that a process keeps, and `zero1_difference` the largest difference of weights. Then two ranks
-fill layers on `meta` from one safetensors file: `load_peak_over_own` is the larger of their peaks of resident memory
-above that before `fit`, over the bytes of the rank's own layers, of which one tensor is a sixteenth.
+- Two stages with two replicas are trained with and without `shard_optimizer`. `zero1_state_share` is the share of its
+  stage's optimizer states that a process keeps, the larger one of all processes. `zero1_difference` is the largest
+  difference of weights.
+- Two ranks fill layers on `meta` from one safetensors file. `load_peak_over_own` is the peak of resident memory above
+  the memory before `fit`, divided by the bytes of the rank's own layers, the larger one of both ranks. One tensor is a
+  sixteenth of these bytes.
+- Two stages with two shards, by `fully_shard` and by `parallelize_module`, are trained in float64 with AdamW and
+  compared with one process. `fsdp_equal` and `tp_equal` are true if no weight differs by more than 1e-10.
 
-Two stages of two shards, by `fully_shard` and by `parallelize_module`, train in float64 with AdamW, and are compared
-with one process: `fsdp_equal` and `tp_equal` say whether no weight differs by more than 1e-10.
-
-Without quick mode four processes train a GPT of 113 M parameters as DDP, FSDP2 and pipelines. The table has the largest
-peak of resident memory of a process above that before its module was made, and the samples of a second. A second run
-has the most bytes of tensors that were alive at once in a process, as torch's profiler counts allocations.
+Without `--quick`, four processes also train a GPT with 113 M parameters with DDP, FSDP2 and pipelines. The table shows
+the largest peak of resident memory of a process above the memory before its module was created, and the samples per
+second. The column of tensors comes from a second run. It shows the largest number of bytes of tensors that were alive
+at the same time in a process, according to the allocations that torch's profiler records.
 """
 
 from __future__ import annotations
@@ -45,15 +47,21 @@ from tests.trainer.lit import quiet
 
 LAYERS, WIDTH, QUICK_WIDTH, TOKENS = 32, 3072, 2048, 4000
 ROWS, BATCHES = 8, 4
-TRAINED_LAYERS, TRAINED_WIDTH = 8, 64  # whose states are counted
+TRAINED_LAYERS, TRAINED_WIDTH = 8, 64  # of the model whose optimizer states are counted
 BLOCKS, BLOCK_WIDTH, HEADS, SEQUENCE = 16, 768, 12, 32  # of the GPT
 EQUAL = 1e-10
 ENVIRONMENT, MMAP_THRESHOLD = "MALLOC_MMAP_THRESHOLD_", -3  # of glibc, as in malloc.h
-PINNED = {ENVIRONMENT: str(2**16)}  # larger blocks go back to the system at once, in every row
+PINNED = {ENVIRONMENT: str(2**16)}  # larger blocks are returned to the system immediately, in every row
 
 
 class Net(pl.LightningModule):
-    """Linear layers, with an embedding that has most of the parameters of its stage."""
+    """Linear layers, with an embedding that has most of the parameters of its stage.
+
+    Args:
+        layers: the number of linear layers.
+        width: the width of the layers.
+        file: a safetensors file from which the layers are loaded. The model then has no embedding.
+    """
 
     def __init__(self, layers: int = TRAINED_LAYERS, width: int = TRAINED_WIDTH, file: Path | None = None) -> None:
         super().__init__()
@@ -80,7 +88,7 @@ class Net(pl.LightningModule):
 
 
 class Block(nn.Module):
-    """A layer of a GPT; its heads may be shared out to tensor-parallel ranks."""
+    """A transformer block of a GPT. Its heads may be divided among tensor-parallel ranks."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -100,7 +108,15 @@ class Block(nn.Module):
 
 
 class GPT(pl.LightningModule):
-    """A GPT whose `configure_model` shards its layers as Lightning's ModelParallelStrategy has it."""
+    """A GPT whose `configure_model` shards its layers in the way of Lightning's ModelParallelStrategy.
+
+    Args:
+        blocks: the number of blocks.
+        width: the width of the model.
+        heads: the number of attention heads.
+        shard: whether to shard the layers.
+        meta: whether to create the layers on the meta device.
+    """
 
     def __init__(self, blocks: int, width: int, heads: int, shard: bool, meta: bool) -> None:
         super().__init__()
@@ -139,7 +155,7 @@ class GPT(pl.LightningModule):
 
 
 class Timer(pl.Callback):
-    """Counts the seconds of batches after the first."""
+    """Records the seconds of each batch."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -160,7 +176,7 @@ def fit(
     callback: pl.Callback,
     batches: int,
 ) -> None:
-    """Train on some batches."""
+    """Train a module on a number of batches."""
     quiet()
     trainer = pl.Trainer(
         accelerator="cpu", devices=devices, strategy=strategy, max_steps=batches, callbacks=[callback], **QUIET
@@ -169,7 +185,7 @@ def fit(
 
 
 def train_sharded(rank: int) -> list[tuple[int, dict[str, torch.Tensor]]]:
-    """Return the bytes of optimizer states of this process, and the weights, without and with shards."""
+    """Return the bytes of this process's optimizer states, and the weights, without and with `shard_optimizer`."""
     found = []
     for shard in (False, True):
         pl.seed_everything(0, verbose=False)
@@ -188,7 +204,7 @@ def train_sharded(rank: int) -> list[tuple[int, dict[str, torch.Tensor]]]:
 
 
 def train_small(rank: int, folder: str, data_parallel: int, tensor_parallel: int) -> None:
-    """Train a small GPT with two stages of two shards, or on one process, and save it."""
+    """Train a small GPT in two stages with two shards, or in one process, and save a checkpoint."""
     quiet()
     sharded = data_parallel * tensor_parallel > 1
     strategy: Any = "auto"
@@ -206,13 +222,13 @@ def train_small(rank: int, folder: str, data_parallel: int, tensor_parallel: int
         **QUIET,
     )
     inputs = torch.randint(256, (BATCHES * ROWS, 9), generator=torch.Generator().manual_seed(1))
-    own = inputs[rank * data_parallel // 4 :: data_parallel]  # of each batch a replica has every second sample
+    own = inputs[rank * data_parallel // 4 :: data_parallel]  # a replica gets every second sample of each batch
     trainer.fit(GPT(4, 32, 4, True, False), DataLoader(TensorDataset(own), batch_size=ROWS // data_parallel))
     trainer.save_checkpoint(Path(folder, f"{data_parallel} {tensor_parallel}"))
 
 
 def find_differences(folder: str) -> tuple[float, float]:
-    """Return the largest difference of weights from one process: of FSDP2, and of tensor parallelism."""
+    """Return the largest differences of weights from one process, for FSDP2 and for tensor parallelism."""
     train_small(0, folder, 1, 1)
     for data_parallel, tensor_parallel in ((2, 1), (1, 2)):
         run_ranks(train_small, 4, folder, data_parallel, tensor_parallel, timeout=120)
@@ -233,11 +249,11 @@ WAYS: dict[str, tuple[bool, bool]] = {
     "pipeline of two stages + ZeRO-1": (False, True),
     "pipeline of two stages + FSDP2": (True, True),
 }
-"""Whether layers are sharded, and made on `meta`."""
+"""For each way to train, whether layers are sharded, and whether they are created on `meta`."""
 
 
 def count_tensor_bytes(work: Callable[[], None]) -> int:
-    """Return the most bytes of tensors that `work` has in memory at once, without those of other threads."""
+    """Return the largest number of bytes of tensors during `work`, without the tensors of other threads."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     recorded: Any = profiler.profiler
@@ -247,10 +263,13 @@ def count_tensor_bytes(work: Callable[[], None]) -> int:
 
 
 def train_large(rank: int, way: str, counts_tensors: bool) -> tuple[int, float]:
-    """Return peak bytes of a process, and seconds of a batch.
+    """Train the large GPT, and return the peak bytes of this process and the seconds of a batch.
 
     Args:
-        counts_tensors: counts tensors, else resident memory above that before the module was made.
+        rank: the rank of this process.
+        way: a name in WAYS.
+        counts_tensors: whether to count the bytes of tensors. Otherwise, the peak is the resident memory above the
+            memory before the module was created.
     """
     strategies: dict[str, Any] = {
         "DDP": "ddp",
@@ -263,9 +282,9 @@ def train_large(rank: int, way: str, counts_tensors: bool) -> tuple[int, float]:
     shard, meta = WAYS[way]
     timer = Timer()
     libc = load_libc()
-    if libc is not None:  # else glibc keeps what FSDP2 frees; the environment is read before this process is forked
+    if libc is not None:  # glibc would keep memory that FSDP2 frees; the variable is read before the fork
         libc.mallopt(MMAP_THRESHOLD, int(PINNED[ENVIRONMENT]))
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = read_status_bytes("VmRSS") or 0
     rows = 2 if way in ("DDP", "FSDP2") else 8 if way == "pipeline" else 4
     inputs = torch.randint(256, (8 * BATCHES, SEQUENCE + 1))
@@ -287,7 +306,11 @@ def train_large(rank: int, way: str, counts_tensors: bool) -> tuple[int, float]:
 
 
 def measure_memory() -> dict[str, tuple[float, float, float]]:
-    """Return the GiB of the largest process, resident and of tensors, and samples of a second, by way to train."""
+    """Train the large GPT in all ways.
+
+    Returns:
+        For each way, the GiB of resident memory and of tensors of the largest process, and samples per second.
+    """
     found = {}
     for way in WAYS:
         resident, tensors = (
@@ -299,9 +322,9 @@ def measure_memory() -> dict[str, tuple[float, float, float]]:
 
 
 def load_layers(rank: int, file: str, width: int) -> float:
-    """Return the peak memory while this rank fills its layers, over the bytes of these layers."""
+    """Return the peak memory while this rank fills its layers, divided by the bytes of these layers."""
     found: list[float] = []
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = read_status_bytes("VmRSS") or 0
 
     def look(trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -315,7 +338,7 @@ def load_layers(rank: int, file: str, width: int) -> float:
 
 
 def main() -> None:
-    """Print the table."""
+    """Run all comparisons and print the tables."""
     options = make_parser(__doc__, f"layers of {QUICK_WIDTH} units instead of {WIDTH}").parse_args()
     width = QUICK_WIDTH if options.quick else WIDTH
     ranks = run_ranks(train_sharded, 4, timeout=120)

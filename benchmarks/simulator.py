@@ -1,11 +1,12 @@
-"""What a simulation costs: 8 stages, 64 micro-batches and the transfers between them, 1920 operations and 8 updates.
+"""The cost of a simulation with 8 stages, 64 micro-batches and their transfers: 1920 operations and 8 updates.
 
-*fixed* is a program's makespan, *dispatch* that of a rule that chooses the order, *batch* a program's under 256 cost
-vectors in one call: a vector of it. All through the public door, with everything set up; *set up* is what a first call
-adds for a new plan. Times are the processor's, so other programs count for little: medians, quartiles and the least.
+*fixed* is the makespan of a program. *dispatch* is the makespan of a rule that chooses the order. *batch* is the
+makespan of a program with 256 cost vectors in one call, divided by the number of vectors. All calls use the public API,
+after everything is set up. *set up* is the time of the first call with a new plan. All times are processor times, so
+that other programs have little influence. The table shows the median, the quartiles and the least time of each call.
 
     python benchmarks/simulator.py [--quick] [--json]
-    python benchmarks/simulator.py --large 1000      # a plan for so many ranks, and the proof of an order
+    python benchmarks/simulator.py --large 1000      # a plan for this number of ranks, and the verification of an order
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ from lightning_pipes.sim.loops.kernel import KERNEL
 
 STAGES, MICROBATCHES, VECTORS = 8, 64, 256
 LARGE_BATCH = 10_000
-"""Samples of a batch for many ranks."""
+"""The number of samples in a batch for a large number of ranks."""
 FORWARD, BACKWARD, LINK = 20e-3, 40e-3, Link(bandwidth=1e8, latency=1e-4)
 MESSAGE = 500_000
-"""Bytes: 5 ms."""
+"""Bytes of a message. On the link, it takes 5 ms."""
 
 
 @dataclass(frozen=True)
 class ReadyFirst(RulePolicy):
-    """Runs what is ready, with twice as many micro-batches in flight as 1F1B."""
+    """A policy that runs any ready instruction, with twice as many micro-batches in flight as 1F1B."""
 
     name: ClassVar[str] = "ready_first"
 
@@ -52,7 +53,12 @@ class ReadyFirst(RulePolicy):
 
 @dataclass(frozen=True)
 class Times:
-    """Microseconds of a call: the least, quartiles and the median."""
+    """The microseconds of a call.
+
+    Attributes:
+        least: the least time.
+        low, median, high: the quartiles.
+    """
 
     least: float
     low: float
@@ -61,7 +67,13 @@ class Times:
 
     @classmethod
     def of(cls, call: Callable[[], object], repeats: int, parts: int = 1) -> Times:
-        """Those of a part of `call`, after one that does not count."""
+        """Measure a call several times, after a first call that does not count.
+
+        Args:
+            call: the function to measure.
+            repeats: the number of calls.
+            parts: the number by which the times are divided.
+        """
         call()
         seconds = []
         for _ in range(repeats):
@@ -76,7 +88,7 @@ class Times:
 
 
 def problem(link: Link = LINK) -> tuple[Program, Plan, CostModel]:
-    """1F1B of the stages and micro-batches that all numbers here are about."""
+    """Return the program, plan and costs of 1F1B with the stages and micro-batches of this benchmark."""
     plan = Plan.even(STAGES, MICROBATCHES)
     costs = CostModel.uniform(STAGES, FORWARD, BACKWARD, message_bytes=MESSAGE, link=link)
     schedule = make_schedule("1f1b")
@@ -85,7 +97,7 @@ def problem(link: Link = LINK) -> tuple[Program, Plan, CostModel]:
 
 
 def measure(quick: bool) -> dict[str, Times]:
-    """Times by key, of Python's kernel and, where numba is installed, of the compiled one."""
+    """Return the times by key, with the Python kernel and, if numba is installed, with the compiled kernel."""
     program, plan, costs = problem()
     free = problem(Link())[2]
     shaped = problem(replace(LINK, burst=1e5, peak=1e9, max_in_flight=4))[2]
@@ -115,7 +127,7 @@ def measure(quick: bool) -> dict[str, Times]:
 
 
 def set_up() -> dict[str, float]:
-    """Milliseconds of first calls with a new plan, beyond a second one."""
+    """Return the milliseconds of the first calls with a new plan."""
     found = {}
     for name, order in (("fixed", make_schedule("1f1b")), ("dispatch", ReadyFirst())):
         plan = Plan.even(STAGES, MICROBATCHES, rows=2 * MICROBATCHES)
@@ -128,7 +140,14 @@ def set_up() -> dict[str, float]:
 
 
 def measure_large(ranks: int) -> dict[str, float]:
-    """Return the seconds and MB that it takes to choose a schedule for many ranks, and to verify 1F1B on them."""
+    """Choose a schedule for a large number of ranks and verify 1F1B on them.
+
+    Args:
+        ranks: the number of ranks.
+
+    Returns:
+        The seconds and MB of planning, and the seconds of the first makespan and of the verification.
+    """
     layer = LayerProfile(
         "layer",
         ((1, 1e-3), (16, 16e-3)),
@@ -158,7 +177,7 @@ def measure_large(ranks: int) -> dict[str, float]:
 
 
 def installed(package: str) -> str:
-    """Its version."""
+    """Return the name and version of a package, or that it is missing."""
     try:
         return f"{package} {version(package)}"
     except PackageNotFoundError:
@@ -166,6 +185,7 @@ def installed(package: str) -> str:
 
 
 def main() -> None:
+    """Measure all simulations and print the table."""
     parser = make_parser(__doc__, "fewer repeats: a few seconds")
     parser.add_argument("--large", type=int, metavar="RANKS", help="plan for so many ranks instead")
     options = parser.parse_args()

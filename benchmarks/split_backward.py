@@ -1,8 +1,9 @@
-"""What it costs to compute input and weight gradients apart, and from where on zero_bubble pays for it.
+"""The cost of computing input and weight gradients separately, and the model size from which zero_bubble pays off.
 
-One stage of transformer blocks on one thread of one process, in seconds of processor time, so that other programs
-matter little. `I + W` is in multiples of a whole backward; the steps are simulated with the times measured, for equal
-stages and free links.
+The benchmark measures one stage of transformer blocks on one thread of one process, in seconds of processor time, so
+that other programs have little influence. `I + W` is relative to a whole backward. The column "in two passes" is for a
+W that runs through the whole graph again. The steps of 1f1b and zero_bubble are simulated with the measured times, for
+equal stages and links that take no time.
 
     python benchmarks/split_backward.py [--quick] [--json]
 """
@@ -32,7 +33,12 @@ STAGES, MICROBATCHES = 4, 8
 
 
 class Parts:
-    """A stage's forward and backward, whole and in two parts, each timed on its own."""
+    """A stage whose forward and backward are timed, the backward as a whole and in two parts.
+
+    Args:
+        width: the width of the transformer blocks.
+        blocks: the number of blocks.
+    """
 
     def __init__(self, width: int, blocks: int) -> None:
         torch.manual_seed(0)
@@ -40,18 +46,19 @@ class Parts:
         self.x, self.gradient = torch.randn(2, SAMPLES, TOKENS, width)
 
     def forward(self) -> SavedForward:
+        """Run the forward pass, and return what the backward pass needs."""
         saved = SavedForward(Span(0, SAMPLES), None)
         leave_stage(self.net(enter_stage(self.x.clone(), (True,), saved)), saved)
         return saved
 
     def whole(self) -> tuple[float, ...]:
-        """Seconds of F and B."""
+        """Return the seconds of F and B."""
         f, saved = timed(self.forward)
         b, _ = timed(lambda: backward([(saved, [self.gradient])], last=False))
         return f, b
 
     def parts(self) -> tuple[float, ...]:
-        """Seconds of I and W."""
+        """Return the seconds of I and W."""
         saved = self.forward()
         i, left = timed(lambda: backward_inputs([(saved, [self.gradient])], last=False))
         assert not left.inseparable
@@ -59,7 +66,7 @@ class Parts:
         return i, w
 
     def twice(self) -> tuple[float, ...]:
-        """Seconds of I and W where W runs the whole graph again."""
+        """Return the seconds of I and W if W runs through the whole graph again."""
         saved = self.forward()
         roots: Any = list(saved.outputs)
         i, _ = timed(lambda: torch.autograd.backward(roots, [self.gradient], retain_graph=True, inputs=saved.entered))
@@ -68,19 +75,29 @@ class Parts:
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the processor seconds of `work` and its result."""
     started = time.thread_time()
     result = work()
     return time.thread_time() - started, result
 
 
 def medians(run: Callable[[], tuple[float, ...]], repeats: int) -> tuple[float, ...]:
-    """Of each part; the first runs warm up. One variant at a time, or each would pay for how the other left memory."""
+    """Return the median of each part over several runs, without the first ones.
+
+    Each variant runs separately, because its time would otherwise depend on the state of memory that another variant
+    left.
+    """
     taken = [run() for _ in range(repeats + 3)][3:]
     return tuple(statistics.median(column) for column in zip(*taken, strict=True))
 
 
 def step_seconds(name: str, times: dict[Kind, float]) -> float:
-    """A simulated step of equal stages."""
+    """Return the simulated seconds of a step with equal stages.
+
+    Args:
+        name: the name of the schedule.
+        times: the seconds of each kind of computation.
+    """
     schedule = make_schedule(name)
     plan = adapt_plan(Plan.even(STAGES, MICROBATCHES), schedule)
     costs = CostModel({(kind, s): ((1, t),) for kind, t in times.items() for s in range(STAGES)})
@@ -88,6 +105,7 @@ def step_seconds(name: str, times: dict[Kind, float]) -> float:
 
 
 def measure(width: int, blocks: int, repeats: int) -> dict[str, float]:
+    """Return the times of a stage, the ratios to a whole backward, and the simulated gain of zero_bubble over 1f1b."""
     parts = Parts(width, blocks)
     rounds = [[medians(run, repeats) for run in (parts.whole, parts.parts, parts.twice)] for _ in range(3)]
     best = [tuple(map(min, zip(*of_run, strict=True))) for of_run in zip(*rounds, strict=True)]
@@ -110,6 +128,7 @@ def measure(width: int, blocks: int, repeats: int) -> dict[str, float]:
 
 
 def main() -> None:
+    """Measure stages of several sizes and print the table."""
     arguments = make_parser(__doc__).parse_args()
     torch.set_num_threads(1)
     sizes = [(96, 4), (256, 4), (512, 2)][: 2 if arguments.quick else None]

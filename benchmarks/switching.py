@@ -1,8 +1,13 @@
-"""What it costs that siblings of an array take turns on a device that holds fewer of them: three ways to switch.
+"""The cost of siblings of an array that take turns on a device with room for fewer of them: three ways to switch.
 
-Two stages sleep instead of computing, which leaves the cores to the copies; states are memory that is really copied.
-Arrays of siblings that all fit, whose states are brought in advance, or when they are needed, or over a link that is
-too slow, take turns in one run; so do two trainings that stop, write a checkpoint, and give their place to the other.
+Two stages sleep instead of computing, so that the cores are free for the copies. The states are memory that is really
+copied. In one run, four kinds of arrays take turns: all states fit on the device, states are brought there in advance
+(prefetched), states are brought there on demand, and states are prefetched over a link that is too slow. They are
+compared with two trainings that alternate by writing a checkpoint, stopping, and letting the other one resume.
+
+The table shows the time of a step in which every sibling trains on one batch, its overhead over the array that fits,
+and the number of states that were on the device when they were needed (hits), on their way (late), or not requested
+(misses). The last column has the median time of a switch to another sibling.
 
     python benchmarks/switching.py [--quick] [--json] [--rounds N]
 """
@@ -45,20 +50,21 @@ from lightning_pipes.trainer.watchers.same_batch import CHECKED_BATCHES
 
 STAGES, SIBLINGS, SLOTS = 2, 5, 3
 FORWARD, BACKWARD = 0.060, 0.120
-"""Seconds of a stage; all but the last run forward again before backward."""
+"""Seconds of a stage. All stages except the last one run forward again before backward."""
 STATE, PIECES = 64 << 20, 24
-"""Bytes of each sibling on each stage that nothing is computed with, and the tensors that they are; they stand for
-weights and moments."""
+"""Bytes of state of each sibling on each stage, and the number of its tensors. They represent weights and optimizer
+moments and take no part in the computation.
+"""
 LINK, SLOW_LINK = 25e9, 0.4e9
-"""Bytes per second each way; over the second one states move in more time than blocks take."""
+"""Bytes per second in each direction. On the slow link, moving states takes longer than the computation of a block."""
 BATCHES = 10
-"""Of each sibling."""
+"""The number of batches of each sibling."""
 _MMAP_THRESHOLD = -3
-"""An option of glibc's allocator."""
+"""The number of an option of glibc's allocator."""
 
 
 class Jobs(L.LightningModule):
-    """Layers that sleep, one a stage, each with a state."""
+    """Layers that sleep, one on each stage, each with a state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,6 +79,8 @@ class Jobs(L.LightningModule):
 
 
 class _Heavy(EmulatedLayer):
+    """An emulated layer with a state."""
+
     def __init__(self) -> None:
         super().__init__(sleeping_layer(FORWARD, BACKWARD, message_bytes=256))
         piece = STATE // PIECES // 4
@@ -80,7 +88,13 @@ class _Heavy(EmulatedLayer):
 
 
 def fit(batches: int, resume: Path | None = None, callbacks: Iterable[Callback] = ()) -> L.Trainer:
-    """An ordinary training up to so many batches in all; returns its Trainer."""
+    """Train up to a total number of batches, and return the Trainer.
+
+    Args:
+        batches: the number of batches, including those before the checkpoint.
+        resume: the checkpoint to continue from.
+        callbacks: callbacks of the Trainer.
+    """
     data = torch.utils.data.TensorDataset(torch.ones(4 * batches, 64))
     trainer = L.Trainer(
         accelerator="cpu",
@@ -98,16 +112,19 @@ def fit(batches: int, resume: Path | None = None, callbacks: Iterable[Callback] 
 
 
 class Timed(MemorySwap):
-    """Keeps what computation waits for at each switch, once all siblings have had some turns and until the first ends.
+    """Records how long the computation waits for each switch, in the steady state.
+
+    The steady state lasts from when all siblings have had several turns until the first sibling ends.
 
     Attributes:
-        uses: how many found their state on the device, on its way, or not asked for.
-        switches: the seconds until another sibling's state was there and bound, for each of these.
-        loads: states brought to the device meanwhile.
+        uses: how often a state was on the device when it was needed ("hits"), on its way ("late"), or not requested
+            ("misses").
+        switches: for each of these, the seconds until the state of another sibling was available and bound.
+        loads: the number of states that were brought to the device in this time.
     """
 
     def open(self, several: bool) -> None:
-        """Starts anew."""
+        """Reset the records."""
         super().open(several)
         self.uses: Counter[str] = Counter()
         self.switches: dict[str, list[float]] = {"hits": [], "late": [], "misses": []}
@@ -117,16 +134,16 @@ class Timed(MemorySwap):
         self._last, self._ended = -1, False
 
     def begin_turn(self, index: int) -> None:
-        """Counted."""
+        """Count the turn and time the switch."""
         self._turns[index] += 1
         self._begin(index, partial(super().begin_turn, index))
 
     def begin_block(self, index: int, stage: int) -> None:
-        """Timed."""
+        """Time the switch."""
         self._begin(index, partial(super().begin_block, index, stage))
 
     def end_turn(self, *args: Any) -> None:
-        """Lets computation go before copies, which on a GPU have engines of their own."""
+        """Give computation priority over copies, because a GPU has separate engines for copies."""
         super().end_turn(*args)
         for thread in threading.enumerate():
             if thread.name.startswith("copies") and thread.native_id is not None:
@@ -134,7 +151,7 @@ class Timed(MemorySwap):
                     os.sched_setscheduler(thread.native_id, os.SCHED_RR, os.sched_param(5))
 
     def release_sibling(self, index: int) -> None:
-        """No steady state any more."""
+        """End the steady state when the first sibling ends."""
         self._ended = self._ended or self._turns[index] > CHECKED_BATCHES
         super().release_sibling(index)
 
@@ -157,12 +174,12 @@ class Timed(MemorySwap):
 
 @dataclass(frozen=True)
 class Found:
-    """What one rank saw of an array.
+    """The measurements of one rank for an array.
 
     Attributes:
-        step: seconds in which every sibling has a batch.
-        uses, switches, loads: as of `Timed`.
-        switching: whether states move in the time of a block.
+        step: seconds in which every sibling trains on one batch.
+        uses, switches, loads: as in `Timed`.
+        switching: the comparison of the time to move a state with the time of a block.
     """
 
     step: float
@@ -173,7 +190,7 @@ class Found:
 
 
 def array(memory: Timed | None) -> Found:
-    """All siblings together, in the steady state."""
+    """Train all siblings together, and return the measurements of the steady state."""
     jobs: JobArray[None] = JobArray(SIBLINGS, progress=False, memory=memory)
     for outcome in jobs.run([_sibling] * SIBLINGS):
         if outcome.error is not None:
@@ -191,7 +208,7 @@ def _sibling() -> None:
 
 
 def step_seconds(timeline: Timeline) -> float:
-    """Seconds in which every sibling has one batch, while all take part."""
+    """Return the seconds in which every sibling trains on one batch, while all siblings take part."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for e in timeline.computations:
@@ -208,7 +225,7 @@ def step_seconds(timeline: Timeline) -> float:
 
 
 class _Clock(Callback):
-    """When the first batch begins, and when the last one has ended."""
+    """Records when the first batch begins and when the last batch ends."""
 
     def __init__(self) -> None:
         self.first, self.last = 0.0, 0.0
@@ -221,7 +238,9 @@ class _Clock(Callback):
 
 
 def stop_and_resume(switches: int, folder: str) -> list[float]:
-    """Seconds of each switch between two trainings: the last batch of one has ended, the first of the other begins."""
+    """Return the seconds of each switch between two trainings, from the end of one's last batch to the start of the
+    other's.
+    """
     seconds, ended = [], 0.0
     for number in range(switches + 2):
         path, clock = Path(folder) / f"{number % 2}.ckpt", _Clock()
@@ -246,16 +265,20 @@ SIDES: dict[str, Callable[[], Timed | None]] = {
 
 
 def rank_main(rank: int, rounds: int, switches: int, folder: str) -> tuple[dict[str, list[Found]], list[float]]:
-    """What one rank measures."""
+    """Run all measurements on one rank.
+
+    Returns:
+        The measurements of the arrays by name, and the seconds of the switches by checkpoint.
+    """
     hush()
     request_realtime_priority()
     with suppress(AttributeError):
-        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 20)  # memory of states that go is free at once
+        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 20)  # the memory of states that leave is free immediately
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     found: dict[str, list[Found]] = {name: [] for name in SIDES}
     for number in range(rounds):
-        names = list(SIDES)[: 2 if number else None]  # the first two differ least
+        names = list(SIDES)[: 2 if number else None]  # more rounds for the smallest difference
         for name in names[:: 1 if number % 2 else -1]:
             dist.barrier()
             found[name].append(array(SIDES[name]()))
@@ -264,7 +287,7 @@ def rank_main(rank: int, rounds: int, switches: int, folder: str) -> tuple[dict[
 
 
 def report(by_rank: Sequence[tuple[dict[str, list[Found]], list[float]]]) -> dict[str, Any]:
-    """Prints what was found; returns the headline figures."""
+    """Print the results of all ranks, and return the headline numbers."""
     found = {name: [f for of_rank, _ in by_rank for f in of_rank[name]] for name in SIDES}
     rounds = by_rank[0][0]
     plain = [f.step for f in rounds["all fit"]]
@@ -310,11 +333,14 @@ def report(by_rank: Sequence[tuple[dict[str, list[Found]], list[float]]]) -> dic
 
 
 def predicted_step(found: Found, plain: float) -> float:
-    """Seconds of a step by what E2 leaves visible of each state that is brought to the first stage, the busiest, where
-    all blocks are as long as the mean; a batch has two blocks and a turn there.
+    """Return the seconds of a step according to equation E2, from the visible time of each state that is moved.
+
+    Only the first stage counts, because it is the busiest. All blocks are assumed to be as long as the mean block. A
+    batch has two blocks and one turn on this stage.
 
     Args:
-        plain: seconds of a step where all states fit.
+        found: the measurements of the first stage's rank.
+        plain: seconds of a step if all states fit.
     """
     assert found.switching is not None
     loads = found.loads / (found.uses.total() / 3) * SIBLINGS
@@ -322,12 +348,12 @@ def predicted_step(found: Found, plain: float) -> float:
 
 
 def took(found: Sequence[Found], kind: str) -> list[float]:
-    """Seconds of all switches of a kind."""
+    """Return the seconds of all switches of a kind."""
     return [seconds for f in found for seconds in f.switches.get(kind, ())]
 
 
 def main() -> None:
-    """The command."""
+    """Measure all ways to switch and print the results."""
     parser = make_parser(__doc__, "one round")
     parser.add_argument("--rounds", type=int, default=4)
     options = parser.parse_args()

@@ -1,10 +1,10 @@
-"""UMPIPE whole: its searches, its overlapped form, and both executed.
+"""UMPIPE as a whole: its searches, its overlapped form, and the execution of both.
 
     python benchmarks/umpipe.py [--quick] [--json] [--part search|overlapped|executed|real ...]
 
-The parts have more to show by themselves: search.py and overlapped.py in papers/umpipe, experiment by experiment, with
-pictures. Seconds of searches are CPU time of one core. Executed steps are those of emulated stages and of real layers
-on two processes, see papers/umpipe/executed.py. Left out: GPUs, of which there was none.
+The scripts search.py and overlapped.py in papers/umpipe show more, by experiment and with pictures. The seconds of
+searches are processor time of one core. The executed steps are steps of emulated stages, and of real layers on two
+processes, see papers/umpipe/executed.py. Left out: GPUs, because none was available.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from lightning_pipes.strategies.umpipe.search import load_loops
 
 
 def executed(quick: bool) -> Report:
-    """Steps that ran, of emulated stages."""
+    """Measure executed steps of emulated stages."""
     found = emulated(quick)
     return Report(lines_of(found), keys_of(found))
 
 
 def real(quick: bool) -> Report:
-    """Steps of real layers on two processes."""
+    """Measure executed steps of real layers on two processes."""
     return Report(*compare_schedules(quick))
 
 
@@ -34,6 +34,7 @@ PARTS = {"search": t6, "overlapped": EXPERIMENTS["gain"], "executed": executed, 
 
 
 def main() -> None:
+    """Run the given parts of the benchmark."""
     parser = make_parser(__doc__, "fewer seeds, sizes and steps; within 120 s")
     parser.add_argument("--part", nargs="*", choices=PARTS, default=list(PARTS))
     options = parser.parse_args()

@@ -1,11 +1,14 @@
-"""What `PipelineStrategy(verify=...)` finds, what it takes for a difference that is none, and what it costs.
+"""The differences that `PipelineStrategy(verify=...)` finds, its false alarms, and its cost.
 
     python benchmarks/verify.py [--quick] [--modules 200] [--first-seed 0] [--json]
 
-The faults are those of tests/trainer/verify/faults.py, each trained on two ranks, in quick mode too. Alarms are counted
-on random modules of tests/fuzz, verified with a warning only, which end with the weights, logs and metrics of one plain
-process; a run may be divided by their seeds. The cost is that of a fit over two batches of a residual network with 4
-million parameters, with and without in turns, on two ranks.
+The faults are those of tests/trainer/verify/faults.py. Each one is trained on two ranks, also in quick mode.
+
+False alarms are counted on random modules of tests/fuzz, which are verified with a warning only and end with the same
+weights, logs and metrics as one plain process. A run can be divided into several runs by the seeds of the modules.
+
+The cost is the additional time of a fit over two batches with a residual network with 4 million parameters on two
+ranks. Fits with and without verification take turns.
 """
 
 from __future__ import annotations
@@ -39,6 +42,8 @@ REPEATS, QUICK_REPEATS = 9, 3
 
 
 class Residual(nn.Module):
+    """A residual block with two linear layers."""
+
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
@@ -49,6 +54,8 @@ class Residual(nn.Module):
 
 
 class Net(pl.LightningModule):
+    """A network of residual blocks."""
+
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(*(Residual() for _ in range(BLOCKS)))
@@ -63,7 +70,10 @@ class Net(pl.LightningModule):
 
 
 def seconds_of_fits(rank: int, repeats: int) -> dict[int, list[float]]:
-    """Return the seconds of fits over two batches by `verify`, in turns; the first ones are left out."""
+    """Return the seconds of fits over two batches for each value of `verify`.
+
+    The values take turns, and the first fit of each one is left out.
+    """
     quiet()
     seconds: dict[int, list[float]] = {2: [], 0: []}
     for _ in range(repeats + 1):
@@ -84,13 +94,13 @@ def seconds_of_fits(rank: int, repeats: int) -> dict[int, list[float]]:
 
 @dataclass
 class Alarms:
-    """What is said of random modules that are verified with a warning.
+    """The results of random modules that are verified with a warning.
 
     Attributes:
-        equal: how many end as one plain process does.
-        told: the differences that were told of these.
-        wrong: what came of modules that neither end so nor are refused or warned of for a reason of theirs.
-        next_seed: that of the first module that was not looked at.
+        equal: the number of modules that end like one plain process.
+        told: the differences that were reported for these modules.
+        wrong: the results of modules that differ without being refused or warned about for a reason of their own.
+        next_seed: the seed of the first module that was not checked.
     """
 
     equal: int = 0
@@ -100,7 +110,14 @@ class Alarms:
 
 
 def count_alarms(wanted: int, first_seed: int) -> Alarms:
-    """Verify random modules until so many of them are equal."""
+    """Verify random modules until a number of them are equal.
+
+    The function stops after four times as many seeds.
+
+    Args:
+        wanted: the number of equal modules.
+        first_seed: the seed of the first module.
+    """
     found = Alarms(next_seed=first_seed)
     while found.equal < wanted and found.next_seed < first_seed + 4 * wanted:
         count = min(TOGETHER, math.ceil((wanted - found.equal) * 1.25))
@@ -118,6 +135,7 @@ def count_alarms(wanted: int, first_seed: int) -> Alarms:
 
 
 def main() -> None:
+    """Find the faults, count the false alarms, measure the cost, and print the table."""
     parser = make_parser(__doc__, f"{QUICK_MODULES} modules instead of {MODULES}, within 120 s")
     parser.add_argument("--modules", type=int, help="how many equal modules are verified")
     parser.add_argument("--first-seed", type=int, default=0, help="the seed of the first module")
