@@ -174,7 +174,7 @@ class Result:
     log: str = ""
 
 
-# ---- which faults
+# ---- choosing faults
 
 
 def cases(seed: int, hosts: bool) -> Iterator[Case]:
@@ -280,7 +280,7 @@ def places(case: Case) -> Sequence[tuple[str, int]]:
     return [*found, *more]
 
 
-# ---- one of them
+# ---- running one fault
 
 
 class Run:
@@ -336,7 +336,7 @@ class Run:
                 )
             yield
 
-    # ---- the fault
+    # ---- injecting the fault
 
     def strike(self) -> float | None:
         """Inject the fault, and return its time, or None if the process had already ended."""
@@ -383,7 +383,7 @@ class Run:
                 return pid
         return None
 
-    # ---- the ends
+    # ---- checking the end of the processes
 
     def ended(self) -> bool:
         """Return whether all processes of the run have ended."""
@@ -542,7 +542,7 @@ def try_one(case: Case, soon: float, wanted: Mapping[str, str]) -> Result:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-# ---- all of them
+# ---- running all faults
 
 
 def undisturbed(kind: str, ranks: int) -> dict[str, str]:

@@ -403,7 +403,7 @@ def gpt_row(steps: int) -> Row | str:
     return Row("real, byte GPT, 2 stages", "1f1b", predicted, measured)
 
 
-# What planning by the simulator gains
+# The gain of planning with the simulator
 
 
 @dataclass(frozen=True)
@@ -535,7 +535,7 @@ def partitions(lab: NetLab, overheads: Overheads, quick: bool) -> Partitions:
     return Partitions(rows[0], rows[1], (MICROBATCHES + RANKS - 1) * work / sum(even.speeds))
 
 
-# All of it
+# The whole benchmark
 
 
 def on_shaped_links(quick: bool) -> dict[str, float]:

@@ -108,7 +108,7 @@ def fit(batches: int, resume: Path | None = None, callbacks: Iterable[Callback] 
     return trainer
 
 
-# ---- in an array
+# ---- siblings in an array
 
 
 class Timed(MemorySwap):
@@ -221,7 +221,7 @@ def step_seconds(timeline: Timeline) -> float:
     return (ends[-1] - ends[0]) / (len(ends) - 1) * SIBLINGS / 1e9
 
 
-# ---- one by one
+# ---- stop and resume
 
 
 class _Clock(Callback):
@@ -254,7 +254,7 @@ def stop_and_resume(switches: int, folder: str) -> list[float]:
     return seconds
 
 
-# ---- all of it
+# ---- the whole benchmark
 
 SIDES: dict[str, Callable[[], Timed | None]] = {
     "all fit": lambda: None,
@@ -333,13 +333,14 @@ def report(by_rank: Sequence[tuple[dict[str, list[Found]], list[float]]]) -> dic
 
 
 def predicted_step(found: Found, plain: float) -> float:
-    """Return the seconds of a step according to equation E2, from the visible time of each state that is moved.
+    """Return the seconds of a step that inequality E2 of ArrayPipe's paper predicts from the visible time of each moved
+    state.
 
     Only the first stage counts, because it is the busiest. All blocks are assumed to be as long as the mean block. A
     batch has two blocks and one turn on this stage.
 
     Args:
-        found: the measurements of the first stage's rank.
+        found: the measurements of the rank with the first stage.
         plain: seconds of a step if all states fit.
     """
     assert found.switching is not None

@@ -50,7 +50,7 @@ def pause_until(end: float) -> None:
         sleep(left)
     while read_seconds() < end:
         os.sched_yield()
-        sleep(0.0)  # other threads may have the interpreter, as during a real kernel
+        sleep(0.0)  # lets other threads run Python code, as during a real kernel
 
 
 def sleeping_layer(forward: float, backward: float, weights: float = 0.0, message_bytes: int = 4) -> LayerProfile:

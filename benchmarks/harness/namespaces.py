@@ -142,7 +142,7 @@ class Hosts:
 
     def _popen(self, command: Sequence[str], env: Mapping[str, str], **more: Any) -> subprocess.Popen[str]:
         everything = {**os.environ, _OWNER: f"{os.getpid()} {_start_time(os.getpid())}", **env}
-        # The child is tied to this process before Popen returns. With setpriv, this process might end first.
+        # The child is tied to this process before Popen returns. This process might end before setpriv runs.
         process = subprocess.Popen(command, env=everything, text=True, preexec_fn=die_with_parent, **more)
         self._stack.callback(_end, process)
         return process

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# ---- Pictures of numbers: lines over a number, or bars by name.
+# ---- Pictures: lines over numbers, or bars over names.
 
 
 @dataclass(frozen=True)
