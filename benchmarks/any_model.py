@@ -58,7 +58,7 @@ ROWS, TOKENS, MICROBATCHES = 16, 96, 4
 SPLIT = "blocks.4"
 """The layer at which the second stage of the GPT begins, in the comparison of speed."""
 BALANCED, TIMED_STEPS = 0.8, 5
-"""The smallest time of a balanced vision model's stage, relative to the mean of its stages, and the number of timed
+"""The least time of a stage of a balanced vision model, relative to the mean of its stages, and the number of timed
 steps.
 """
 PARTS_OF_A_RUN = ("losses", "val", "weights", "saved", "optimizer")
@@ -110,7 +110,7 @@ def train_in_pipelines(names: Sequence[str], folder: str) -> dict[str, list[list
 
 
 def check_case(name: str, pipelines: Sequence[list[dict[str, Any]] | str], folder: str) -> list[str]:
-    """Return descriptions of what is wrong with a case of the zoo, at most one for each size of the pipeline."""
+    """Return descriptions of the failures and differences of a case, at most one for each size of the pipeline."""
     if draws(name):
         alone = read_result(run_ranks(train_many, 1, [(name, settings_of(name))], 1, folder, timeout=300)[0][0])
     else:
@@ -156,7 +156,7 @@ def compare_stages(case: Case, layout: UnitLayout) -> str:
 
 
 def check_family(name: str) -> str:
-    """Return what is wrong with a family of transformers in two stages of one process, or an empty string."""
+    """Return the difference of a family of transformers in two stages of one process, or an empty string."""
     from benchmarks.harness.hf_tiny import tiny_model
 
     tiny = tiny_model(name)
@@ -169,7 +169,7 @@ def check_family(name: str) -> str:
 
 
 def train_families(names: Sequence[str]) -> dict[str, str]:
-    """Train families on two processes, and return what is wrong with them, by family."""
+    """Train families on two processes, and return descriptions of failures and differences, by family."""
     from benchmarks.hf_families import results
 
     wrong: dict[str, str] = {}
@@ -358,9 +358,7 @@ def time_sides(rank: int, rounds: int, steps: int) -> dict[str, list[tuple[float
 
 
 def compare_speed(quick: bool, given: Sequence[str] | None) -> Report:
-    """Time the steps of a GPT that is captured, that is given as nn.Sequential, and that is trained by torch's
-    `pipeline()`.
-    """
+    """Time the steps of a GPT with three sides: captured, as nn.Sequential, and by torch's own `pipeline()`."""
     of_ranks = run_ranks(time_sides, 2, 2 if quick else 6, 12 if quick else 25, timeout=900)
     lines, clock, busy = [], {}, {}
     for side in of_ranks[0]:
@@ -399,8 +397,9 @@ def main(arguments: list[str]) -> None:
 
 
 def read_suite() -> dict[str, Any]:
-    """Return the saved share of Lightning's own tests that pass and the date of that run, or an empty dict if none was
-    saved.
+    """Return the saved share of Lightning's own tests that pass, and the date of that run.
+
+    The dict is empty if no run was saved.
     """
     path = Path(__file__).with_name("lightning_suite.json")
     saved = json.loads(path.read_text()) if path.exists() else {}

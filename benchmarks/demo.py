@@ -70,9 +70,7 @@ class Run:
 
     @property
     def off(self) -> float:
-        """The relative difference between the measured and the predicted step. A positive value means that the step was
-        longer.
-        """
+        """The relative difference between the measured and the predicted step, positive if the step was longer."""
         return self.measured / self.predicted - 1
 
     @property

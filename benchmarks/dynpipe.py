@@ -58,7 +58,8 @@ EPOCH = 200
 """The number of batches after which a restart may re-partition."""
 NOTICEABLE = 1.3
 """The least slowdown of a stage by a real neighbor, relative to the slowdown of the other stage by other programs.
-Below it, re-planning can gain little.
+
+Below this value, re-planning can gain little.
 """
 SMOOTHED = 20
 """The number of losses that are averaged."""
@@ -123,10 +124,10 @@ def even(case: Case) -> list[int]:
 
 
 def optimum(case: Case, layer: Sequence[float]) -> float:
-    """Return the least simulated seconds of a step over all partitions close to the one that is proportional to the
-    speeds.
+    """Return the least simulated seconds of a step over a set of partitions.
 
-    With two stages, all partitions are considered.
+    With two stages, the set contains all partitions. Otherwise, it contains the partition in proportion to the speeds
+    of the stages and the partitions near it.
     """
     speeds = np.array([1 / seconds for seconds in layer])
     ends = np.rint(case.layers * np.cumsum(speeds) / speeds.sum()).astype(int)
@@ -364,8 +365,7 @@ def reached(found: dict[str, Any], loss: float, wait: float = 0.0) -> float:
 
 
 def against_restart(quick: bool) -> dict[str, float]:
-    """Compare the time to a loss under a heavy trace: never re-planned, re-partitioned by restarts, and with moving
-    layers.
+    """Compare the time to a loss under a heavy trace: never re-planned, with restarts, and with moving layers.
 
     Returns:
         The seconds of the first two over the seconds of the run with moving layers, also for restarts that take no

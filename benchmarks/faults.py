@@ -65,14 +65,16 @@ from lightning_pipes.testing.ranks import rank_environment as rank_environment
 
 SCRIPT = str(Path(__file__).parent / "harness" / "fault_job.py")
 SHM = Path("/dev/shm")
-"""The folder of shared memory. Semaphores (sem.*) in it are ignored, because Python leaves one behind if it is killed
-while it creates it.
+"""The folder of shared memory.
+
+Semaphores (sem.*) in it are ignored, because Python leaves one behind if it is killed while it creates it.
 """
 LAUNCHER = -1
 """A victim that is not a rank: the agent of torchrun."""
 HEARTBEAT = 5.0
-"""Seconds of `heartbeat_timeout` in runs with a stopped process or a cut link. The detection of a kill must not need
-it.
+"""Seconds of `heartbeat_timeout` in runs with a fault that only heartbeats or timeouts can detect.
+
+Other runs use a long timeout instead, because their detection must not depend on heartbeats.
 """
 LONG = 240.0
 """Seconds within which an undisturbed run ends even on the slowest machine."""
@@ -239,9 +241,7 @@ def instants(phase: str) -> str:
 
 
 def places(case: Case) -> Sequence[tuple[str, int]]:
-    """Return the named points of a phase that the victim reaches, with the number of times that it reaches them at
-    least.
-    """
+    """Return the named points of a phase that the victim reaches, and how often it reaches them at least."""
     torchrun, array, sharded = case.launcher == "torchrun", case.kind != "fit", "sharded" in case.form
     first, last = case.victim == case.ranks - 1, case.victim == 0
     trainings = 4 if array else 1
@@ -374,7 +374,7 @@ class Run:
         self.hosts.cut(self.case.victim)
 
     def pid(self) -> int | None:
-        """Return the process number of the victim, or None if it has ended."""
+        """Return the process ID of the victim, or None if it has ended."""
         if self.case.victim == LAUNCHER:
             return self.roots[0].pid if self.roots[0].poll() is None else None
         for pid, env in find_processes(self.token).items():
@@ -405,8 +405,9 @@ class Run:
         return found
 
     def all_imported(self) -> float:
-        """Return the time at which the last process had imported its modules. Only then can it monitor the other
-        processes.
+        """Return the time at which the last process had imported its modules.
+
+        Only then can it monitor the other processes.
         """
         marks = [self.job.mark("imported", rank) for rank in range(self.case.ranks) if rank != self.case.victim]
         times = [mark.stat().st_mtime for mark in marks if mark.exists()]

@@ -309,8 +309,10 @@ class Real:
 
 
 WAITED, SCATTERED = 0.02, 0.1
-"""The limits for a valid measurement: the share of the time for which a rank may wait for a core, and the range of the
-middle half of the steps relative to the median.
+"""The limits for a valid measurement.
+
+They are the share of the time for which a rank may wait for a core, and the range of the middle half of the steps
+relative to the median.
 """
 GPT_ROWS, GPT_MICROBATCHES = 16, 8
 
@@ -511,7 +513,7 @@ class Partitions:
 
     @property
     def beyond_ideal(self) -> float:
-        """The relative difference from the ideal, total work over the sum of speeds. With a value of 0.02, it takes 2 %
+        """The relative difference from total work over the sum of speeds. A value of 0.02 means that a step takes 2 %
         longer.
         """
         return self.planned.measured / self.ideal - 1

@@ -1,11 +1,10 @@
-"""Job arrays: the quality of the orders of one iteration, the time of an epoch of 64 artificial jobs, and executed
-siblings.
+"""Job arrays: the quality of the orders of one iteration, the time of an epoch of 64 jobs, and executed siblings.
 
-The orders and the epochs are simulated. The executed siblings are compared with the same jobs run one after another.
-See papers/jap/figures.py for the figures of ArrayPipe's paper.
+The orders and the epochs are simulated, with artificial jobs. The executed siblings are compared with the same jobs run
+one after another. See papers/jap/figures.py for the figures of ArrayPipe's paper.
 
 Solvers have a time limit, and processes are measured, so that the benchmark needs an idle machine. The simulated
-results of epochs are the same on every machine.
+results are the same on every machine.
 
     python benchmarks/jap.py [--quick] [--json] [--simulated | --real | --schemes]
 """
@@ -133,8 +132,9 @@ def generated(imbalance: float = 0.0, overhead: float | None = None) -> Costs:
 
 
 def epoch_table(sizes: Sequence[int], all_schemes: bool) -> tuple[list[str], float]:
-    """Return the lines of the table of epochs, and the epoch over the bottleneck's work with as many resident jobs as
-    stages.
+    """Return the lines of the table of epochs, and the ratio for as many resident jobs as stages.
+
+    The ratio is the time of an epoch over the work of the bottleneck.
 
     Args:
         sizes: numbers of resident jobs.

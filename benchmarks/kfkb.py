@@ -39,8 +39,9 @@ from lightning_pipes.sim import makespan
 STAGES, MICROBATCHES = 4, 24
 FORWARD_MS, QUICK_MS = 20, 5
 MESSAGE, QUICK_MESSAGE = 128 * 1024, 48 * 1024
-"""Bytes of a message. It is several times the burst of a token bucket, and small enough for speeds that the laboratory
-can keep.
+"""Bytes of a message.
+
+They are several times the burst of a token bucket, and few enough for speeds that the laboratory can keep.
 """
 LIMIT = 16
 """The number of micro-batches that a rank may hold if there is a limit. It is four times the number of 1F1B."""
@@ -254,9 +255,7 @@ def steady_table(case: Situation) -> list[str]:
 
 
 def switching(case: Situation, seed: int, seconds: float) -> dict[Direction, Trace]:
-    """Return traces in which each direction independently switches between x = 0.25 and 3, after 25 forwards on
-    average.
-    """
+    """Return traces in which each direction switches by itself between x = 0.25 and 3, after 25 forwards on average."""
     rng = random.Random(seed)
     takes = (case.message(0.25), case.message(3.0))
     return {d: Trace.switching(rng, takes, 0.025 * case.forward, seconds) for d in directions(case.stages)}
@@ -330,8 +329,10 @@ def adaptive(case: Situation, links: Mapping[Direction, Trace], until: int, limi
 
 
 def regret(case: Situation, links: Mapping[Direction, Trace], until: int, limit: int | None) -> tuple[float, str]:
-    """Return by how much the adaptive run is slower than the best fixed schedule in hindsight, and a line that
-    describes both.
+    """Compare the adaptive run with the best fixed schedule in hindsight.
+
+    Returns:
+        The share of time by which the adaptive run is slower, and a line that describes both.
     """
     source = tuning_planner(make_schedule("kfkb", k="auto"))
     every = {c.schedule for x in PHASES for c in source.list_candidates(case.plan, case.costs(x), limit)}
@@ -349,8 +350,9 @@ def regret(case: Situation, links: Mapping[Direction, Trace], until: int, limit:
 
 
 def ready_gain(case: Situation, seeds: Sequence[int], steps: int) -> list[float]:
-    """Return the time of kFkB with k = 2 over the time of ready, for each trace. In both, the first stage holds up to
-    eight.
+    """Return the time of kFkB with k = 2 over the time of ready, for each trace.
+
+    In both, the first stage holds up to eight micro-batches.
     """
     found = []
     for seed in seeds:
@@ -365,8 +367,9 @@ def ready_gain(case: Situation, seeds: Sequence[int], steps: int) -> list[float]
 
 
 def executed(case: Situation) -> Iterator[tuple[str, Any]]:
-    """Measure steps over shaped links that change during the steps, with the same traces for all schedules and for the
-    tuner.
+    """Measure steps over shaped links that change during the steps.
+
+    All schedules and the tuner run with the same traces.
 
     Yields:
         Numbers by name, and lines with the name "".

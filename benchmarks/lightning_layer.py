@@ -49,8 +49,9 @@ WARM_UP = 5
 DISTURBED = 0.02
 """The share of a step by which layers may exceed their pace and for which ranks may wait for a core, in total."""
 SPREAD = 0.02
-"""The largest range of the middle half of all differences, as a share of a step. A range up to the median is also
-allowed.
+"""The largest range of the middle half of all differences, as a share of a step.
+
+A larger range is allowed if it does not exceed the median difference.
 """
 
 

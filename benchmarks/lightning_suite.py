@@ -54,12 +54,15 @@ FOLDERS = ("callbacks", "checkpointing", "loops", "tuner", "loggers", "trainer",
 SAVED = Path(__file__).with_suffix(".json")
 """The file with the shares and the date of the last saved run."""
 STAGES, RESULTS, FOLDER = "LIGHTNING_SUITE_STAGES", "LIGHTNING_SUITE_RESULTS", "LIGHTNING_SUITE_FOLDER"
-"""Environment variables: the number of stages, or 0 for none; the file that gets a line for each test; and the
-temporary folder of a test.
+"""Environment variables of the plugin.
+
+They contain the number of stages, or 0 for none; the file that gets a line for each test; and the temporary folder of a
+test.
 """
 LEFT_SET = {"GLOO_SOCKET_IFNAME": "lo"}
-"""Variables that a run with several ranks on one host leaves set (see docs/security.md), which some tests do not
-accept.
+"""Variables that a run with several ranks on one host leaves set, see docs/security.md.
+
+Some tests fail if a variable is left set.
 """
 SECONDS = 90.0
 """The time limit of a test, on a machine without other load."""
@@ -68,8 +71,9 @@ SECONDS = 90.0
 
 
 class RankEnvironment(LightningEnvironment):
-    """The cluster environment of one test's processes, which does not depend on changes of environment variables by the
-    test.
+    """The cluster environment of the processes of one test.
+
+    It does not depend on the environment variables, because a test may change them.
     """
 
     def __init__(self, rank: int, size: int, port: int) -> None:
@@ -129,8 +133,9 @@ def give_strategy(make: Callable[[], PipelineStrategy], size: int) -> None:
 
 
 def hide_threads() -> None:
-    """Hide the threads of this package from tests that only accept Lightning's own threads. They live as long as the
-    process.
+    """Hide the threads of this package from tests that only accept Lightning's own threads.
+
+    They live as long as the process.
     """
     enumerate_all = threading.enumerate
     threading.enumerate = lambda: [t for t in enumerate_all() if not t.name.startswith("lightning_pipes")]

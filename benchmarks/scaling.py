@@ -231,8 +231,9 @@ def planning_seconds(stages: int, microbatches: int, replicas: int, between: str
 
 
 def planning() -> dict[str, float]:
-    """Print how long it takes to choose on large clusters, which should be less than 10 s, and return the keys for
-    `--json`.
+    """Print the time to choose a schedule on large clusters, and return the keys for `--json`.
+
+    The time should be less than 10 s.
     """
     keys = {}
     for stages, microbatches, replicas in ((8, 64, 2), (64, 512, 16)):

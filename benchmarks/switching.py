@@ -52,8 +52,9 @@ STAGES, SIBLINGS, SLOTS = 2, 5, 3
 FORWARD, BACKWARD = 0.060, 0.120
 """Seconds of a stage. All stages except the last one run forward again before backward."""
 STATE, PIECES = 64 << 20, 24
-"""Bytes of state of each sibling on each stage, and the number of its tensors. They represent weights and optimizer
-moments and take no part in the computation.
+"""Bytes of state of each sibling on each stage, and the number of its tensors.
+
+The state represents weights and optimizer moments. It takes no part in the computation.
 """
 LINK, SLOW_LINK = 25e9, 0.4e9
 """Bytes per second in each direction. On the slow link, moving states takes longer than the computation of a block."""
@@ -238,8 +239,9 @@ class _Clock(Callback):
 
 
 def stop_and_resume(switches: int, folder: str) -> list[float]:
-    """Return the seconds of each switch between two trainings, from the end of one's last batch to the start of the
-    other's.
+    """Return the seconds of each switch between two trainings.
+
+    A switch lasts from the end of the last batch of one training to the start of the first batch of the other one.
     """
     seconds, ended = [], 0.0
     for number in range(switches + 2):
@@ -278,7 +280,7 @@ def rank_main(rank: int, rounds: int, switches: int, folder: str) -> tuple[dict[
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     found: dict[str, list[Found]] = {name: [] for name in SIDES}
     for number in range(rounds):
-        names = list(SIDES)[: 2 if number else None]  # more rounds for the smallest difference
+        names = list(SIDES)[: 2 if number else None]  # the first two differ least and need more rounds
         for name in names[:: 1 if number % 2 else -1]:
             dist.barrier()
             found[name].append(array(SIDES[name]()))
@@ -333,11 +335,10 @@ def report(by_rank: Sequence[tuple[dict[str, list[Found]], list[float]]]) -> dic
 
 
 def predicted_step(found: Found, plain: float) -> float:
-    """Return the seconds of a step that inequality E2 of ArrayPipe's paper predicts from the visible time of each moved
-    state.
+    """Return the seconds of a step according to inequality E2 of ArrayPipe's paper.
 
-    Only the first stage counts, because it is the busiest. All blocks are assumed to be as long as the mean block. A
-    batch has two blocks and one turn on this stage.
+    The prediction adds the visible time of each state that is moved to the first stage, which is the busiest. All
+    blocks are assumed to be as long as the mean block. A batch has two blocks and one turn on this stage.
 
     Args:
         found: the measurements of the rank with the first stage.

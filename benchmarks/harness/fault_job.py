@@ -31,7 +31,7 @@ _trained: list[str] = []
 
 @dataclass(frozen=True)
 class Job:
-    """A description of what the ranks train.
+    """The settings of a job.
 
     Attributes:
         folder: the folder for checkpoints, digests of weights, marks and the output of the ranks.
@@ -39,7 +39,7 @@ class Job:
         form: the form of the checkpoints: "full", "sharded", "async" or "sharded async".
         ranks: the number of ranks.
         heartbeat: the strategy's `heartbeat_timeout`, in seconds.
-        timeout: the strategy's `timeout`, in seconds, for all other waiting between ranks.
+        timeout: the strategy's `timeout`, in seconds, which limits all other waiting between ranks.
     """
 
     folder: str
@@ -59,8 +59,9 @@ class Job:
         return 1 if self.kind == "fit" else len(RATES)
 
     def mark(self, name: str, rank: int) -> Path:
-        """Return the path of the file that a rank creates when it first reaches the place `name`. The file contains the
-        time.
+        """Return the path of the file that a rank creates when it first reaches the place `name`.
+
+        The file contains the time.
         """
         return Path(self.folder, f"{name}.{rank}.mark")
 

@@ -36,7 +36,10 @@ def host_address(host: int) -> str:
 
 
 def enter(holder: int) -> None:
-    """Move the calling thread and its future children into the network namespace of the process `holder`.
+    """Move the calling thread and its future children into the network namespace of a process.
+
+    Args:
+        holder: the ID of the process.
 
     Raises:
         OSError: the process does not exist, or the caller lacks the permission.
@@ -60,8 +63,8 @@ class Hosts:
     The context must be opened and used from one thread, because the hosts end together with this thread.
 
     Attributes:
-        holders: for each host, the number of a process in its namespace. Other threads and processes `enter` the host
-            by it.
+        holders: for each host, the ID of a process in its namespace. Other threads and processes `enter` the host by
+            it.
     """
 
     def __init__(self, n: int) -> None:
@@ -105,8 +108,9 @@ class Hosts:
     def watch_ranks(
         self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, env: Mapping[str, str] | None = None
     ) -> list[RankResult]:
-        """Call `lightning_pipes.testing.ranks.watch_ranks` with one rank on each host. The first host has the store of
-        the ranks.
+        """Call `lightning_pipes.testing.ranks.watch_ranks` with one rank on each host.
+
+        The store of the ranks is on the first host.
         """
         meeting = {
             "TORCHELASTIC_USE_AGENT_STORE": "False",
@@ -166,7 +170,7 @@ def unavailable_reason() -> str:
 
 
 def kill_orphans() -> list[int]:
-    """Kill all processes on hosts whose owner has ended, and return their process numbers.
+    """Kill all processes on hosts whose owner has ended, and return their process IDs.
 
     The kernel normally kills these processes. They only remain if the owner was killed while it started one of them.
     """
@@ -217,7 +221,7 @@ def _is_orphan(pid: int) -> bool:
 def _start_time(pid: int) -> str:
     """Return the start time of a process, or an empty string if it has ended.
 
-    The start time distinguishes the process from a later one with the same number.
+    The start time distinguishes the process from a later one with the same ID.
     """
     with suppress(OSError):
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

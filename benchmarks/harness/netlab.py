@@ -28,8 +28,9 @@ T = TypeVar("T")
 GOODPUT = 0.954
 """Bytes of messages per byte that tbf counts, measured at up to 20 MB/s. The rest are headers and acknowledgements."""
 BURST = 8 * 1024
-"""Bytes that pass at full speed after the link was idle. This is the smallest value that works, because every message
-appears shorter by this number of bytes.
+"""Bytes that pass at full speed after the link was idle.
+
+This is the smallest value that works. It should be small because every message appears shorter by this number of bytes.
 """
 QUEUE = 2**20
 """Bytes that can wait before a link. Further bytes are dropped, as in a switch, and TCP sends them again."""
@@ -66,15 +67,17 @@ class NetLab(Hosts):
 
     @property
     def directions(self) -> list[Direction]:
-        """Both directions of every link that has a cable. The cables connect neighbors in the ring, including the last
-        host and the first one.
+        """Both directions of every link that has a cable.
+
+        The cables connect neighbors in the ring, including the last host and the first one.
         """
         return [d for a, b in self._cables() for d in ((a, b), (b, a))]
 
     @property
     def links(self) -> dict[Direction, Link]:
-        """The current speeds of the links, for a `CostModel`. They contain neither latency nor the time to prepare
-        messages.
+        """The current speeds of the links, for a `CostModel`.
+
+        They contain neither latency nor the time to prepare messages.
         """
         return dict(self._links)
 

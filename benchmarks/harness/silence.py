@@ -1,6 +1,4 @@
-"""Settings that silence Lightning, whose messages about each Trainer would hide a table that is made by hundreds of
-them.
-"""
+"""Settings that silence Lightning, because its messages about hundreds of Trainers would hide a table."""
 
 import logging
 import warnings
