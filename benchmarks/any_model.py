@@ -58,9 +58,7 @@ ROWS, TOKENS, MICROBATCHES = 16, 96, 4
 SPLIT = "blocks.4"
 """The layer at which the second stage of the GPT begins, in the comparison of speed."""
 BALANCED, TIMED_STEPS = 0.8, 5
-"""The least time of a stage of a balanced vision model, relative to the mean of its stages, and the number of timed
-steps.
-"""
+"""The least time of a stage in a balanced vision model, relative to the mean stage, and the number of timed steps."""
 PARTS_OF_A_RUN = ("losses", "val", "weights", "saved", "optimizer")
 SIZES = (2, 3)
 """The numbers of processes in a pipeline."""

@@ -196,8 +196,8 @@ def recovery(never: dict[str, Any], moved: dict[str, Any], case: Case, best: flo
 
     Returns:
         The share of the lost time that is regained at the end, and the number of steps with the neighbor until the
-            median of eight steps, and the median of all later steps, are at most 10 % above the optimum. It is None if
-            this never happens.
+        median of eight steps, and the median of all later steps, are at most 10 % above the optimum. It is None if this
+        never happens.
     """
     begins = case.slow[0][0]
     lost, own = seconds_of(never, case), seconds_of(moved, case)
@@ -312,7 +312,7 @@ def idle_cost(quick: bool) -> tuple[float, float, float]:
 
     Returns:
         The share by which a step takes longer, the spread of this share, and the additional processor time of a rank,
-            as a share of a step.
+        as a share of a step.
     """
     steps, rounds = (24, 2) if quick else (150, 6)
     plain = Case("1f1b", 2, 16, steps, replan=False)
@@ -369,7 +369,7 @@ def against_restart(quick: bool) -> dict[str, float]:
 
     Returns:
         The seconds of the first two over the seconds of the run with moving layers, also for restarts that take no
-            time, and the seconds of a restart.
+        time, and the seconds of a restart.
     """
     moves = Case("dynpipe", 4, 16, 300 if quick else 800, visitors=HEAVY, every=EVERY)
     never = replace(moves, schedule="pipedream", replan=False)

@@ -55,8 +55,7 @@ FORWARD, BACKWARD = 0.005, 0.010
 EDGE_FLOATS = 64 * 1024 // 4
 WARM_UP = 2
 LEARNING = 6
-"""The number of micro-batches in the training that measures how much time the engine needs in addition to its stages.
-"""
+"""The number of micro-batches in the training that measures the additional time of the engine."""
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ Links = Mapping[tuple[int, int], Link]
 
 
 class Known(Protocol):
-    """A training whose layer and link times are known."""
+    """A training with known times of layers and links."""
 
     @property
     def plan(self) -> Plan:
@@ -297,7 +297,7 @@ class Real:
         links: the links, measured before the training.
         empty: the record of a training with stages that take no time.
         steps: the record of the training.
-        waited: the share of the time for which the rank waited for a core.
+        waited: the share of the time for which the rank waited for a core, during profiling and training.
     """
 
     profile: ModelProfile
@@ -513,9 +513,7 @@ class Partitions:
 
     @property
     def beyond_ideal(self) -> float:
-        """The relative difference from total work over the sum of speeds. A value of 0.02 means that a step takes 2 %
-        longer.
-        """
+        """The relative difference from total work over the sum of speeds: 0.02 means that a step takes 2 % longer."""
         return self.planned.measured / self.ideal - 1
 
 

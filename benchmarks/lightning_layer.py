@@ -15,7 +15,7 @@ layer's times in the first steps.
 
 A pair of steps counts if the time by which layers exceeded their pace and the time for which a rank waited for a core
 are together at most `DISTURBED` of each step. If fewer than half of the pairs count, or if their differences vary too
-much, the measurement is not valid, and no number is printed.
+much, the measurement is not valid, and its numbers are not printed.
 
 Ranks run with normal priority. With real-time priority, two ranks that keep two cores busy would make each helper
 thread of a rank wait for its turn, which takes a tenth of a second.
@@ -70,11 +70,19 @@ class Pace:
         self.late = 0.0
 
     def start(self, what: str) -> None:
-        """Record that the layer begins its forward or its backward."""
+        """Record the time at which the layer begins.
+
+        Args:
+            what: "forward" or "backward".
+        """
         self._started[what] = time.perf_counter()
 
     def end(self, what: str) -> None:
-        """Return when the layer may end its forward or its backward."""
+        """Wait until the layer may end its forward or its backward, or record its time if the pace is not fixed yet.
+
+        Args:
+            what: "forward" or "backward".
+        """
         if self._seconds:
             end = self._started[what] + self._seconds[what]
             self.late += max(0.0, time.perf_counter() - end)
