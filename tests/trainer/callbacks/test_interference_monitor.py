@@ -1,4 +1,4 @@
-"""What every rank's monitor saw: in loggers, in the report, for planners."""
+"""Tests of `InterferenceMonitor`: its samples in loggers, in the report, and in the planner's observations."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PREFIX = "InterferenceMonitor.on_train_batch_end/"
 
 
 class Numbered(Source):
-    """Says which rank it is on; on rank 1 it disappears after two reads."""
+    """A source that reports the number of its rank. On rank 1 it fails after two reads."""
 
     name = "numbered"
     metrics = ("gpu.number_count", "gpu.missing_share")
@@ -58,7 +58,7 @@ SEEN: list[tuple[Observation, ...]] = []
 
 
 class Looking(EvenPlanner):
-    """Keeps what it gets to see."""
+    """A planner that records the observations it receives."""
 
     every = 4
 
@@ -79,7 +79,7 @@ class Streamed(PipeDream):
 
 
 class Slowly(pl.Callback):
-    """Batches last until the monitor has sampled, so that there is something to say, and all ranks have said it."""
+    """Delays every batch until the monitor has four samples, so that every rank has something to report."""
 
     def __init__(self, watched: InterferenceMonitor) -> None:
         self._watched = watched
@@ -97,7 +97,7 @@ class Slowly(pl.Callback):
 def trained(rank: int, folder: str, schedule: str) -> dict[str, Any]:
     monitoring.host_sources = lambda thread: [Numbered(rank)]
     interference_monitor.SAID_EVERY = 0.0
-    watch = InterferenceMonitor(hertz=10, window=1000, every_n_steps=2)  # however slow the machine is
+    watch = InterferenceMonitor(hertz=10, window=1000, every_n_steps=2)  # long enough for a machine of any speed
     slowly = Slowly(watch)
     logger = CSVLogger(folder, name=schedule, version="")
     strategy = PipelineStrategy({"1f1b": Flushed, "pipedream": Streamed}[schedule]())
@@ -114,21 +114,24 @@ def trained(rank: int, folder: str, schedule: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 def test_it_is_told_to_loggers_planners_and_the_report(schedule, tmp_path):
-    """Batches of pipedream overlap: its ranks never wait for each other."""
+    """Check that the samples of both ranks reach the logger, the planner and the report.
+
+    The schedule "1f1b" flushes after each batch. With "pipedream", batches overlap and ranks never wait for each other.
+    """
     ranks = run_ranks(trained, 2, str(tmp_path), schedule, timeout=90)
     with open(tmp_path / schedule / "metrics.csv") as file:
         rows = [row for row in csv.DictReader(file) if row.get(f"{PREFIX}gpu.number_count.rank0")]
     assert [row["step"] for row in rows] == ["2", "4", "6", "8"]
     last = rows[-1]
     assert float(last[f"{PREFIX}gpu.number_count.rank1"]) == 1.0
-    assert f"{PREFIX}gpu.missing_share.rank0" not in last  # it is no number, and not 0
+    assert f"{PREFIX}gpu.missing_share.rank0" not in last  # NaN is not logged, neither as a number nor as 0
     for stage in (0, 1):
         assert 0 < float(last[f"{PREFIX}stage{stage}.forward_seconds"]) < 60
         assert 0 < float(last[f"{PREFIX}stage{stage}.backward_seconds"]) < 60
     assert not [name for name in last if name.endswith("_p95")]
     for found in ranks:
         assert found["seen"], "planners have seen nothing"
-        for (first, last), free in found["seen"]:  # by place in the pipeline
+        for (first, last), free in found["seen"]:  # in the order of the pipeline
             assert first["gpu.number_count"] == 1.0 or math.isnan(first["gpu.number_count"])
             assert last["gpu.number_count"] == 0.0
             assert math.isnan(last["gpu.missing_share"])
@@ -138,10 +141,10 @@ def test_it_is_told_to_loggers_planners_and_the_report(schedule, tmp_path):
         assert [state.features["gpu.number_count"] for state in found["everyone"]] == [0.0, 1.0]
         assert "gpu: number" in found["page"]
         assert "pipeline: forward" in found["page"]
-        one, zero = RunRecord.load(found["record"]).monitored  # by place in the pipeline
+        one, zero = RunRecord.load(found["record"]).monitored  # in the order of the pipeline
         assert set(zero.values["gpu.number_count"]) == {0.0}
         assert one.values["gpu.number_count"][:2] == (1.0, 1.0)
-        assert set(one.values["gpu.number_count"][2:]) == {None}  # it has disappeared, and training went on
+        assert set(one.values["gpu.number_count"][2:]) == {None}  # the source failed, and training continued
         assert any(value is not None for value in zero.values["pipeline.forward_seconds"])
 
 

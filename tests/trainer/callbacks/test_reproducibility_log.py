@@ -1,4 +1,4 @@
-"""What is written of a training: equal on any number of stages, to the bit and in the order of accesses."""
+"""Tests of `ReproducibilityLog`: records of a training are bitwise equal on any number of stages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ def record(folder: Path, stages: int, shared: str = "sequential") -> TrainingRec
 def test_all_is_equal_on_any_number_of_stages(
     stages: tuple[int, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The order of accesses (NASPipe, Zhao et al. 2022, Table 4) is that of one subnet after another."""
+    """Check that losses and the order of accesses to each layer are equal on any number of stages.
+
+    The order must be the order of training one subnet after another (NASPipe, Zhao et al. 2022, Table 4).
+    """
     first, *others = (record(tmp_path / str(n), n) for n in stages)
     for other in others:
         found = compare_runs(first, other)
@@ -53,6 +56,7 @@ def test_all_is_equal_on_any_number_of_stages(
 
 @pytest.mark.slow
 def test_asynchronous_training_parts_somewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Check that `compare` reports a difference between asynchronous trainings on 2 and on 4 stages."""
     for stages in (2, 4):
         args = ("sequential", BATCHES, str(tmp_path / str(stages)), None, -1, False, None, "pipedream")
         run_ranks(fit, stages, stages, *args, timeout=120)

@@ -1,4 +1,7 @@
-"""Changing the schedule while training: real ranks and gradients, stamps as slow links would leave them."""
+"""Tests of `ScheduleTuner`, which changes the schedule during training.
+
+Ranks and gradients are real. The measured durations are replaced by durations as slow links would cause them.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ class Net(pl.LightningModule):
 
 
 class Watch(pl.Callback):
-    """What ran in each batch, and how many samples its stage held."""
+    """Records the schedule of each batch and the number of samples that its stage held."""
 
     def __init__(self) -> None:
         self.ran: list[str] = []
@@ -65,7 +68,10 @@ class Watch(pl.Callback):
 
 
 def stamps(slow: Any) -> Any:
-    """What a rank would measure of 1 ms forwards, 2 ms backwards, and messages of `slow(batch)` seconds."""
+    """Return a replacement for `sample_of`.
+
+    It reports forwards of 1 ms, backwards of 2 ms, and messages of `slow(n)` seconds in the n-th sample.
+    """
     seen = Counter[str]()
     original = schedule_tuner.sample_of
 
@@ -107,7 +113,7 @@ def fit(folder: Path, schedule: Any, tuner: ScheduleTuner | None = None, **optio
 
 def tuned(rank: int, folder: str) -> dict[str, Any]:
     original, parts = schedule_tuner.sample_of, schedule_tuner.parts_of
-    schedule_tuner.OVERHEAD = 1e9  # batches of a millisecond: deciding would be rare
+    schedule_tuner.OVERHEAD = 1e9  # batches last a millisecond, so the tuner would decide rarely
     schedule_tuner.sample_of = stamps(lambda n: 0.0 if n < 2 else 0.001)  # type: ignore[assignment]
     found = {"slow": fit(Path(folder, "slow"), KFKB("auto"), ScheduleTuner(3, "1GiB", window=1))}
     schedule_tuner.parts_of = lambda profile, layers: dict.fromkeys(range(RANKS), (0.5, 0.5))  # type: ignore[assignment]
@@ -159,6 +165,7 @@ def test_weights_are_those_of_1f1b_to_the_bit(ranks, run):
 
 
 def test_backwards_are_split_where_it_is_known_what_that_takes(ranks):
+    """Check that the tuner changes to ZeroBubble once the durations of the two halves of a backward are known."""
     for r in ranks:
         assert r["split"]["ran"][0] == str(KFKB("auto"))
         assert "ZeroBubble" in r["split"]["ran"][-1]
@@ -169,7 +176,7 @@ def test_stages_hold_what_is_predicted(ranks):
         for run in r.values():
             assert len(run["held"]) == BATCHES
             assert all(held <= most for held, most in run["held"])
-        assert all(held == most for held, most in r["slow"]["held"])  # an order that is fixed
+        assert all(held == most for held, most in r["slow"]["held"])  # the order is fixed
 
 
 def test_auto_brings_a_tuner_along_which_leaves_free_links_alone(ranks):
@@ -180,8 +187,11 @@ def test_auto_brings_a_tuner_along_which_leaves_free_links_alone(ranks):
 
 
 def test_other_sizes_are_tried(ranks):
-    """Computations take as long whatever the size here. In proportion small ones look best; once they are measured, it
-    is the largest, hence the fewest, that are."""
+    """Check that the tuner tries micro-batches of other sizes and ends with the largest size.
+
+    Computations take the same time for any size here. The tuner first assumes times in proportion to the size, so small
+    micro-batches look best. After measuring them, it prefers the largest size, which needs the fewest micro-batches.
+    """
     decisions = ranks[0]["other sizes"]["decisions"]
     assert "16 micro-batches" in decisions[0]
     assert decisions[0].endswith("extrapolated")
@@ -244,6 +254,7 @@ def test_needs_a_strategy_and_a_schedule_that_know_what_to_change(strategy, said
 
 
 def test_who_still_updates_may_have_messages_already():
+    """Check that a message may arrive while its receiver still updates its weights."""
     plan = Plan.even(2, 1)
     (span,) = plan.spans(Kind.F, 0)
     before = [Event(1, B(1, span), 0, 10), Event(1, STEP(1), 10, 90)]
@@ -266,6 +277,6 @@ class TestWait:
         assert self.wait(timedelta(seconds=1), step=10.0, seconds=0.01) == 1
 
     def test_rarer_where_deciding_takes_long(self):
-        assert self.wait(10, step=0.02, seconds=0.01) == 100  # 10 ms of 2 s are 0.5 %
-        assert self.wait(10, step=0.02, seconds=10.0) == 200  # setting up does not count for ever
+        assert self.wait(10, step=0.02, seconds=0.01) == 100  # 10 ms are 0.5 % of 2 s
+        assert self.wait(10, step=0.02, seconds=10.0) == 200  # a setup that takes long does not count forever
         assert self.wait(10, step=0.0, seconds=0.01) == 10

@@ -1,4 +1,4 @@
-"""Scalars of the pipeline in any logger."""
+"""Tests of `TimelineLogger`, which logs scalars of the pipeline to any logger."""
 
 from __future__ import annotations
 
@@ -69,6 +69,7 @@ def test_steps_belong_to_no_stage_and_are_work_as_on_a_timeline():
 
 
 def test_nothing_is_nothing():
+    """Check that the bubble is 1 if a rank has no events."""
     assert Timing.from_shares([Share.from_events([])]).metrics["pipeline/bubble"] == 1.0
 
 
@@ -76,7 +77,7 @@ class Stopwatch(TimelineLogger):
     def __init__(self, every_n_steps: int) -> None:
         super().__init__(every_n_steps)
         self.calls: list[int] = []
-        """Functions that logging one step has called."""
+        """Number of function calls to log each of the logged steps."""
         self.took: list[float] = []
         """Milliseconds of this rank in the logged steps."""
 

@@ -1,4 +1,4 @@
-"""A run that writes checkpoints, and what stands for its control."""
+"""Helpers of the checkpoint tests: a run that writes checkpoints, and a substitute for its control."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.trainers import make_trainer
 def fit(
     folder: Path, strategy: dict[str, Any], trouble: list[Callback], resume: Path | None = None, **more: Any
 ) -> dict[str, Any]:
-    """What a run on two ranks gives out, and its weights; it writes a checkpoint every two steps."""
+    """Train on two ranks, write a checkpoint every two steps, and return the outputs and weights."""
     quiet()
     pl.seed_everything(3, verbose=False)
     module = Lit(dropout=0.2).double()
@@ -38,7 +38,7 @@ def fit(
 
 
 class OneRank:
-    """Stands for the control of a pipeline of one rank."""
+    """A substitute for the control of a pipeline of one rank."""
 
     size, position, ranks = 1, 0, (0,)
 

@@ -1,4 +1,4 @@
-"""Checkpoints are those of one process: they load and resume on any number of stages."""
+"""Tests that checkpoints equal those of one process and can be loaded on any number of stages."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ def continued(module: type[Lit], ranks: int, folder: Path, strategy: Any, **more
 
 @pytest.mark.parametrize("module", [LitHooked, pytest.param(LitTied, marks=pytest.mark.slow)])
 def test_resume_on_other_numbers_of_stages(module, tmp_path):
-    """Plain, then 4 stages, then 2, then one rank, then plain again; one epoch each."""
+    """Check a training that resumes after each epoch against an uninterrupted training in plain Lightning.
+
+    The epochs run in plain Lightning, on 4 stages, on 2, on one rank, and in plain Lightning again.
+    """
     whole = train(Case(module, trainer={"max_epochs": 5}), 1, tmp_path / "whole")
     previous = None
     for epoch, (ranks, strategy) in enumerate([(1, None), (4, STRATEGY), (2, STRATEGY), (1, STRATEGY), (1, None)]):
@@ -76,7 +79,7 @@ def test_the_file_is_that_of_one_process(module, tmp_path):
 
 
 class LitStateful(Lit):
-    """An optimizer whose states are not all tensors, and a layer with a state of its own."""
+    """A module whose optimizer state contains more than tensors, and which has a layer with extra state."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -87,7 +90,7 @@ class LitStateful(Lit):
 
 
 class Counter(torch.nn.Module):
-    """Saves more than tensors."""
+    """A layer with extra state that is not a tensor."""
 
     loaded = "nothing"
 
@@ -99,7 +102,7 @@ class Counter(torch.nn.Module):
 
 
 class Counting(torch.optim.SGD):
-    """Steps that depend on a number, which is not a tensor."""
+    """An optimizer whose steps depend on a number in its state that is not a tensor."""
 
     def step(self, closure: Any = None) -> Any:
         loss = closure()
@@ -122,7 +125,11 @@ FORMS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("module", [LitHooked, pytest.param(LitTied, marks=pytest.mark.slow), LitStateful])
 def test_resume_between_forms(module, tmp_path):
-    """A folder on 3 stages, a file on 2, a folder on 1, then a file that plain Lightning reads, made of the last."""
+    """Check that training can resume from a checkpoint of any form, against an uninterrupted training.
+
+    Its checkpoints are a folder on 3 stages, a file on 2, and a folder on 1. The last one is consolidated into a file,
+    from which plain Lightning continues.
+    """
     whole = train(Case(module, trainer={"max_epochs": 4}), 1, tmp_path / "whole")
     previous = None
     for epoch, (ranks, form) in enumerate(zip((3, 2, 1), (FORMS[2], FORMS[1], FORMS[0]), strict=True)):
@@ -143,7 +150,7 @@ def test_resume_between_forms(module, tmp_path):
 
 
 def kept(rank: int, folder: str) -> list[Any]:
-    """By form, what ModelCheckpoint leaves of several saves, and how its best ones validate."""
+    """For each form, return the files that `ModelCheckpoint` keeps, its best paths, and their validation results."""
     quiet()
     found = []
     for number, form in enumerate([{}, *FORMS]):
@@ -185,7 +192,7 @@ def test_what_is_no_sharded_checkpoint(tmp_path):
 
 
 def test_a_hook_edits_the_state_dict_of_a_folder(tmp_path, monkeypatch):
-    """As `on_load_checkpoint` may, before a tensor is read."""
+    """Check that `on_load_checkpoint` can change the state dict of a folder before tensors are read."""
     saved = {"a": torch.ones(2), "b": torch.zeros(3), "c": "text", "d": torch.ones(1)}
     saver = Saver(OneRank())  # type: ignore[arg-type]
     saver.save_parts({"state_dict": saved}, list(saved), tmp_path / "x", background=False)
@@ -194,7 +201,7 @@ def test_a_hook_edits_the_state_dict_of_a_folder(tmp_path, monkeypatch):
     state["new"] = state.pop("a")
     state["d"] = torch.zeros(1)
     del state["c"]
-    monkeypatch.setattr(state, "_read", None)  # from here on no tensor is read
+    monkeypatch.setattr(state, "_read", None)  # no tensor is read after this line
     assert list(state) == ["b", "d", "new"]
     assert "b" in state
     assert "c" not in state
@@ -205,7 +212,7 @@ def test_a_hook_edits_the_state_dict_of_a_folder(tmp_path, monkeypatch):
 
 
 class _Saver(Callback):
-    """Saves in the middle of training, when the optimizer has state."""
+    """Saves a checkpoint at the end of the epoch, when the optimizer has state."""
 
     def __init__(self, path: str) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""Checkpoints that are not what was written are refused, with their name; nothing in an index is ever run."""
+"""Tests that damaged checkpoints are refused by name, and that no code in an index is executed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def same(found: Any, value: float = 1.0) -> bool:
 
 
 def refused(path: Path, read: Callable[[Path], Any]) -> str:
-    """What is said of a checkpoint, which has to be refused."""
+    """Check that reading the checkpoint is refused, and return the message."""
     with pytest.raises(PipelineError) as error:
         read(path)
     assert str(path) in str(error.value)
@@ -67,7 +67,7 @@ def refused(path: Path, read: Callable[[Path], Any]) -> str:
 
 
 def flipped(content: bytes, stride: int) -> Iterator[bytes]:
-    """The content with one bit changed, of every byte or of some of them."""
+    """Yield copies of the content with one flipped bit, in every `stride`-th byte."""
     choice = random.Random(0)
     for position in range(choice.randrange(stride), len(content), stride):
         changed = bytearray(content)
@@ -145,7 +145,7 @@ def test_other_readers_read_our_files(tmp_path):
 
 
 def without_sums(folder: Path) -> None:
-    """Makes a folder what older versions wrote."""
+    """Change a folder into what older versions wrote, which had no checksums."""
     metadata = pickle.loads((folder / INDEX).read_bytes())
     metadata.planner_data = None
     (folder / INDEX).write_bytes(pickle.dumps(metadata))
@@ -157,7 +157,7 @@ def test_files_of_older_versions_load(tmp_path):
     assert same(read_file(tmp_path / "a.ckpt"))
     content = (tmp_path / "a.ckpt").read_bytes()
     (tmp_path / "a.ckpt").write_bytes(content.replace(torch.full((5,), 1.0).numpy().tobytes(), bytes(20)))
-    refused(tmp_path / "a.ckpt", read_file)  # by torch's own checksums
+    refused(tmp_path / "a.ckpt", read_file)  # torch's own checksums notice the change
 
     torch.save(checkpoint(), tmp_path / "b.ckpt", _use_new_zipfile_serialization=False)
     assert same(read_file(tmp_path / "b.ckpt"))
@@ -183,7 +183,7 @@ def test_what_is_no_checkpoint(tmp_path):
 
 
 class Evil:
-    """Makes a folder when it is unpickled."""
+    """An object that creates a folder when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -206,6 +206,7 @@ def test_nothing_in_an_index_is_run(tmp_path):
 
 
 def test_objects_take_a_word_of_the_user(tmp_path):
+    """Check that a folder with arbitrary objects can be consolidated only with `weights_only=False`."""
     folder, marker = tmp_path / "a.ckpt", tmp_path / "marker"
     evil = {**checkpoint(), "hyper_parameters": Evil(marker)}
     Saver(OneRank()).save_parts(evil, ["a", "b"], folder, background=False)  # type: ignore[arg-type]

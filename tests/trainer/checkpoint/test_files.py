@@ -1,4 +1,4 @@
-"""A kill at any point of a write leaves a whole checkpoint under the name."""
+"""Tests that a whole checkpoint exists under its name if the process is killed at any point of a write."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lightning_pipes.trainer.checkpoint.files import (
 )
 
 STEPS = ("torch.save", "os.fsync", "os.replace", "os.rename", "_exchange", "_remove_now")
-"""What a process may be killed at: before it is called, and after it was."""
+"""Functions at which a process is killed, either before or after the call."""
 
 
 def write_file(path: Path, value: int) -> None:
@@ -41,7 +41,7 @@ def write_folder(path: Path, value: int) -> None:
 
 
 def write_folder_in_two_steps(path: Path, value: int) -> None:
-    """As where names can't be exchanged."""
+    """Write a folder as on file systems that cannot exchange two names."""
     files._exchange = lambda a, b: False
     write_folder(path, value)
 
@@ -57,7 +57,7 @@ def read(path: Path) -> Any:
 
 
 def killed(write: Callable[[Path, int], None], path: Path, step: str, after: bool) -> bool:
-    """Whether a child that writes is killed at the step, which it may not have."""
+    """Return whether a forked child was killed at this step of its write, which may not have the step."""
     pid = os.fork()
     if pid == 0:
         *module, name = step.split(".")
@@ -78,7 +78,10 @@ def killed(write: Callable[[Path, int], None], path: Path, step: str, after: boo
 
 
 def all_kills(rank: int) -> list[tuple[str, ...]]:
-    """Every place where a child was killed; asserts what is left there. In a process of its own, as it forks."""
+    """Return all places at which a child was killed, after checking the files left there.
+
+    This runs in a process of its own because it forks.
+    """
     found = []
     writers = (write_file, write_folder, write_folder_in_two_steps)
     for before in writers[:2]:
@@ -91,7 +94,7 @@ def all_kills(rank: int) -> list[tuple[str, ...]]:
                         if killed(write, path, step, after):
                             found.append((before.__name__, write.__name__, step, str(after)))
                             assert read(path) in (1, 2), found[-1]
-                        write_file(Path(folder) / "next.ckpt", 3)  # which cleans up
+                        write_file(Path(folder) / "next.ckpt", 3)  # this cleans up
                         assert {n for n in os.listdir(folder) if n.endswith(".saving")} == set(), found[-1]
                         write_folder(path, 4)
                         assert read(path) == 4
@@ -109,7 +112,7 @@ def full_disk(rank: int, folder: str) -> tuple[str, Any, list[str]]:
     path = Path(folder) / "a.ckpt"
     write_file(path, 1)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
-    with pytest.raises(OSError, match="File too large") as error:  # torch says "unexpected pos"
+    with pytest.raises(OSError, match="File too large") as error:  # torch would report "unexpected pos"
         write_file(path, 2)
     return str(error.value), read(path), os.listdir(folder)
 
@@ -134,7 +137,10 @@ def test_links_are_replaced_and_not_followed(tmp_path):
 
 
 def test_others_files_are_left_alone(tmp_path):
-    """A process that lives, and one of another host, may still be writing."""
+    """Check that a write keeps the temporary files of a live process and of another host.
+
+    These processes may still be writing.
+    """
     names = [f".a.elsewhere.{2**22 + 1}-0.saving", f".a.{os.uname().nodename}.{os.getpid()}-0.saving", ".b.saving"]
     for name in names:
         (tmp_path / name).touch()

@@ -1,4 +1,4 @@
-"""A run that goes on from a checkpoint is the run that was never interrupted, bit for bit."""
+"""Tests that a run that resumes from a checkpoint is bitwise equal to the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ EPOCHS = 3
 
 
 class Augmented(Dataset[Any]):
-    """Samples with noise from all three generators; counts how often it is asked."""
+    """A dataset that adds noise from all three random generators and counts its loaded samples."""
 
     loads = 0
 
@@ -59,7 +59,7 @@ class Augmented(Dataset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    """Samples of unknown number, with noise."""
+    """An iterable dataset of unknown length with noise."""
 
     def __iter__(self) -> Iterator[Any]:
         for x, y in data(22):
@@ -67,7 +67,7 @@ class Stream(IterableDataset[Any]):
 
 
 class NumpySampler(Sampler[int]):
-    """Shuffles by a generator of NumPy's, as many do that torch does not know."""
+    """A sampler that shuffles with random generators that torch does not know."""
 
     def __init__(self, rows: int) -> None:
         self.rows, self.rng, self.other = rows, np.random.default_rng(7), random.Random(8)
@@ -82,7 +82,7 @@ class NumpySampler(Sampler[int]):
 
 
 class Doubling(DataLoader[Any]):
-    """A loader with an iteration of its own."""
+    """A loader that overrides the iteration."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         for x, y in super().__iter__():
@@ -90,7 +90,7 @@ class Doubling(DataLoader[Any]):
 
 
 class Own(DataLoader[Any]):
-    """A loader that saves its own state."""
+    """A loader that saves and loads its own state."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -150,7 +150,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
 
 
 class LitSeveral(Lit):
-    """Takes batches of one loader, or of a dict of two; every epoch ends with smaller weights."""
+    """Accepts batches of one loader or of a dict of two, and shrinks its weights after every epoch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if isinstance(batch, dict):
@@ -165,7 +165,7 @@ class LitSeveral(Lit):
 
 
 class Trace(Callback):
-    """What happens in a run; its checkpoints know how much of that came before."""
+    """Records the events of a run, and stores the number of previous events in each checkpoint."""
 
     def __init__(self) -> None:
         self.events: list[Any] = []
@@ -189,7 +189,7 @@ class Trace(Callback):
 
 
 def fit(folder: Path, loader: Any, resume: Path | None = None, ranks: int = 2, **options: Any) -> dict[str, Any]:
-    """What one run saw and made."""
+    """Train once and return the events and the final weights."""
     quiet()
     pl.seed_everything(3, verbose=False)
     strategy = options.pop("strategy", {"schedule": "1f1b", "microbatches": 2})
@@ -208,9 +208,10 @@ def fit(folder: Path, loader: Any, resume: Path | None = None, ranks: int = 2, *
 
 
 def resumed(name: str, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """By checkpoint, in what the run that resumed there differs from the whole one.
+    """For several checkpoints of a run, return the differences between resuming there and the uninterrupted run.
 
-    Of the checkpoints it takes the first one, the first after which an epoch ended or a validation came, and the next.
+    These are the first checkpoint, the first one that is followed by the end of an epoch or by a validation, and the
+    next one.
     """
     make = LOADERS[name]
     whole = fit(folder, make(), **options)
@@ -227,7 +228,7 @@ def resumed(name: str, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def all_resumed(rank: int, folder: str, numbers: list[int]) -> list[Any]:
-    """For every case of these what `resumed` finds."""
+    """Return the result of `resumed` for each of the given cases."""
     return [resumed(CASES[number][0], Path(folder) / str(number), CASES[number][1]) for number in numbers]
 
 
@@ -257,18 +258,21 @@ RARE = {
     "own iteration",
     "several",
 }
-"""Loaders that are another one with a difference."""
+"""Loaders that differ little from another loader. Their cases run only as slow tests."""
 
 
 def is_slow(number: int) -> bool:
-    """Whether a case is left to those who have time: rare loaders, and three of four of the other settings."""
+    """Return whether a case is a slow test.
+
+    These are the rare loaders, and three of four of the cases with other settings.
+    """
     name, options = CASES[number]
     return number % 4 != 1 if options else name in RARE
 
 
 @cache
 def all_found() -> dict[int, Any]:
-    """By case what each rank found; all cases in the same processes."""
+    """Return for each case the results of all ranks. All cases run in the same processes."""
     numbers = selected_values(test_it_is_the_run_that_was_not_interrupted, "number")
     with TemporaryDirectory() as folder:
         by_rank = run_ranks(all_resumed, 2, folder, numbers, timeout=400)
@@ -293,7 +297,10 @@ def on_ranks(rank: int, ranks: int, folder: str, resume: Path | None) -> dict[st
 
 
 def test_resumed_in_the_middle_of_an_epoch_on_other_numbers_of_stages(tmp_path):
-    """From 2 to 4 stages in the first epoch, and to one in the second."""
+    """Check a run that resumes on 4 stages in the first epoch and on 1 stage in the second.
+
+    It is compared with an uninterrupted run on 2 stages.
+    """
     whole = run_ranks(on_ranks, 2, 2, str(tmp_path / "2"), None, timeout=60)[0]
     past = 0
     for before, step, ranks in [(2, 2, 4), (4, 4, 1)]:
@@ -304,7 +311,7 @@ def test_resumed_in_the_middle_of_an_epoch_on_other_numbers_of_stages(tmp_path):
 
 
 def passed(loader: ResumableLoader, batches: int) -> tuple[list[Any], Any]:
-    """The first batches of a pass, and its state after them as a careful reader of checkpoints gets it."""
+    """Return the first batches of a pass and the state after them, saved and loaded with `weights_only=True`."""
     passing = iter(loader)
     taken = [plain_values(next(passing)) for _ in range(batches)]
     file = io.BytesIO()

@@ -1,4 +1,4 @@
-"""Checkpoints survive kills and full disks, and can be written while training goes on."""
+"""Tests that checkpoints survive kills and full disks, and can be written in the background."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from tests.trainer.lit import differences
 from tests.trainers import make_trainer
 
 SOON = 12.0
-"""Seconds from the start of the processes, of which starting takes one or two."""
+"""Seconds within which all processes must end. Starting them takes one or two of these."""
 
 
 class Trouble(Callback):
-    """What happens to one rank in its second checkpoint."""
+    """Kills one rank or fills its disk in its second checkpoint."""
 
     def __init__(self, rank: int, how: str) -> None:
         self.rank, self.how, self.saves = rank, how, 0
@@ -55,7 +55,10 @@ def troubled(rank: int, folder: str, strategy: dict[str, Any], in_trouble: int, 
 
 
 def resumed(rank: int, cases: list[tuple[Path, dict[str, Any]]], steps: int = 2) -> list[list[str]]:
-    """Where the runs that go on from the checkpoints after so many steps differ from the uninterrupted one."""
+    """For each checkpoint, return the differences between a run that resumes there and the uninterrupted run.
+
+    The checkpoints were written after `steps` steps.
+    """
     with TemporaryDirectory() as folder:
         whole = fit(Path(folder) / "whole", {}, [])
         found = []
@@ -84,9 +87,9 @@ TROUBLES: list[tuple[dict[str, Any], int, str, str]] = [
 
 @pytest.fixture(scope="module")
 def after_trouble() -> Any:
-    """By case: how each rank ended, what was left in the folder, and how a resumed run differs."""
+    """For each case, yield how the ranks ended, the files left, and the differences after resuming."""
     with TemporaryDirectory() as folder:
-        run_ranks(nothing, 1)  # starts the server that processes are forked from
+        run_ranks(nothing, 1)  # starts the server from which processes are forked
         ended, left, cases = [], [], []
         numbers = selected_values(test_after_trouble_everybody_ends_and_the_checkpoint_before_is_good, "number")
         for number in numbers:
@@ -148,7 +151,7 @@ def test_ranks_after_the_same_step_join_their_parts_where_one_fails(tmp_path):
 
 
 class Busy(Callback):
-    """Keeps rank 0 from the others until one of them has written its part."""
+    """Delays rank 0 on an exception until another rank has written its part."""
 
     def __init__(self, part: Path) -> None:
         self.part = part
@@ -159,14 +162,16 @@ class Busy(Callback):
 
 
 def saved_apart(rank: int, folder: str, late: bool) -> tuple[str, bool]:
-    """The error that a failing run ends with on this rank, and whether the other rank's run ends while this one goes
-    on."""
+    """Return this rank's error, and whether the other rank also finished within five seconds.
+
+    Both runs fail. Either rank 0 comes too late to join the parts, or the ranks have no common file system.
+    """
     checkpointing._MEETING_SECONDS = 0.5 if late else 20.0
     disk = Path(folder)
     trouble: list[Callback] = [BadDay()]
     if late:
         trouble.append(Busy(disk / "last.ckpt.rank1of2"))
-    elif rank == 1:  # its disk is another, with the same names
+    elif rank == 1:  # rank 1 has another disk with the same names
         usual = AtomicCheckpointIO.save_checkpoint
 
         def save(io: Any, checkpoint: Any, path: Any, *more: Any) -> None:
@@ -184,7 +189,11 @@ def saved_apart(rank: int, folder: str, late: bool) -> tuple[str, bool]:
 
 @pytest.mark.parametrize("how", ["late", "own disks", "own disks, stale part"])
 def test_ranks_keep_their_parts_where_they_do_not_meet(tmp_path, how):
-    """One comes too late, or they have no common file system, where a part of an earlier failure may be."""
+    """Check that ranks keep their parts if they cannot join them.
+
+    One rank comes too late, or the ranks have no common file system. In the last case, a part of an earlier failure
+    exists there.
+    """
     if "stale" in how:
         AtomicCheckpointIO().save_checkpoint({"state_dict": {}}, tmp_path / "last.ckpt.rank1of2")
     for error, both_end in run_ranks(saved_apart, 2, str(tmp_path), how == "late", timeout=30):
@@ -203,7 +212,7 @@ def test_a_checkpoint_is_removed_before_anything_has_run(tmp_path):
 
 
 class Slow(AtomicCheckpointIO):
-    """Waits before it writes until it is told to, and fails where the path says so."""
+    """Waits for an event before it writes, and fails for paths that contain "bad"."""
 
     def __init__(self) -> None:
         self.go, self.done = Event(), list[str]()
@@ -269,7 +278,7 @@ def test_one_save_waits_for_the_other(tmp_path):
 
 
 def full_disk(rank: int, folder: str) -> list[str]:
-    """Of a disk that is full in the middle of a tensor: the error and what is left."""
+    """Save a tensor to a disk that becomes full in the middle of it, and return the error and the files left."""
     saver = Saver(OneRank())  # type: ignore[arg-type]
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
     with pytest.raises(PipelineError) as error:
@@ -294,9 +303,12 @@ def test_a_snapshot_is_not_reached_by_later_steps():
 
 
 def asynchronous(rank: int, folder: str) -> list[Any]:
-    """What is there when `fit` returns, by strategy, with names for the latest and the best."""
+    """For each strategy, return the files when `fit` returns, the expected names, and the weights.
+
+    The expected names are the best checkpoints and the last one.
+    """
     found = []
-    os.fsync = lambda descriptor: time.sleep(0.1)  # a disk so slow that steps do not wait for it by chance
+    os.fsync = lambda descriptor: time.sleep(0.1)  # the disk is so slow that steps cannot wait for it by chance
     plugin = AsyncCheckpointIO()
     for number, (strategy, more) in enumerate([(ASYNC, {}), ({**SHARDED, **ASYNC}, {}), ({}, {"plugins": [plugin]})]):
         own = Path(folder) / str(number)

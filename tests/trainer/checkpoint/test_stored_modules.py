@@ -1,4 +1,4 @@
-"""Modules among the hyperparameters of a module whose layers are spread over ranks."""
+"""Tests of modules among the hyperparameters of a module whose layers are distributed over ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.cases import for_each
 
 
 class Net(nn.Module):
-    """Layers with batch statistics and a buffer that is not saved, and a head whose weight is theirs."""
+    """A network with batch statistics, a buffer that is not saved, and a head that shares the weight of a layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Net(nn.Module):
 
 
 class LitOfNet(pl.LightningModule):
-    """A module as the common templates make it: with the network and the optimizer as arguments."""
+    """A module like those of common templates, with the network and the optimizer as arguments."""
 
     def __init__(self, net: nn.Module, optimizer: Any, criterion: nn.Module) -> None:
         super().__init__()
@@ -76,13 +76,14 @@ def test_a_module_among_the_hyperparameters_is_stored_whole(cut, background):
     assert net.scale.tolist() == [5.0, 5.0]
     assert type(net.layers) is nn.Sequential
     bias = loaded["state_dict"]["net.head.bias"]
-    assert background or net.head.bias.data_ptr() == bias.data_ptr()  # written once
+    assert background or net.head.bias.data_ptr() == bias.data_ptr()  # the bias is written once
     again = LitOfNet(**loaded["hyper_parameters"])
     again.load_state_dict(loaded["state_dict"])
     assert isinstance(again.hparams["criterion"], nn.CrossEntropyLoss)
 
 
 def test_without_values_a_stored_module_takes_those_of_the_state_dict():
+    """Check that a module stored without its values keeps its tied weights and can load the state dict."""
     module = LitOfNet(Net(), None, nn.MSELoss())
     state = {key: value.clone() for key, value in module.state_dict().items()}
     checkpoint = {"state_dict": {}, "hyper_parameters": dict(module.hparams)}

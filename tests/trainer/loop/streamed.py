@@ -1,4 +1,4 @@
-"""Trainings by schedules that do not flush, and the plain loop whose weights are as old as theirs."""
+"""Trainings with schedules that do not flush, and a plain training loop that uses equally old weights."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from lightning_pipes import PipelineStrategy
 from tests.trainer.lit import Keeper, Lit, data, plain_values, quiet
 from tests.trainers import make_trainer
 
-BATCHES = 9  # of 4 samples, an epoch; the last one has 2
+BATCHES = 9  # per epoch, with 4 samples each; the last batch has 2
 ROWS = 4 * BATCHES - 2
 CUTS = {1: [], 2: [4], 3: [3, 6], 4: [2, 4, 6]}
 
 
 class LossRate(ReduceLROnPlateau):
-    """The learning rate follows the metric."""
+    """A scheduler that sets the learning rate in proportion to the metric."""
 
     def step(self, metrics: Any, epoch: Any = None) -> None:
         for group in self.optimizer.param_groups:
@@ -35,7 +35,7 @@ class LossRate(ReduceLROnPlateau):
 
 
 class LitPlateau(Lit):
-    """Its scheduler reads the loss of every third batch."""
+    """A module whose scheduler reads the loss of every third batch."""
 
     def configure_optimizers(self) -> Any:
         found = super().configure_optimizers()
@@ -73,8 +73,11 @@ def delays(case: Streamed) -> list[int]:
 def extrapolate(
     stage: nn.Module, now: dict[str, Any], before: dict[str, Any], optimizer: torch.optim.Optimizer, at: int, n: int
 ) -> dict[str, Any]:
-    """Weights `now`, after `at` updates, before update n if all others are like the last one, but for its decay of
-    weights, at the rate of batch n."""
+    """Return the weights predicted for batch n, from the weights after `at` updates.
+
+    Each missing update is assumed to equal the last one without its weight decay, scaled to the learning rate of batch
+    n.
+    """
     groups = {id(p): g for g in optimizer.param_groups for p in g["params"]}
     found = {}
     for name, p in stage.named_parameters():
@@ -86,9 +89,14 @@ def extrapolate(
 
 
 def stale(case: Streamed, batches: int, flushes: set[int], first: Sequence[Collection[int]] = ()) -> dict[str, Any]:
-    """Batch n goes through stage s with the weights after n - delay updates, but none older than the last flush.
-    `flushes` are the batches after which everything is finished, `first` the layers of the first of two stages in each
-    batch, where layers move."""
+    """Train in one process with weights as old as those of the pipeline, and return the results.
+
+    Batch n passes stage s with the weights after n - delay updates, but not with weights from before the last flush.
+
+    Args: case: The training to reproduce. batches: The number of batches. flushes: The numbers of batches after which
+    all batches are finished. first: For each batch, the layers on the first of two stages, if layers move between
+    stages. Otherwise, it is empty.
+    """
     pl.seed_everything(3, verbose=False)
     module = case.kind(optimizer=case.optimizer).double()
     config = module.configure_optimizers()
@@ -113,7 +121,7 @@ def stale(case: Streamed, batches: int, flushes: set[int], first: Sequence[Colle
             read.append({name: w.clone().requires_grad_() for name, w in weights.items()})
             x = functional_call(stage, read[s], (x,))
         loss = F.cross_entropy(x, y) / several
-        losses.append(float(loss.detach()))  # as Lightning hands it on
+        losses.append(float(loss.detach()))  # as Lightning returns it
         found = iter(torch.autograd.grad(loss, [w for of in read for w in of.values()]))
         for stage in stages:
             for p in stage.parameters():
@@ -141,7 +149,7 @@ def stale(case: Streamed, batches: int, flushes: set[int], first: Sequence[Colle
 
 
 class Seen(Callback):
-    """Evaluations, as the batch after which they came."""
+    """Records the global step of each validation."""
 
     def __init__(self) -> None:
         self.validated: list[int] = []
@@ -181,7 +189,7 @@ def fit(
         **case.options,
     )
     train, val = loaders()
-    if case.replicas > 1:  # their samples together are those of one larger batch
+    if case.replicas > 1:  # the samples of all replicas together form one larger batch
         mine = range(trainer.global_rank // case.ranks, ROWS, case.replicas)
         train = DataLoader(Subset(data(ROWS), mine), batch_size=4)
     trainer.fit(module, train, val, ckpt_path=resume, weights_only=False)

@@ -1,4 +1,4 @@
-"""What a change of schedule asks of the next batch."""
+"""Tests of changing the schedule, which takes effect with the next batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_pipes.trainer.plan.plans import Plans
 
 
 class Wrong(Schedule):
-    """Leaves out the last stage's work."""
+    """A schedule that leaves out the work of the last stage."""
 
     name = "wrong"
 

@@ -1,4 +1,4 @@
-"""Schedules that do not flush, in the Trainer: as one process that trains with weights as old as theirs."""
+"""Tests of schedules that do not flush, compared with one process that trains with equally old weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.trainers import make_trainer
 
 
 class StopAt(Callback):
-    """Wants to stop after a batch, on one rank."""
+    """Requests a stop after one batch, on one rank only."""
 
     def __init__(self, batch: int, rank: int) -> None:
         self.batch, self.rank = batch, rank
@@ -87,7 +87,7 @@ def in_a_pipeline(ranks: int) -> dict[str, list[Any]]:
     return {key: [of[n] for of in found] for n, key in enumerate(keys)}
 
 
-EXPECTED = {  # batches, and after which of them everything is finished
+EXPECTED = {  # number of batches, and the batches after which all batches are finished
     "pipedream on 2": (18, {9, 18}),
     "pipedream on 4": (18, {5, 9, 14, 18}),
     "several micro-batches": (14, {9, 14}),
@@ -104,7 +104,7 @@ EXPECTED = {  # batches, and after which of them everything is finished
     "metrics": (9, {3, 5, 6, 9}),
     "replicas": (10, {5, 10}),
     "replicas, accumulated": (5, {5}),
-    "stopped": (5, {5}),  # asked for after batch 2, heard of two batches later
+    "stopped": (5, {5}),  # requested after batch 2; all ranks know it two batches later
 }
 
 
@@ -113,8 +113,8 @@ def test_parity(name: str) -> None:
     case, (batches, flushes) = CASES[name], EXPECTED[name]
     wanted = stale(case, batches, flushes)
     ranks = in_a_pipeline(case.ranks * case.replicas)[name]
-    if case.replicas == 1:  # each has the losses of its own samples
-        assert differences(ranks[0]["losses"], wanted["losses"]) == []  # the last stage knows them at once
+    if case.replicas == 1:  # each replica returns the losses of its own samples
+        assert differences(ranks[0]["losses"], wanted["losses"]) == []  # the last stage has them at once
     for n, found in enumerate(ranks):
         for what in ("weights", "rates", "steps"):
             assert differences(found[what], wanted[what], at=what) == []
@@ -125,15 +125,16 @@ def test_parity(name: str) -> None:
 
 
 def test_other_ranks_know_losses_later() -> None:
+    """Check that the first stage gets losses three batches later than the last stage, unless a validation follows."""
     first = in_a_pipeline(4)["pipedream on 4"][-1]  # the first stage is on the last rank
     last = in_a_pipeline(4)["pipedream on 4"][0]
     assert [isnan(loss) for loss in first["losses"]] == [True] * 3 + [False] * 15
     assert first["losses"][3] == last["losses"][0]
-    assert first["losses"][4] == last["losses"][4]  # validation follows: all is finished
+    assert first["losses"][4] == last["losses"][4]  # a validation follows, so all batches are finished
 
 
 def compared(rank: int) -> int:
-    """How many batches of an epoch the ranks compare, for which each waits for the others."""
+    """Return the number of batches of an epoch that ranks compare, for which each rank waits for the others."""
     quiet()
     fingerprint, seen = same_batch.checksum_batch, []
     same_batch.checksum_batch = lambda batch: seen.append(1) or fingerprint(batch)  # type: ignore[assignment, func-returns-value]
@@ -143,6 +144,7 @@ def compared(rank: int) -> int:
 
 
 def test_ranks_compare_the_first_batches_only_for_they_would_go_in_step() -> None:
+    """Check that ranks stop comparing batches after the first ones, because comparing makes them run in step."""
     assert run_ranks(compared, 2, timeout=60) == [same_batch.CHECKED_BATCHES] * 2
 
 
@@ -158,7 +160,10 @@ def resumed(rank: int, folder: str) -> Any:
 
 
 def test_resumes_from_a_checkpoint() -> None:
-    """Everything was finished when it was saved, so going on from there is the same."""
+    """Check a resumed run against a training in one process that flushes where the checkpoint was saved.
+
+    All batches were finished when the checkpoint was saved, so the resumed run must equal the uninterrupted one.
+    """
     wanted = stale(CASES["checkpoints"], 9, {4, 8, 9})
     for found in run_ranks(resumed, 2, mkdtemp(), timeout=60):
         assert differences(found["weights"], wanted["weights"]) == []

@@ -1,4 +1,4 @@
-"""Which stage runs which layer for a batch: what modules may say."""
+"""Tests of the cut that modules and policies choose for a batch."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ def test_a_module_says_the_cut() -> None:
 
 def test_a_policy_goes_by_parameters_or_by_what_the_module_says() -> None:
     policy = CSP(balanced=True)
-    assert cuts(Says(), policy)(USE).cut == (Span(0, 3), Span(3, 4), Span(4, 6))  # 3.7 has 384, all others 6 at most
+    # layer 3.7 has 384 parameters, the other layers at most 6
+    assert cuts(Says(), policy)(USE).cut == (Span(0, 3), Span(3, 4), Span(4, 6))
     costs = {"0": 1.0, "1.0": 5.0, "2.1": 1.0, "3.7": 1.0, "4.0": 1.0, "5": 1.0}
     assert cuts(Says(), policy, costs)(USE).cut == (Span(0, 1), Span(1, 2), Span(2, 6))
 

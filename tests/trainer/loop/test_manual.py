@@ -1,4 +1,4 @@
-"""Steps that call backward and optimizers themselves: on two and three processes as in plain Lightning on one."""
+"""Tests of manual optimization on two and three processes, compared with plain Lightning on one process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.trainers import make_trainer
 
 
 class Gan(pl.LightningModule):
-    """Two optimizers and schedulers, random numbers, a gradient penalty and clipping; the critic runs four times."""
+    """A GAN with two optimizers and schedulers, random numbers, a gradient penalty, clipping, and four critic calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,8 @@ class Gan(pl.LightningModule):
         for scheduler in self.lr_schedulers():
             scheduler.step()
 
-    def on_after_backward(self) -> None:  # runs within the step; Lightning forgets what the step logged if this logs
+    # This runs within the step. If it logged, Lightning would forget the values that the step logged.
+    def on_after_backward(self) -> None:
         assert self.training
 
     def on_train_epoch_end(self) -> None:
@@ -77,7 +78,7 @@ class Gan(pl.LightningModule):
 
 
 class Target(pl.LightningModule):
-    """Steps on every second batch, clips, reads gradients, follows its weights and keeps what it has computed."""
+    """Steps on every second batch, clips and reads gradients, averages its weights, and keeps computed values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +95,7 @@ class Target(pl.LightningModule):
         return self.fc3(self.fc2(x).tanh()) - self.center
 
     def look_twice(self, x: torch.Tensor) -> None:
-        """Compute with what has travelled before it changes."""
+        """Use transferred values in two backward passes before they change."""
         hidden = self.fc0(x).detach()
         with torch.no_grad():
             self.log("passed", self.fc3(hidden).sum())
@@ -159,7 +160,7 @@ class Keeps(pl.Callback):
 
 
 def train(kind: Any, devices: int, folder: str, epochs: int = 2, resumed: str | None = None, **settings: Any) -> Any:
-    """Train, and return what there is afterwards; on no devices in plain Lightning."""
+    """Train and return the weights, logs, steps and checkpoint. With 0 devices, train in plain Lightning."""
     quiet()
     torch.manual_seed(0)
     module, keeps = kind().double(), Keeps()
@@ -200,7 +201,7 @@ def test_stages_train_as_one_process(devices: int, tmp_path: Path) -> None:
 
 
 class Hidden(Target):
-    """Has a parameter that is none of the module's."""
+    """A module whose step uses a parameter that is not registered."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         scale = nn.Parameter(torch.ones(3, dtype=torch.float64))

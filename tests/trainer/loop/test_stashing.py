@@ -1,4 +1,4 @@
-"""Weight versions that take turns on a device: bit by bit what they are where all of them stay there."""
+"""Tests of weight versions that take turns on a device, bitwise against runs whose versions all stay there."""
 
 from __future__ import annotations
 
@@ -31,12 +31,18 @@ RATE = 2e6
 
 
 def link(device: torch.device, bandwidth: float, peer_bandwidth: None) -> Virtual:
-    """Return a link with a clock of its own: computing takes no time, so that each copy that is read is waited for."""
+    """Return a link with a virtual clock.
+
+    Computation takes no time on this clock, so every copy that is read must be waited for.
+    """
     return Virtual(bandwidth)
 
 
 def of_rank(rank: int, keys: list[str], folder: str) -> dict[str, list[dict[str, Any]]]:
-    """Runs where all versions stay, and where they take turns; then those that go on from a checkpoint of the first."""
+    """For each case, return a run whose versions all stay on the device, and a run whose versions take turns.
+
+    Cases that resume add a run whose versions take turns and which resumes from a checkpoint of the first run.
+    """
     install("mover")
     found: dict[str, list[dict[str, Any]]] = {}
     for key in keys:
@@ -68,7 +74,11 @@ def test_bit_for_bit(key: str) -> None:
 
 
 def test_layers_that_move_while_batches_go_on() -> None:
-    """When such a move ends, and with it a window, depends on time: weights near those of another time."""
+    """Check that weights stay close to those of a run whose layers also move during batches.
+
+    The time at which such a move ends, and a window with it, varies between runs. Therefore the weights are not bitwise
+    equal.
+    """
     for of in results(2):
         plain, turned = of["ahead"]
         assert turned["layers"] == 2
@@ -77,7 +87,10 @@ def test_layers_that_move_while_batches_go_on() -> None:
 
 
 def test_versions_took_turns() -> None:
-    """On the first of three stages two are kept beside the live one, and there is room for one."""
+    """Check the versions and copies of the first of three stages against the number that must have moved.
+
+    This stage keeps two versions besides the current one, and the device has room for one of them.
+    """
     *_, first = results(3)
     for found in first["pipedream"][1:]:
         assert found["most"] == 3
@@ -85,12 +98,15 @@ def test_versions_took_turns() -> None:
         assert found["statistics"].bytes_out > 8 * 3 * LINEAR // 2
     statistics = first["pipedream"][1]["statistics"]
     assert statistics.late > 0
-    assert statistics.stall_ns >= 2 * LINEAR / RATE * 1e9  # one version of two layers at least
+    assert statistics.stall_ns >= 2 * LINEAR / RATE * 1e9  # at least one version of two layers
     assert first["dynpipe"][1]["most"] == 2
 
 
 def test_what_all_ranks_count_is_logged() -> None:
-    """By the first rank, which is the last stage and has no version to wait for."""
+    """Check that logged values cover all ranks.
+
+    The first rank logs them. It has the last stage, which does not wait for any version.
+    """
     last, *others = results(3)
     rows = [row for row in csv.DictReader(last["pipedream"][1]["logged"].splitlines()) if row["memory_hit_rate"]]
     assert last["pipedream"][1]["statistics"].leases == 0

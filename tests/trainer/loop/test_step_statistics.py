@@ -1,4 +1,4 @@
-"""What ranks see of the last batches, made from simulated events, whose durations are known."""
+"""Tests of the statistics of the last batches, made from simulated events whose durations are known."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STAGES, ROWS = 2, 8
 
 
 def of_rank(rank: int, plan: Plan, slow: float = 1.0, shown: int = 3, name: str = "1f1b") -> list[Window]:
-    """Windows of a rank; the second one takes `slow` times as long on the last stage."""
+    """Return the windows of a rank. In the second window, forwards on the last stage take `slow` seconds."""
     schedule = make_schedule(name)
     assert isinstance(schedule, Schedule)
     order = schedule.program(plan)
@@ -64,7 +64,7 @@ def test_batches_of_a_stream_are_counted_through_its_windows() -> None:
 
 
 def sights(plan: Plan, slow: tuple[float, ...], free: tuple[int | None, ...] = (None, 7)) -> list[RankStatistics]:
-    """Of two replicas, whose last stages are on global ranks 0 and 2."""
+    """Return the statistics of all ranks of one or two replicas, whose last stages are on global ranks 0 and 2."""
     found = []
     for replica, factor in enumerate(slow):
         for rank in (1, 0):
@@ -92,7 +92,7 @@ def test_of_replicas_the_slowest_counts() -> None:
 
 
 def test_ranks_of_a_stream_are_at_different_batches() -> None:
-    """Of each the last batches count, as many as all have seen."""
+    """Check that only the last batches count, in the number that all ranks have seen."""
     plan = plan_of()
     whole = sights(plan, (3.0,))
     last, first = whole
@@ -105,7 +105,7 @@ def test_ranks_of_a_stream_are_at_different_batches() -> None:
 
 
 def looks(answers: list[Any]) -> StepStatistics:
-    """Of one process that is all ranks of a pipeline of one stage."""
+    """Return the statistics of a single process, which runs a pipeline of one stage."""
     control = SimpleNamespace(all_gather=lambda thing: [thing])
     ranks: Any = SimpleNamespace(control=control, grid=SimpleNamespace(pipelines=((0,),)))
     made = StepStatistics(ranks)
@@ -114,6 +114,7 @@ def looks(answers: list[Any]) -> StepStatistics:
 
 
 def test_looks_are_those_of_the_plan_that_runs() -> None:
+    """Check that only observations of the current plan are returned, and that windows of other plans are left out."""
     plan = solve_plan(Problem(make_schedule("1f1b"), 1, ROWS, 2))
     other = replace(plan)
     seen = looks([({"wait": float(n)}, n) for n in range(5)])
@@ -134,7 +135,7 @@ def test_looks_are_those_of_the_plan_that_runs() -> None:
     assert (before, second.batches) == (first, 4)
     windows(plan, 2)
     windows(other, 1)
-    assert seen.observe_plan(other) == ()  # a short batch
+    assert seen.observe_plan(other) == ()  # windows of a short batch
     *_, third = seen.observe_plan(plan)
     assert (third.batches, third.devices[0]["wait"]) == (2, 2.0)
     windows(plan, 1)

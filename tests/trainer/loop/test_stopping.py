@@ -1,4 +1,4 @@
-"""A stop that one rank wants is one of all, at the same batch."""
+"""Tests that a stop that one rank requests stops all ranks after the same batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.trainers import make_trainer
 
 
 class Wish(Callback):
-    """Wants to stop on one rank after a number of batches."""
+    """Requests a stop on one rank after a number of steps."""
 
     def __init__(self, rank: int, how: str) -> None:
         self.rank, self.how = rank, how
@@ -40,14 +40,14 @@ class Wish(Callback):
 
 
 class Worse(EarlyStopping):
-    """Stops when the validation loss stops falling, which the metric on every rank must tell."""
+    """Stops when the validation loss stops falling, which requires the metric on every rank."""
 
     def __init__(self) -> None:
         super().__init__("val_loss", patience=1, min_delta=10.0)
 
 
 def stop(rank: int, cases: list[tuple[int, str]]) -> list[int]:
-    """The steps that were made in each case."""
+    """Return the number of steps of each case."""
     quiet()
     steps = []
     for where, how in cases:
@@ -83,7 +83,7 @@ def test_all_ranks_stop_at_the_same_step(number, steps):
 
 
 class OwnTime(Callback):
-    """Has the time of the next validation come on one rank alone."""
+    """Lets the time of the next validation come on one rank only."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.validated = rank, []
@@ -97,7 +97,7 @@ class OwnTime(Callback):
 
 
 def validate_by_time(rank: int, cases: list[tuple[str, int]]) -> list[list[int]]:
-    """Return after which steps each case validates."""
+    """Return the global steps of the validations of each case."""
     quiet()
     found = []
     for schedule, where in cases:

@@ -1,4 +1,4 @@
-"""Batches of a stream run one by one while memory is short on some device, and layers leave it if that lasts."""
+"""Tests that batches run one at a time while memory is short, and that layers leave a device if this lasts."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ ROWS, BATCHES, EVERY = 4, 24, 4
 
 
 LACKS = {"briefly": range(8, 12), "for long": range(8, BATCHES)}
-"""Batches before which rank 1, which has the first stage, has little free."""
+"""Batches before which rank 1, which has the first stage, has little free memory."""
 
 
 class Fake:
-    """A monitor of a device that has little free for a while."""
+    """A monitor of a device that has little free memory before some batches."""
 
     def __init__(self, lacks: Sequence[int]) -> None:
         self._lacks, self._batch = lacks, -1
@@ -43,7 +43,7 @@ class Fake:
 
 
 class Watches(pl.Callback):
-    """Sets the monitor, and counts the windows that have ended before each batch ended, and the layers of stages."""
+    """Sets the monitor, and records the number of finished windows and the layers of each stage after each batch."""
 
     def __init__(self, lacks: Sequence[int]) -> None:
         self.windows: list[int] = []
@@ -65,13 +65,13 @@ class Watches(pl.Callback):
 
 
 def faked(self: Any, *_: Any) -> ModelProfile:
-    """In place of a measurement: equal layers."""
+    """Return a profile of equal layers instead of measuring one."""
     layer = LayerProfile("", ((1, 1.0),), ((1, 2.0),), weight_bytes=100, output=((1, 64.0),))
     return ModelProfile((layer,) * 9)
 
 
 def as_predicted(self: Any, made: Any, *_: Any) -> Trial:
-    """In place of a trial of a faked profile."""
+    """Return a trial with the predicted times, because the profile is made up."""
     return Trial(1.0, 1.0, (1.0,) * len(made.layers))
 
 
@@ -100,15 +100,18 @@ def all_three(rank: int) -> list[Any]:
 
 
 def test_batches_run_one_by_one_while_memory_is_short_and_then_layers_leave() -> None:
-    """What was free before a batch is known three batches later, when both ranks are sure to have told it. Layers leave
-    when it is known that memory stays short although batches run one by one."""
+    """Check the batches that run one at a time, and the batch after which layers leave, against the given shortage.
+
+    The free memory before a batch takes effect three batches later, when both ranks are sure to have reported it.
+    Layers leave if memory then stays short although batches run one at a time.
+    """
     ranks = run_ranks(all_three, 2, timeout=60)
     for (brief, same, _, _), (_, moved, _, _), (free, unguarded, _, timed) in ranks:
         assert sorted(timed) == [*range(9)], "each rank knows the seconds of all layers"
         assert min(timed.values()) > 0
         assert free[:-1] == [0] * (BATCHES - 1)
         short = [n for n in range(1, BATCHES - 1) if brief[n] > brief[n - 1]]
-        assert short == [11, 12, 13, 14]  # the window is drained before each of these
+        assert short == [11, 12, 13, 14]  # the window is drained before each of these batches
         assert same == unguarded == [same[0]] * BATCHES
         first = next(n for n, layers in enumerate(moved) if layers != same[0])
         assert 11 + 5 <= first <= 11 + 7

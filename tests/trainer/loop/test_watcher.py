@@ -1,4 +1,4 @@
-"""Watchers: their order, what they cost, and that a step is the same without them."""
+"""Tests of watchers: their order, their cost, and that a step gives the same results without them."""
 
 from __future__ import annotations
 
@@ -84,6 +84,8 @@ def test_a_context_is_left_if_the_next_one_can_not_be_entered() -> None:
 
 
 def test_moments_that_nobody_overrides_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that a watcher's inherited methods are not called, by methods of the base class that fail."""
+
     def fail(self: Any, step: Any) -> None:
         raise AssertionError("called")
 
@@ -96,6 +98,7 @@ def test_moments_that_nobody_overrides_are_not_called(monkeypatch: pytest.Monkey
 
 
 def test_evaluated_batches_are_seen_by_those_that_say_so() -> None:
+    """Check that only watchers of evaluation see evaluated batches."""
     notes: list[str] = []
     watchers = Watchers([Noting("a", notes), OnlyAfter(notes)]).of_evaluation
     watchers.before_batch(STEP)
@@ -105,7 +108,7 @@ def test_evaluated_batches_are_seen_by_those_that_say_so() -> None:
 
 
 class Unwatched(Callback):
-    """Takes all watchers away."""
+    """Removes all watchers when training starts."""
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         trainer.strategy.current_run.watchers = Watchers()
@@ -128,7 +131,7 @@ def results() -> list[list[tuple[dict[str, Any], dict[str, Any]]]]:
 @pytest.mark.parametrize("rank", range(2))
 def test_a_step_is_the_same_without_watchers(number: int, rank: int) -> None:
     watched, unwatched = results()[rank][number]
-    kept = ("weights", "gradients", "metrics", "rows", "steps")  # the first result in a stream is no number yet
+    kept = ("weights", "gradients", "metrics", "rows", "steps")  # the first result of a stream is not a number yet
     watched, unwatched = ({k: found[k] for k in kept if k in found} for found in (watched, unwatched))
     assert watched["steps"] > 0
     assert differences(watched, unwatched, tolerance=0.0) == []

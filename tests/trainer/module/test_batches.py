@@ -1,4 +1,4 @@
-"""Batches with lists of samples: what is cut, and that training is that of one process."""
+"""Tests of batches that contain lists of samples: how they are cut, and training on them against one process."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ IMAGES = (t(3, 4, 4), t(3, 5, 4))
 SAME = (t(3, 4, 4),) * 4
 NAMES = ["a", "b"]
 
-# A batch, the number of its samples, and what its last micro-batch of one sample holds.
+# A batch, its number of samples, and the content of its last micro-batch of one sample.
 BATCHES: dict[str, tuple[Any, int, Any]] = {
     "detection": ((t(3, 1, 4), D := [boxes(2), boxes(0), boxes(5)]), 3, last(t(3, 1, 4), D)),
     "detection, some boxes as samples": ((X, D := (boxes(1), boxes(2))), 2, last(X, D)),
@@ -114,22 +114,23 @@ def test_lists_of_samples_are_joined():
     assert same(join(parts, spans, "it"), whole)
     with pytest.raises(PipelineError, match=r"it has lists of \[2, 2\] entries for \[2, 3\] samples"):
         join([[t(6), t(7)], [t(6), t(8)]], spans, "it")
-    pair = [(t(2, 3), t(2, 1)), (t(3, 3), t(3, 1))]  # no list of two samples
+    pair = [(t(2, 3), t(2, 1)), (t(3, 3), t(3, 1))]  # not a list of two samples
     assert same(join(pair, spans, "it"), tuple(map(torch.cat, zip(*pair, strict=True))))
 
 
 SQUARE = (t(3, 2), [t(3, 4), t(3, 4) + 1, t(3, 4) + 2])
-"""Three images with three boxes each, or three columns of three samples."""
+"""Either three images with three boxes each, or three columns of three samples."""
 SQUARE_DICTS = ({"x": t(3, 2)}, [{"boxes": t(3, 4), "labels": t(3)}] * 3)
 
 
 @pytest.mark.parametrize("batch", [SQUARE, SQUARE_DICTS])
 def test_what_one_batch_does_not_tell_an_earlier_one_does(batch):
+    """Check that a list whose meaning is ambiguous is cut like the list of an earlier batch, or else with a warning."""
     images, boxes = batch
     entry, lists = boxes[0], SampleLists()
 
     def taken(batch: Any, rows: int) -> tuple[int, int]:
-        """Entries of the list in the last micro-batch of one sample, and their rows."""
+        """Return the length of the list in the last micro-batch of one sample, and the rows of its first entry."""
         (_, part) = take_samples(batch, Span(rows - 1, rows), rows, samples=lists.find_lists(batch, rows))
         return len(part), len(part[0] if isinstance(part[0], torch.Tensor) else part[0]["boxes"])
 
@@ -141,7 +142,7 @@ def test_what_one_batch_does_not_tell_an_earlier_one_does(batch):
         warnings.simplefilter("error")
         assert taken((images, [of(2), of(3), of(1)]), 3) == (1, 1)
         assert taken(batch, 3) == (1, 3)
-        assert taken((other_images, [of(4)] * 3), 4) == (3, 1)  # columns
+        assert taken((other_images, [of(4)] * 3), 4) == (3, 1)  # the entries are columns
         assert taken(batch, 3) == (3, 1)
     lists = SampleLists()
     with pytest.warns(UserWarning, match=r"3 samples has a list of 3 entries whose tensors have 3 rows each.*image_id"):
@@ -154,7 +155,7 @@ def test_what_one_batch_does_not_tell_an_earlier_one_does(batch):
 
 
 class Targets(Dataset[Any]):
-    """Samples with as many boxes as they happen to have, and a name."""
+    """Samples with different numbers of boxes, and with a name."""
 
     def __init__(self, rows: int) -> None:
         self.x, self.y = lit.data(rows).tensors
@@ -168,7 +169,7 @@ class Targets(Dataset[Any]):
 
 
 class LitTargets(Lit):
-    """Pairs each sample with its own target, by zip."""
+    """A module that pairs each sample with its target by `zip`."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.logged("train_loss", *batch)
@@ -183,7 +184,7 @@ class LitTargets(Lit):
             for logits, target, number in zip(self(torch.stack(list(xs))), targets, names, strict=True)
         ]
         loss = torch.stack(losses).mean()
-        self.log(name, loss, batch_size=len(xs))  # which Lightning can't tell
+        self.log(name, loss, batch_size=len(xs))  # Lightning cannot infer the batch size
         return loss
 
     def on_validation_epoch_end(self) -> None:
@@ -191,7 +192,7 @@ class LitTargets(Lit):
 
 
 class OfList(nn.Module):
-    """A first layer that gets a list with a tensor for each sample."""
+    """A first layer whose input is a list with one tensor per sample."""
 
     def forward(self, xs: list[torch.Tensor]) -> torch.Tensor:
         return torch.stack([x.mean(0) for x in xs])
@@ -207,7 +208,10 @@ class LitListIn(LitTargets):
 
 
 class LitBoxes(Lit):
-    """Images of one size with boxes of their own; in the second batch as many each as there are images."""
+    """Images of one size with their own boxes.
+
+    In the second batch, each image has as many boxes as there are images.
+    """
 
     def loss(self, batch: Any) -> torch.Tensor:
         xs, boxes, labels = batch
@@ -314,7 +318,8 @@ def test_sampled_fingerprint_sees_other_samples_in_little_time():
     small = torch.zeros(40)
     assert sample_fingerprint(small) != sample_fingerprint(small + (torch.arange(40) == 7))
     columns = torch.zeros(4096, 64)
-    assert sample_fingerprint(columns) != sample_fingerprint(columns + (torch.arange(64) == 3))  # some of each column
+    # each column is sampled
+    assert sample_fingerprint(columns) != sample_fingerprint(columns + (torch.arange(64) == 3))
     assert sample_fingerprint(x.transpose(0, 1)) == sample_fingerprint(x.transpose(0, 1).contiguous())
 
 
@@ -325,7 +330,7 @@ class FrozenBatch:
 
 
 class ObjectBatch:
-    """A batch class of a library: it is no container of any kind that is known."""
+    """A library's batch class, which is not a known container."""
 
     def __init__(self, x: Any) -> None:
         self.x = x

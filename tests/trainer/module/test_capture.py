@@ -1,4 +1,4 @@
-"""The part of a step before, within and after the pipelined module."""
+"""Tests of `Interceptor`, which separates the parts of a step before, within and after the pipelined module."""
 
 from __future__ import annotations
 

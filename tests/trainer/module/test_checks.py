@@ -1,4 +1,4 @@
-"""Whether ranks begin with the same weights."""
+"""Tests of the checksums that compare the initial weights of ranks."""
 
 from __future__ import annotations
 

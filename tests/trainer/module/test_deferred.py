@@ -1,4 +1,4 @@
-"""Modules that are made on meta: what they start from, that no rank holds them whole, checkpoints, further runs."""
+"""Tests of modules on the meta device: initial weights, memory per rank, checkpoints, and further runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SEED = 4
 TORCH_SEED = 3
 LAYERS = 6
 sizes: list[int] = []
-"""Bytes of all parameters in this process that have memory, whenever somebody looked."""
+"""Bytes of all allocated parameters of this process, at each call of `look`."""
 
 
 def look() -> None:
@@ -41,7 +41,7 @@ def look() -> None:
 
 
 class Layer(nn.Linear):
-    """It has a buffer that no checkpoint has."""
+    """A layer with a buffer that is not saved in checkpoints."""
 
     def __init__(self, *sizes: int) -> None:
         super().__init__(*sizes)
@@ -58,7 +58,7 @@ class Layer(nn.Linear):
 
 
 class Block(nn.Sequential):
-    """It initializes its layers once more, and has no weights of its own."""
+    """A block that initializes its layers again, and has no weights of its own."""
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self[0].weight, std=0.3)
@@ -68,7 +68,10 @@ class Block(nn.Sequential):
 
 
 class LitMeta(Lit):
-    """Made on meta, but for the outlet: two linear layers in each, a buffer, tied weights, weights outside."""
+    """A module on the meta device, except for its outlet.
+
+    Its blocks have two linear layers each. It also has a buffer, tied weights, and weights outside of the layers.
+    """
 
     def __init__(self, by_units: bool = False) -> None:
         super().__init__()
@@ -93,9 +96,11 @@ class LitMeta(Lit):
 
 
 class LitReal(LitMeta):
-    """The same, with the values that the rule says: by seed, torch's seed and layer; what is outside is number -1.
+    """The same module in memory, initialized by hand with the values that a module on the meta device must get.
 
-    By units the number is that of each part of the module; parts that initialize weights of each other have the least.
+    Random numbers depend on the seed, torch's seed and the number of the layer. Weights outside of the layers have the
+    number -1. If `by_units` is true, the number is the position of each part in the module. Parts that initialize each
+    other's weights use the smallest of their numbers.
     """
 
     def configure_model(self) -> None:
@@ -108,7 +113,7 @@ class LitReal(LitMeta):
         state = torch.get_rng_state()
         layers = [[*layer.children(), layer] for layer in self.model]
         groups = [(-1, [self.inlet]), *enumerate(layers)]
-        if self.by_units:  # whatever the cut is
+        if self.by_units:  # independent of the cut
             number = {part: n for n, part in enumerate(self.modules())}
             layers[3:4], layers[0] = [], layers[0] + layers[3]  # these have a weight in common
             groups = [(min(number[part] for part in parts), parts) for parts in ([self.inlet], *layers)]
@@ -122,7 +127,7 @@ class LitReal(LitMeta):
 
 
 class Looking(Callback):
-    """Looks whenever Lightning calls a hook that is not called for every batch."""
+    """Calls `look` whenever Lightning calls a hook that is not called for every batch."""
 
     def __getattribute__(self, name: str) -> Any:
         if name.startswith("on_") and "batch" not in name and "save" not in name:
@@ -156,7 +161,11 @@ def made(kind: Any, by_units: bool = False) -> Any:
 
 
 def used(rank: int, ranks: int, folder: str, by_units: bool = False) -> dict[str, Any]:
-    """Fits, saves, tests with the same module, goes on from the checkpoint, and tests with another cut."""
+    """Run `fit` and `test` several times with checkpoints, and return the results.
+
+    The module is fitted, tested, fitted again, and refused with another cut. A second module resumes from the
+    checkpoint of the first fit, and a third one is tested with it.
+    """
     quiet()
     folder_, make = Path(folder), partial(made, LitMeta if ranks else LitReal, by_units)
     train = partial(trainer, path="" if by_units else None)
@@ -194,7 +203,7 @@ def used(rank: int, ranks: int, folder: str, by_units: bool = False) -> dict[str
 
 
 class AtStart(Callback):
-    """Keeps what training starts from."""
+    """Records the weights at the start of training."""
 
     def __init__(self, found: dict[str, Any]) -> None:
         self.found = found
@@ -234,7 +243,7 @@ def test_no_rank_ever_holds_it_whole(ranks, by_units):
     outside = 0 if by_units else (WIDTH + 1) * WIDTH * 8 + 4 * 3 * 8
     assert plain(by_units)["peak"] >= whole - tied
     for on_rank in pipeline(ranks, by_units):
-        share = 0.85 if by_units else 0.75  # by units a border may divide parts that are made together
+        share = 0.85 if by_units else 0.75  # by units, a border may divide parts that are initialized together
         assert outside < on_rank["peak"] <= outside + (whole - outside) * share
         assert on_rank["held in test"] * 8 <= outside + (whole - outside) * 0.75
         assert on_rank["held"] * 8 <= on_rank["peak"]
@@ -242,7 +251,10 @@ def test_no_rank_ever_holds_it_whole(ranks, by_units):
 
 
 def in_folders(rank: int, ranks: int, folder: str) -> Any:
-    """Trains, in the first epoch on its own, from then on from what the ranks before have written into a folder."""
+    """Train and save a folder; if the runs on more ranks have written one, resume from it.
+
+    Without such a folder, one epoch is trained.
+    """
     quiet()
     path, before = Path(folder) / str(ranks), Path(folder) / str(ranks + 1)
     strategy = PipelineStrategy("1f1b", microbatches=1, seed=SEED, checkpoint="sharded")
@@ -292,7 +304,7 @@ def test_whoever_does_not_say_what_it_starts_from_is_named():
 
 
 class Scaled(nn.Module):
-    """It sets the weights of a part when it is made, once by its own function and once more."""
+    """A module that sets a weight of a part when it is created, and sets it again in `reset_parameters`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -324,7 +336,7 @@ class Whole(pl.LightningModule):
 
 
 class Adapted(nn.Module):
-    """A layer with an adapter, as peft's LoRA has it."""
+    """A layer with an adapter like those of peft's LoRA."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -357,7 +369,7 @@ def test_an_optimizer_that_has_state_already():
 def test_only_what_a_checkpoint_needs_to_load_is_read(tmp_path):
     torch.save({"state_dict": {"a": torch.ones(5)}, "callbacks": {"best": torch.ones(3)}}, tmp_path / "a.ckpt")
     mapped = load_mapped(AtomicCheckpointIO(), tmp_path / "a.ckpt", True)
-    (tmp_path / "a.ckpt").write_bytes(b"")  # a page of the file that is read now would end the process
+    (tmp_path / "a.ckpt").write_bytes(b"")  # reading a page of the file after this line would end the process
     assert mapped["callbacks"]["best"].tolist() == [1.0] * 3
     assert load_mapped(AtomicCheckpointIO(), tmp_path, True) is None
 

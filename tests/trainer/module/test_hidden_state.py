@@ -1,4 +1,4 @@
-"""Tensors that layers leave in objects of others: what is found, and what is let alone."""
+"""Tests of tensors that layers leave in shared objects: which ones are refused, and which are allowed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lightning_pipes.trainer.ranks.ranks import Grid
 
 
 class Doing(nn.Linear):
-    """Does something with an object that it has."""
+    """A layer that calls a function with an object that it holds."""
 
     def __init__(self, thing: Any, do: Any) -> None:
         super().__init__(2, 2)
@@ -69,7 +69,7 @@ def normalise(thing: Any, x: torch.Tensor) -> None:
 
 
 def both(thing: Any, first: Any = nothing, second: Any = nothing) -> Any:
-    """A module of two layers that have an object in common."""
+    """Return a function that makes a module of two layers with a common object."""
 
     def make() -> pl.LightningModule:
         module, own = pl.LightningModule(), thing()
@@ -80,7 +80,7 @@ def both(thing: Any, first: Any = nothing, second: Any = nothing) -> Any:
 
 
 def with_outside(first: Any = nothing) -> Any:
-    """The first layer has an object in common with the code around the layers."""
+    """Return a function that makes a module whose first layer shares an object with the code around the layers."""
 
     def make() -> pl.LightningModule:
         module = both(Object, first)()
@@ -97,7 +97,7 @@ def itself() -> pl.LightningModule:
     return module
 
 
-CASES: dict[str, tuple[Any, bool, Any]] = {  # a module, whether it is trained, what the step does before the layers
+CASES: dict[str, tuple[Any, bool, Any]] = {  # a module, whether it is trained, and what the step does before the layers
     "keeps": (both(Object, keep), True, nothing),
     "keeps deep inside": (both(Object, keep_deep), True, nothing),
     "keeps in evaluation": (both(Object, keep), False, nothing),
@@ -180,5 +180,8 @@ def test_refused(case, rank, message):
 
 @pytest.mark.parametrize("case", ["a table", "a shared activation", "for the step", "itself"])
 def test_let_alone(case):
-    """What the code after the layers may read travels there: state/left_values.py."""
+    """Check the cases that are allowed.
+
+    Values that the code after the layers may read are transferred, see state/left_values.py.
+    """
     assert [on_rank[case] for on_rank in found()] == ["", ""]

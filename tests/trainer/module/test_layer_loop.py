@@ -1,4 +1,4 @@
-"""Loops over layers in the user's code: what is written down of them, and what is refused."""
+"""Tests of loops over layers in the user's code: how they are recorded, and which loops are refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Layer(nn.Module):
 
 
 def run(parts: CutModule, number: int, x: Any) -> Any:
-    """A layer as its stage runs it."""
+    """Run a layer as its stage does."""
     return TapedLayer(parts.full[number], number, lambda *_: nullcontext())(x)
 
 
@@ -113,7 +113,7 @@ def test_unpacking_and_entries():
 
 
 class Notes(UserDict):
-    """As a library has it, by which layers share keys and values."""
+    """A dict as a library may use it to share keys and values between layers."""
 
 
 @pytest.mark.parametrize("made", [dict, Notes])
@@ -139,7 +139,7 @@ def test_a_dict_that_layers_fill_travels_with_what_is_in_it(made):
     travels = interceptor.capture(step, module, x)
     for number in range(4):
         before = pytree.tree_map(lambda t: t, travels)
-        run(parts, number, travels)  # a second run, as with recompute=True, finds what the first one found
+        run(parts, number, travels)  # a second run, as with recompute=True, finds the same values as the first
         assert pytree.tree_structure(travels) == pytree.tree_structure(before)
         travels = run(parts, number, travels)
         if number < 3:
@@ -324,11 +324,11 @@ class TestFindPipelined:
     def test_the_largest_list_deeper_inside(self):
         module = self.module(few=nn.Sequential(*self.linears(2)), many=nn.ModuleList(self.linears(5)))
         assert find_pipelined(module, None) == "net.many"
-        module.head = nn.Sequential(*self.linears(2))  # however near
+        module.head = nn.Sequential(*self.linears(2))  # although it is nearer to the module
         assert find_pipelined(module, None) == "net.many"
-        module.own = nn.Sequential(*self.linears(4))  # nearly as large
+        module.own = nn.Sequential(*self.linears(4))  # nearly as large, and nearer
         assert find_pipelined(module, None) == "own"
-        module.alone = nn.Sequential(nn.Linear(50, 50))  # can't be cut
+        module.alone = nn.Sequential(nn.Linear(50, 50))  # cannot be cut
         assert find_pipelined(module, None) == "own"
 
     def test_no_clear_one(self):
@@ -354,7 +354,7 @@ class TestFindPipelined:
         ]
         module.net.pp_plan["decoder"] = ([], [])
         assert find_pipelined(module, None) == "net.decoder"
-        module.net.third = nn.ModuleList(self.linears(20))  # clearly the largest, and may not run
+        module.net.third = nn.ModuleList(self.linears(20))  # clearly the largest, but it may not run
         assert find_pipelined(module, None) == "net.decoder"
         ran = {"net.decoder": 0.0, "net.third": 0.0}
         assert find_pipelined(module, None, ran) == "net.third"

@@ -1,4 +1,4 @@
-"""Optimizers of one rank's parameters, and their whole states."""
+"""Tests of optimizers of one rank's parameters, and of their gathered states."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_refuses_to_predict_without_momentum(kind: Any) -> None:
 
 def test_optimizer_keeps_groups_and_loses_foreign_parameters():
     module = Lit()
-    optimizer = torch.optim.Adagrad(  # makes its state at once
+    optimizer = torch.optim.Adagrad(  # Adagrad creates its state immediately
         [{"params": [p for n, p in module.named_parameters() if n.endswith(e)]} for e in ("weight", "bias")]
     )
     whole = parameter_names(module, [optimizer])[0]

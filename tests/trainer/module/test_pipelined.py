@@ -1,4 +1,4 @@
-"""A module that has the layers of one rank."""
+"""Tests of modules that contain only the layers of one rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Weights of modules on meta from safetensors files, and back, beside transformers' own reading and one process."""
+"""Tests of loading and exporting safetensors files, compared with transformers and with one process.
+
+Modules are on the meta device before their weights are loaded.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +100,7 @@ def test_a_rank_reads_the_keys_of_its_layers(kind, tmp_path, monkeypatch):
 
 
 def initialize(kind: str, by_units: bool, wanted: str = "") -> dict[str, torch.Tensor]:
-    """Return the weights that start with random numbers on a rank that has those with `wanted` in their names."""
+    """Return the weights of a rank that holds the tensors with `wanted` in their names, initialized without files."""
     module = pl.LightningModule()
     module.net = make_on_meta(kind)
     layers = "net.transformer.h" if kind == "gpt2" else "net.model.layers"

@@ -1,4 +1,7 @@
-"""Data that each rank would load otherwise: one rank loads, and training is that of one process with its batches."""
+"""Tests of data that each rank would load differently.
+
+One rank loads it for all ranks, and training must equal one process with the same batches.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ ROWS = 16
 
 
 class Unseeded(Dataset[Any]):
-    """Samples that other processes draw otherwise, with noise that is drawn when they are loaded."""
+    """Samples that differ between processes, with noise that is drawn when they are loaded."""
 
     def __init__(self, rank: int, fails_at: int | None = None) -> None:
         self._x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(rank)).double()
@@ -39,7 +42,7 @@ class Unseeded(Dataset[Any]):
 
 
 class Drawing(Lit):
-    """Keeps what it trains on, and what a hook draws."""
+    """Records its batches and the random numbers drawn in a hook."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +76,7 @@ def train(rank: int, how: str, workers: int = 0, fails_at: int | None = None, sp
 
 
 def train_alone(batches: list[Any]) -> dict[str, Any]:
-    """Return the weights of one plain process after these batches."""
+    """Return the weights of one plain process after training on these batches."""
     torch.manual_seed(0)
     module = Lit().double()
     make_trainer(devices=1, max_epochs=1).fit(
@@ -84,7 +87,10 @@ def train_alone(batches: list[Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("how", "workers", "warned"), [("auto", 0, 2), ("one", 2, 0)])
 def test_one_rank_loads_for_all(how, workers, warned):
-    """The rank that loads warns of each loader whose first batches differ, with "auto"."""
+    """Check that all ranks train on the batches of one rank, like one process with these batches.
+
+    With "auto", the loading rank warns of each loader whose first batches differ.
+    """
     first, second = run_ranks(train, 2, how, workers)
     assert [first.pop("said"), second.pop("said")] == [warned, 0]
     assert differences(first, second, 0.0) == []

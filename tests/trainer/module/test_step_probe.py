@@ -1,4 +1,4 @@
-"""Which optimizers step each parameter by itself."""
+"""Tests of the check that an optimizer steps each parameter independently of the others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SubclassOfAdamW(AdamW):
 
 
 class Lookahead(torch.optim.Optimizer):
-    """Around another optimizer, whose steps it counts in an attribute."""
+    """Wraps another optimizer and counts its steps in an attribute."""
 
     def __init__(self, parameters: Any) -> None:
         self.inner = SGD(parameters, lr=0.1, momentum=0.9)
@@ -40,7 +40,7 @@ class Lookahead(torch.optim.Optimizer):
 
 
 class SumsGradients(SGD):
-    """Keeps a sum over all gradients, and divides its rate by that from step `at` on."""
+    """Sums the squares of all gradients, and divides its learning rate by the sum from step `at` on."""
 
     def __init__(self, parameters: Any, at: int) -> None:
         super().__init__(parameters, lr=0.1)
@@ -58,7 +58,7 @@ class SumsGradients(SGD):
 
 
 class DecaysAll(SGD):
-    """Decays all parameters, whether or not they have gradients."""
+    """Decays all parameters, even those without gradients."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

@@ -1,4 +1,7 @@
-"""Lightning's callbacks that work on all weights: averages of this rank's layers are whole in checkpoints."""
+"""Tests of Lightning's callbacks that average weights.
+
+Each rank averages its own layers, and checkpoints contain the whole average.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from lightning_pipes.trainer.module.weight_callbacks import check_callbacks
 from tests.trainer.lit import LitOutside, data, plain_values, quiet
 from tests.trainers import make_trainer
 
-STEPS = 3  # an epoch
+STEPS = 3  # per epoch
 KINDS: dict[str, Any] = {
     "ema": lambda: cb.EMAWeightAveraging(decay=0.5, use_buffers=False),
     "swa": lambda: cb.StochasticWeightAveraging(0.01, swa_epoch_start=1, annealing_epochs=1),
@@ -29,7 +32,7 @@ KINDS: dict[str, Any] = {
 
 
 class LitNormed(LitOutside):
-    """A layer with buffers that training changes on the first stage."""
+    """A module whose first stage has a layer with buffers that training changes."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -39,7 +42,7 @@ class LitNormed(LitOutside):
 
 def train(path: Path, kind: str, strategy: Any, devices: int, resume: Path | None, rank: int) -> dict[str, Any]:
     quiet()
-    pl.seed_everything(3 + rank, verbose=False)  # the first rank's weights are everybody's
+    pl.seed_everything(3 + rank, verbose=False)  # all ranks use the first rank's weights
     module = LitNormed(kind)
     epochs = 2 if resume is None else 4
     trainer = make_trainer(
@@ -65,7 +68,7 @@ def train_all(folder: Path, strategy: Any, devices: int, rank: int) -> dict[str,
         first = folder / f"{kind}-{devices}.ckpt"
         strategies = [PipelineStrategy(**strategy) if isinstance(strategy, dict) else strategy for _ in range(2)]
         found[kind] = train(first, kind, strategies[0], devices, None, rank)
-        resumed = folder / f"{kind}-1.ckpt"  # of one process
+        resumed = folder / f"{kind}-1.ckpt"  # the checkpoint of one process
         found[f"{kind}, resumed"] = train(
             folder / f"{kind}-{devices}-2.ckpt", kind, strategies[1], devices, resumed, rank
         )

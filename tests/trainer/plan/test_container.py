@@ -1,4 +1,4 @@
-"""What is cut if nobody names it: the container that does most of the work, by time where it can be measured."""
+"""Tests of the choice of the container to cut: the one that does most of the work, measured in time if possible."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TIME = VirtualClock()
 
 
 class Slow(nn.Module):
-    """A layer that takes its time, however busy the machine is."""
+    """A layer that takes a given time on the virtual clock, independent of the machine."""
 
     def __init__(self, seconds: float, width: int = WIDTH) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Slow(nn.Module):
 
 
 class Loop(nn.Module):
-    """Layers called in a loop, deeper inside, and some that are called backwards."""
+    """A module with layers that are called in a loop, and with larger layers that are called in reverse order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Loop(nn.Module):
 
 
 class LitHeads(pl.LightningModule):
-    """The largest container that runs in order, a child of the module, takes next to no time."""
+    """A module whose child, the largest container that runs in order, takes almost no time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,10 @@ CONTAINER: dict[str, Any] = {"partition": "parameters", "microbatches": 1}
 
 
 def keep_container() -> None:
-    """Cut a container although most operations are in others, as if a setting did not work with units."""
+    """Make the strategy cut a container, as if a setting did not work with units.
+
+    Otherwise, units would be cut, because most operations are outside of the container.
+    """
     pytest.MonkeyPatch().setattr(setup, "find_refused", lambda context: ["a setting"])
 
 
@@ -120,17 +123,19 @@ def runs() -> list[dict[str, Any]]:
 
 
 def test_by_time() -> None:
-    """Neither the largest one, whose layers run in another order, nor the child of the module."""
+    """Check that neither the largest container, which runs in reverse order, nor the module's child is cut."""
     assert [found["path"] for found in runs()] == ["bert.layer"] * 2
     module = LitHeads()
-    assert find_pipelined(module, None) == "bert.backwards"  # where nobody knows more than parameters
+    assert find_pipelined(module, None) == "bert.backwards"  # only the numbers of parameters are known
     assert find_pipelined(module, None, {"head": 0.001, "bert.layer": 0.04}) == "bert.layer"
-    assert find_pipelined(module, None, {"head": 0.03, "bert.layer": 0.04}) == "head"  # may be chance
+    assert find_pipelined(module, None, {"head": 0.03, "bert.layer": 0.04}) == "head"  # the difference may be chance
     assert find_pipelined(module, None, {"bert.layer": 0.04}) == "bert.layer"
 
 
 def test_where_most_of_the_work_is_elsewhere_it_is_said() -> None:
-    """By parameters, as its layers are not measured."""
+    """Check the warning about work outside of the container. It counts parameters, because these layers are not
+    measured.
+    """
     first, second = (found["said"] for found in runs())
     (text,) = [line for line in first if "of the parameters, embeddings aside, is in the layers of self" in line]
     assert "PipelineStrategy(module=...), such as 'bert.backwards' or 'head'" in text
@@ -142,14 +147,18 @@ def test_where_most_of_the_work_is_elsewhere_it_is_said() -> None:
 
 
 def test_training_sees_nothing_of_it() -> None:
-    """Steps are counted as by two batches; a layer that one rank holds is there as on all others."""
+    """Check that measuring leaves no trace in training: steps count two batches, and weights are equal on both ranks.
+    """
     first, second = runs()
     assert [found["steps"] for found in runs()] == [2, 2]
     assert differences(first["weights"], second["weights"]) == []
 
 
 def resumed(rank: int, path: str) -> list[str]:
-    """What is cut in a run that goes on, where train_dataloader has to wait and nothing can be measured."""
+    """Return the containers that a run and its resumed run cut.
+
+    `train_dataloader` is called late in the resumed run, so that nothing can be measured.
+    """
     quiet()
     TIME.patch(pytest.MonkeyPatch())
     keep_container()

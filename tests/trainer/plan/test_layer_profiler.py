@@ -1,4 +1,4 @@
-"""Layers are measured under the conditions of the run, tried in the pipeline, and training sees nothing of it."""
+"""Tests that layers are measured under the conditions of the run, and that training is not affected by it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WIDTH = 6
 
 
 class Numbers(Dataset[Any]):
-    """Counts what was taken from it, and reads from a file that was opened once."""
+    """A dataset that counts the samples taken from it, and reads from a file that stays open."""
 
     def __init__(self, folder: str, first: int = 0) -> None:
         path = Path(folder) / "numbers"
@@ -46,7 +46,7 @@ class Numbers(Dataset[Any]):
 
 
 class Collate:
-    """Makes another batch of the same samples every time."""
+    """A collate function that returns another batch of the same samples in each call."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -57,14 +57,14 @@ class Collate:
 
 
 class Packs(nn.Module):
-    """Takes each sample for a sequence of one element."""
+    """Packs each sample as a sequence of one element."""
 
     def forward(self, x: torch.Tensor) -> PackedSequence:
         return pack_sequence([*x[:, None]])
 
 
 class InPacked(nn.Module):
-    """A layer for the elements of packed sequences."""
+    """Applies a layer to the elements of packed sequences."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Unpacks(nn.Module):
 
 
 class LitSeeing(pl.LightningModule):
-    """Keeps what steps see, and has layers that work in place and return objects with tensors."""
+    """Records the batches of its steps. Its layers work in place and return objects with tensors."""
 
     def __init__(self, data: tuple[Any, Any]) -> None:
         super().__init__()
@@ -148,12 +148,15 @@ def runs() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_training_sees_the_same(name: str, tmp_path: Path) -> None:
-    """Counters of the dataset and of its collate_fn, the place in an open file, and what is validated on."""
+    """Check that training, its data and validation equal those of one process that measures nothing.
+
+    The data have counters in the dataset and in its collate function, and a position in an open file.
+    """
     alone = fitted(str(tmp_path), 1, TRAINERS[name])
     for found in runs():
         same = {"weights", "metrics", "data"}
         assert differences({k: found[name][k] for k in same}, {k: alone[k] for k in same}) == []
-    last = runs()[0][name]["seen"]  # on the last stage, whose steps run to their end
+    last = runs()[0][name]["seen"]  # the steps of the last stage run to their end
     assert differences(last, alone["seen"]) == []
 
 
@@ -202,7 +205,7 @@ TOGETHER = 12
 
 
 class Slow(nn.Module):
-    """Takes a while of the virtual clock."""
+    """A layer that takes some time on the virtual clock."""
 
     met: Callable[[], None] = staticmethod(lambda: None)
 
@@ -229,7 +232,7 @@ class LitSlow(pl.LightningModule):
 
 
 def meeting(rank: int, folder: Path) -> Callable[[], None]:
-    """Return what lets none of the first forwards of layers run before the other rank has come to the same one."""
+    """Return a function that makes the first forwards of layers wait for the same forward on the other rank."""
     forwards = iter(range(TOGETHER))
 
     def met() -> None:
@@ -242,7 +245,10 @@ def meeting(rank: int, folder: Path) -> Callable[[], None]:
 
 
 def slow(rank: int, wrong: bool, folder: Path) -> tuple[list[int], Any]:
-    """Measured for real, or by a profile in which the first layer takes twenty times as long as it does."""
+    """Return the cut and the decision of a run, with a measured or a wrong profile.
+
+    In the wrong profile, the first layer takes twenty times as long as in fact.
+    """
     quiet()
 
     def profile(self: Any, pieces: int | None, split: bool) -> ModelProfile:
@@ -272,7 +278,7 @@ def test_all_ranks_measure_at_once(tmp_path: Path) -> None:
 
 
 def test_a_profile_that_a_trial_contradicts_is_corrected(tmp_path: Path) -> None:
-    """By the profile the second stage begins at layer 1."""
+    """Check that the cut changes after a trial. The wrong profile would let the second stage begin at layer 1."""
     for cut, decision in run_ranks(slow, 2, True, tmp_path, timeout=120):
         assert cut == [3]
         assert "A trial with stages that begin at layers [1] took" in decision.why
@@ -280,7 +286,7 @@ def test_a_profile_that_a_trial_contradicts_is_corrected(tmp_path: Path) -> None
 
 
 def measured_array(rank: int) -> list[tuple[Any, bool, int]]:
-    """Siblings of an array: the first one measures for all."""
+    """Run two siblings of an array and return their weights, whether they have a profile, and their threads."""
     quiet()
     found = []
 
@@ -306,6 +312,7 @@ def measured_array(rank: int) -> list[tuple[Any, bool, int]]:
 
 
 def test_the_first_sibling_of_an_array_measures_for_all() -> None:
+    """Check that both siblings have the profile of the first one, use one thread each, and get equal weights."""
     for (first, measured, threads), (second, also, other) in run_ranks(measured_array, 2, timeout=120):
         assert measured
         assert also
@@ -314,7 +321,10 @@ def test_the_first_sibling_of_an_array_measures_for_all() -> None:
 
 
 def test_devices_with_neighbours_while_layers_are_measured_do_not_count() -> None:
-    """Three of four processes took 2.5 times as long, the last one 5 % longer, which is chance."""
+    """Check that slow measurements are left out of the average.
+
+    Three of five measurements took 2.5 times as long. One was 5 % longer, which may be chance, and is averaged.
+    """
     one = ModelProfile(tuple(LayerProfile(str(n), ((1, 1.0 + n),), ((1, 2.0 + n),)) for n in range(3)))
 
     def slowed(factor: float) -> ModelProfile:
@@ -327,7 +337,7 @@ def test_devices_with_neighbours_while_layers_are_measured_do_not_count() -> Non
 
 
 def test_collective_call_keeps_the_error_of_this_rank():
-    """Its traceback has the line of the user's code."""
+    """Check that the error is chained to the original one, whose traceback shows the line of the user's code."""
     control: Any = SimpleNamespace(size=1, all_gather=lambda value: [value])
     with pytest.raises(layer_profiler.NotMeasuredError, match=r"^ZeroDivisionError: ") as caught:
         layer_profiler.CollectiveCall(control)(lambda: 1 // 0)

@@ -1,4 +1,4 @@
-"""Who is asked again for a plan while training goes on, and what with."""
+"""Tests of `Plans`: which planner is asked for a new plan during training, and with which problem."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYERS = (Span(0, 4), Span(4, 6))
 
 @dataclass(frozen=True)
 class Asked(EvenPlanner):
-    """Gives a layer away while stage 0 has more than it is to keep."""
+    """A planner that moves one layer from stage 0 while stage 0 has more than `keeps` layers."""
 
     keeps: int = 2
     every: int = 5
@@ -41,6 +41,7 @@ def plans(replanner: Asked | None = Asked()) -> Plans:  # it is frozen
 
 
 def test_who_replans_instead_of_the_schedules_planner() -> None:
+    """Check that the given planner replans every five batches, and that without one no plan is due."""
     assert [plans().is_due(batch) for batch in (0, 4, 5, 10, 11)] == [False, False, True, True, False]
     assert not any(plans(None).is_due(batch) for batch in range(20))
     assert plans(None).revise(8, ()) is not None
@@ -87,7 +88,7 @@ def test_a_short_batch_is_cut_into_fewer_where_one_sample_is_too_few() -> None:
 
 @dataclass(frozen=True)
 class Refusing(Policy):
-    """A policy that begins nothing once two micro-batches are under way, and does not go on with those either."""
+    """A policy that starts nothing once two micro-batches are in flight, so that these are never finished."""
 
     name: ClassVar[str] = "refusing"
 
@@ -103,7 +104,7 @@ def test_a_policy_that_gets_stuck_is_refused():
 
 
 def test_the_last_stage_never_recomputes():
-    """It runs the user's whole step, which logs and counts."""
+    """Check that the last stage never recomputes. It runs the whole step of the user, which logs and counts."""
     plans = Plans(Problem(make_schedule("1f1b"), 3, 1, None, True, (Span(0, 1),) * 3))
     assert plans.microbatches == 6
     plan, order = plans.for_rows(50)

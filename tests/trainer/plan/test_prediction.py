@@ -1,4 +1,4 @@
-"""What becomes of a decision that steps contradict."""
+"""Tests of `Prediction`, which corrects a decision that the measured steps contradict."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ STEPS = prediction.SKIPPED + prediction.FEWEST
 
 
 def profile(*seconds: float) -> ModelProfile:
-    """Forwards of so many seconds for each layer, backwards of twice that, whatever the rows."""
+    """Return a profile with the given forward seconds per layer, for any number of rows. Backwards take twice as long.
+    """
     return ModelProfile(tuple(LayerProfile(str(n), ((1, s),), ((1, 2 * s),)) for n, s in enumerate(seconds)))
 
 
 def decision(known: ModelProfile) -> Decision:
-    """By the profile, for two ranks."""
+    """Return the decision for two ranks by a profile."""
     request = RunRequest(SCHEDULE, PIECES, False, "auto")
     return request.measured(request.unmeasured([1] * LAYERS, 2), known, ROWS, PLACE)
 
 
 def windows(true: Sequence[float], made: Decision, plan: Plan | None = None) -> list[Window]:
-    """One window of each rank where layers take the times that are true."""
+    """Return one window per rank, in which layers take the given true seconds."""
     plan = plan or made.plans().for_rows(ROWS)[0]
     each = [sum(true[span.start : span.stop]) for span in made.layers]
     costs = CostModel({(k, s): ((1, t * f),) for s, t in enumerate(each) for k, f in ((Kind.F, 1), (Kind.B, 2))})
@@ -48,7 +49,7 @@ def windows(true: Sequence[float], made: Decision, plan: Plan | None = None) -> 
 
 
 class Told:
-    """Both ranks in one process: the other one is always at the same step with the window that it would have."""
+    """A control for both ranks in one process. The other rank is always at the same step, with its own window."""
 
     position = 0
     ranks = (0, 1)
@@ -72,7 +73,7 @@ def looks(made: Decision, alone: bool = True, stays: bool = False) -> tuple[Pred
 
 
 def run(looking: tuple[Prediction, Told], pair: Sequence[Window], steps: int = STEPS) -> Decision | None:
-    """The last answer to so many steps."""
+    """Return the last answer to a number of steps."""
     found = None
     for _ in range(steps):
         looking[1].shares.append(Share.from_events(pair[1].events))
@@ -85,7 +86,10 @@ def cut(made: Decision) -> list[int]:
 
 
 def test_the_cut_is_made_anew_by_what_steps_take() -> None:
-    """By its profile the first layer takes as long as all others. In truth all are equal."""
+    """Check that the cut changes if layers take other times than in the profile.
+
+    In the profile, the first layer takes as long as all others together. In fact, all layers take the same time.
+    """
     made = decision(profile(5, 1, 1, 1, 1, 1))
     assert cut(made) == [1]
     looking = looks(made)
@@ -94,12 +98,12 @@ def test_the_cut_is_made_anew_by_what_steps_take() -> None:
     found = run(looking, true, 1)
     assert found is not None
     assert cut(found) == [3]
-    assert found.computing == pytest.approx((PIECES + 1) * 9)  # three layers of 1 + 2 seconds on both ranks
+    assert found.computing == pytest.approx((PIECES + 1) * 9)  # three layers of 1 + 2 seconds on each rank
     assert "stages begin at layers [3] from now on instead of [1]" in found.why
     assert made.why in found.why
     assert run(looking, windows([1.0] * LAYERS, found)) is None
     assert run(looking, windows([7.0] * LAYERS, found), 2 * STEPS) is None
-    assert looking[1].gathered == 2  # once it was right nobody looks again
+    assert looking[1].gathered == 2  # after one correct look, no rank looks again
 
 
 def test_where_all_is_slower_the_prediction_alone_changes() -> None:
@@ -139,7 +143,7 @@ def test_other_batches_are_not_compared() -> None:
     made = decision(profile(*[1.0] * LAYERS))
     short = made.plans().for_rows(ROWS - 1)[0]
     assert run(looks(made), windows([3.0] * LAYERS, made, short), 2 * STEPS) is None
-    looking = looks(made)  # of which a second plan is adopted after some steps
+    looking = looks(made)  # a second plan is adopted after some steps
     assert run(looking, windows([3.0] * LAYERS, made), 3) is None
     other = replace(made, microbatches=2).plans().for_rows(ROWS)[0]
     assert run(looking, windows([3.0] * LAYERS, made, other), 3 * STEPS) is None

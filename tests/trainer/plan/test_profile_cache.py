@@ -1,4 +1,4 @@
-"""A second run starts without measuring, by the profile that the first one has kept."""
+"""Tests that a second run starts without measuring, with the profile that the first run stored."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_another_version_measures_anew(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_contradicted_profile_is_removed(tmp_path: Path) -> None:
     ProfileCache(tmp_path).keep_profile("a", PROFILE)
     later = ProfileCache(tmp_path)
-    later.forget_profile()  # it has used none
+    later.forget_profile()  # it has not used any profile
     assert later.find_profile("a") == PROFILE
     later.forget_profile()
     assert ProfileCache(tmp_path).find_profile("a") is None
@@ -95,7 +95,7 @@ TIME = VirtualClock()
 
 
 class Slow(nn.Linear):
-    """A layer that takes as long as is said, and counts its forwards."""
+    """A layer that takes the given time on a virtual clock and counts its forwards."""
 
     forwards = 0
 
@@ -125,11 +125,12 @@ class LitSlow(pl.LightningModule):
 
 
 def train(rank: int, folder: str) -> tuple[int, Any]:
-    """Return the forwards before training and the decision."""
+    """Return the number of forwards before training and the cut."""
     quiet()
     TIME.patch(pytest.MonkeyPatch())
     os.environ[VARIABLE] = folder
-    strategy = PipelineStrategy("1f1b", microbatches=4, check_loss=False)  # which runs the step with parts of a batch
+    # the check would run the step with parts of a batch
+    strategy = PipelineStrategy("1f1b", microbatches=4, check_loss=False)
     trainer = make_trainer(strategy=strategy, max_steps=1)
     module = LitSlow()
     trainer.fit(module, DataLoader(torch.zeros(16, 6), batch_size=16))
@@ -139,5 +140,6 @@ def train(rank: int, folder: str) -> tuple[int, Any]:
 def test_a_second_run_does_not_measure(tmp_path: Path) -> None:
     first, second = (run_ranks(train, 2, str(tmp_path / "kept"), timeout=120) for _ in range(2))
     assert first[0][0] > 6 * 4
-    assert [forwards for forwards, _ in second] == [6, 6]  # the step is looked at once: does it call them in order?
+    # the step runs once, to check that it calls the layers in order
+    assert [forwards for forwards, _ in second] == [6, 6]
     assert [cut for _, cut in second] == [cut for _, cut in first]

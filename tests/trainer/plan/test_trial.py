@@ -1,4 +1,4 @@
-"""What a trial makes of steps that something else on the machine has disturbed: on virtual durations."""
+"""Tests of how a trial treats steps that other processes disturbed, on simulated durations."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ import pytest
 from lightning_pipes.trainer.plan.trial import StepTiming, counting, needs_more_steps, waited_so_far
 
 STEP, DISTURBED = 152.0, 181.0
-"""Milliseconds."""
+"""Milliseconds of a step without and with a disturbance."""
 FEW = 16
 
 
 def turns(disturbed: Sequence[bool], seen: bool = True) -> Iterator[StepTiming]:
-    """Steps of which some are disturbed: a rank waits for a core in them, unless nobody can see that."""
+    """Yield the timings of steps, some of them disturbed.
+
+    In a disturbed step, a rank waits for a core. If `seen` is false, this wait is not measured.
+    """
     draw = random.Random(0)
     for slow in disturbed:
         took = (DISTURBED if slow else STEP) * draw.uniform(0.98, 1.02)
@@ -24,7 +27,10 @@ def turns(disturbed: Sequence[bool], seen: bool = True) -> Iterator[StepTiming]:
 
 
 def trial(disturbed: Sequence[bool], seen: bool = True) -> tuple[float, int]:
-    """Milliseconds of a step, as a trial has them, and how many steps it took; the last one of `disturbed` goes on."""
+    """Return the milliseconds per step and the number of steps of a trial.
+
+    After its end, `disturbed` continues with its last value.
+    """
     endless = turns([*disturbed, *[disturbed[-1]] * 1000], seen)
     found: list[StepTiming] = []
     while needs_more_steps(found, FEW):
@@ -52,7 +58,7 @@ def test_what_never_ends_belongs_to_the_machine() -> None:
 
 
 def test_of_neighbours_that_stay_the_least_counts() -> None:
-    """Steps by what they had to wait; half of them had bad luck."""
+    """Check that only the steps with the shortest waits count. The other steps happened to wait longer."""
     found = [StepTiming(STEP + waited, waited) for waited in (80.0, 20.0, 90.0, 22.0, 18.0)]
     assert counting(found) == [1, 3, 4]
 

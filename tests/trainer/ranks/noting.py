@@ -1,4 +1,4 @@
-"""A run that notes how many threads its layers have."""
+"""A run that records the number of threads of its layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.trainers import make_trainer
 
 
 class LitThreads(pl.LightningModule):
-    """Notes with how many threads its layers run."""
+    """Records the number of threads with which its layers run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class LitThreads(pl.LightningModule):
 
 
 def noted(devices: int) -> set[int]:
-    """With how many threads this rank's layers ran."""
+    """Return the numbers of threads with which this rank's layers ran."""
     module = LitThreads()
     trainer = make_trainer(devices=devices, strategy=PipelineStrategy(partition="parameters"), max_steps=1)
     trainer.fit(module, DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=4))

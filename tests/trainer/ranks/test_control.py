@@ -1,4 +1,4 @@
-"""What ranks tell each other outside of the pipeline, through a mesh of sockets and without one."""
+"""Tests of the messages between ranks outside of the pipeline, with and without a mesh of sockets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_pipes.trainer.ranks import control as controls
 from lightning_pipes.trainer.ranks.control import Control, PendingGather, close_all
 
 MESH, NONE, HOSTS = "mesh", "none", "hosts"
-"""A mesh; none, for the ranks are too many; none, for one of them is on another host."""
+"""The first case uses a mesh. The others use none, because there are too many ranks or one is on another host."""
 
 
 def joined(rank: int, ranks: int, how: str, idle: Callable[[Callable[[], bool]], None] | None = None) -> Control:
@@ -56,7 +56,7 @@ def everything(rank: int, how: str) -> list[Any]:
         control.prepare_broadcast(0)({"big": torch.ones(9999)} if rank == 0 else None)["big"].sum().item(),
     ]
     control.close()
-    assert control.any(rank == 0) == [True]  # new connections
+    assert control.any(rank == 0) == [True]  # this opens new connections
     control.close()
     return all_found
 
@@ -84,7 +84,10 @@ def test_parts(how: str) -> None:
 
 
 def ahead(rank: int, size: int) -> list[int]:
-    """The source is done with many broadcasts before the first one is taken, as far as it goes without a wait."""
+    """Return the first bytes of broadcasts that the source sends before another rank receives the first one.
+
+    Only broadcasts that fit the buffers can all be sent without waiting.
+    """
     control = joined(rank, 2, MESH)
     store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
     found = []
@@ -114,7 +117,8 @@ def waits_for_the_dead(rank: int, how: str) -> tuple[str, float]:
     started = time.monotonic()
     with pytest.raises(PipelineError) as caught:
         control.any(False)
-    assert str(control.watch.doing).startswith("a collective call of 2 ranks in ")  # what the watch says then
+    # the watch reports this while the rank waits
+    assert str(control.watch.doing).startswith("a collective call of 2 ranks in ")
     return str(caught.value), time.monotonic() - started
 
 
@@ -127,14 +131,17 @@ def test_nobody_waits_for_the_dead(how: str) -> None:
 
 
 def idles(rank: int) -> list[bool]:
-    """Where there is something else to do meanwhile it is done, again and again, until what is waited for has come."""
+    """Return the answers that an idle function saw.
+
+    If an idle function is set, it runs repeatedly until the message has arrived.
+    """
     dist.init_process_group("gloo")
     seen: list[bool] = []
     store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
     connected = threading.Event()
 
     def idle(come: Any) -> None:
-        if connected.is_set():  # making the connections is waited for, too
+        if connected.is_set():  # it also runs while the connections are opened
             seen.append(come())
         if len(seen) == 3:
             store.set("three", "")
@@ -161,7 +168,10 @@ def test_something_else_is_done_meanwhile() -> None:
 
 
 def looks_meanwhile(rank: int, how: str) -> list[list[bool]]:
-    """What calls return; of rank 0 one waits while another one is made, as soon as the answer has come."""
+    """Return the results of two calls.
+
+    On rank 0, a second call waits while the first one checks whether its own answer has arrived.
+    """
     asked: list[PendingGather[list[bool]]] = []
     seen: list[list[bool]] = []
 
@@ -188,7 +198,9 @@ def test_an_answer_is_looked_at_while_another_call_waits_for_it(how: str) -> Non
 
 
 def test_connections_end_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of these takes until all others are being closed, too."""
+    """Check that all connections are closed at the same time. Closing one ends only when all others are being closed,
+    too.
+    """
     everybody, closed = threading.Barrier(6), []
 
     class Group:

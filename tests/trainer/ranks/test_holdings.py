@@ -1,4 +1,4 @@
-"""Who holds which layer, and which parameters."""
+"""Tests of `Holdings`, which stores the rank of each layer and the owners of each parameter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from lightning_pipes.trainer.ranks.ranks import Grid
 
 
 def made(place: int, *sizes: int) -> tuple[pl.LightningModule, Holdings]:
-    """Five layers, of which two are the same, and a parameter outside of them; a stage a rank."""
+    """Return five layers in stages of the given sizes, one per rank.
+
+    Two of the layers are the same object, and one parameter is outside of the layers.
+    """
     module, activation = pl.LightningModule(), nn.PReLU()
     module.model = nn.Sequential(nn.Linear(1, 1), activation, nn.Linear(1, 1), activation, nn.Linear(1, 1))
     module.outside = nn.Parameter(torch.ones(1))
@@ -49,7 +52,10 @@ def test_a_parameter_is_held_where_its_layers_are():
 
 
 def test_layers_that_share_a_parameter_are_named() -> None:
-    """Not those that share one with the code around them: all ranks hold that, wherever layers go."""
+    """Check that tied layers are named, except those tied to the code around the layers.
+
+    All ranks hold a weight of that code, wherever layers move.
+    """
     module, holdings = made(1, 2, 2, 1)
     assert holdings.tied == ((1, 3),)
     module.outside = module.model[4].weight
@@ -64,7 +70,7 @@ def spans(*ends: int) -> tuple[Span, ...]:
 def test_layers_that_move_are_named_with_where_they_go():
     _, holdings = made(0, 1, 3, 1)
     assert holdings.list_moves(spans(1, 4, 5)) == []
-    assert holdings.list_moves(spans(4, 4, 5)) == [(1, 1, 2), (2, 1, 2), (3, 1, 2)]  # the shared ones together
+    assert holdings.list_moves(spans(4, 4, 5)) == [(1, 1, 2), (2, 1, 2), (3, 1, 2)]  # tied layers move together
     assert holdings.list_moves(spans(0, 5, 5)) == [(0, 2, 1), (4, 0, 1)]
     holdings.place_layers(spans(4, 4, 5))
     assert holdings.local == [4]

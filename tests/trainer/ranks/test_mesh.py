@@ -1,4 +1,4 @@
-"""Sockets between each two ranks of one host."""
+"""Tests of `Mesh`, which connects each pair of ranks on one host by a socket."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RANKS = (3, 5, 8)
 
 
 def connected() -> dict[int, Mesh]:
-    """All ends, in this process."""
+    """Return the ends of all connections, in this process."""
     listeners = {rank: PeerListener() for rank in RANKS}
     names = {rank: listener.name for rank, listener in listeners.items()}
     found: dict[int, Mesh] = {}
@@ -54,7 +54,7 @@ def until(mesh: Mesh, done: Callable[[], bool]) -> bool:
 
 
 def test_each_message_has_its_name(meshes: dict[int, Mesh]) -> None:
-    """They may be taken in any order."""
+    """Check that messages can be received in any order, by their names."""
     first, second, other = MessageId(0, 1), MessageId(0, 2), MessageId(1, 1)
     for rank, mesh in meshes.items():
         for letter in (first, other, second):
@@ -68,7 +68,7 @@ def test_each_message_has_its_name(meshes: dict[int, Mesh]) -> None:
 
 
 def test_who_does_not_read_holds_nobody_up(meshes: dict[int, Mesh]) -> None:
-    """What does not go at once goes later, whole and in order."""
+    """Check that a message that cannot be sent immediately is sent later, complete and in order."""
     sender, reader, idle = (meshes[rank] for rank in RANKS)
     bodies = [bytes([number]) * 16_000 for number in range(100)]
     for number, body in enumerate(bodies):
@@ -94,7 +94,7 @@ def test_what_was_sent_before_the_end_still_comes(meshes: dict[int, Mesh]) -> No
     assert until(reader, lambda: reader.has_messages([RANKS[0]], MessageId(0, 2)))
     with pytest.raises(ConnectionError, match="closed by rank 3"):
         reader.pop(RANKS[0], MessageId(0, 2))
-    reader.send(MessageId(0, 3), b"x" * 1_000_000)  # to the others only
+    reader.send(MessageId(0, 3), b"x" * 1_000_000)  # it is sent to the others only
     third = meshes[RANKS[2]]
     assert not reader.is_sent
     assert until(third, lambda: third.has_messages([RANKS[1]], MessageId(0, 3)) or reader.exchange_until(lambda: False))

@@ -1,4 +1,4 @@
-"""Every rank computes with its share of the cores, whoever started it."""
+"""Tests that each rank computes with its share of the cores, whichever launcher started it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from tests.trainer.ranks.noting import noted
 
 
 def fitted(rank: int, given: str | None) -> set[int]:
-    """Where 6 cores are said to be there, unless `given` threads are asked for."""
+    """Return the thread counts of a rank on a host with 6 cores.
+
+    `given` is the number of threads in OMP_NUM_THREADS, or None if it is unset.
+    """
     os.environ.pop("OMP_NUM_THREADS")
     if given is not None:
         os.environ["OMP_NUM_THREADS"] = given
@@ -48,7 +51,7 @@ SCRIPT = """
 def test_ranks_that_lightning_starts(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT) + "os.write(1, f\"{os.environ.get('OMP_NUM_THREADS')} \".encode())\n")
-    clean = run_environment("threads", tmp_path)  # other tests' Trainers leave LOCAL_RANK behind in ours
+    clean = run_environment("threads", tmp_path)  # the Trainers of other tests leave LOCAL_RANK in our environment
     given = {key: value for key, value in clean.items() if key != "OMP_NUM_THREADS"}
     given["PYTHONPATH"] = f"{STARTUP}{os.pathsep}{ROOT}"
     done = subprocess.run([sys.executable, str(script)], env=given, capture_output=True, text=True, timeout=300)
@@ -72,7 +75,7 @@ def test_shares() -> None:
 
 
 def test_a_process_that_is_bound_to_cores_of_its_own_has_all_of_them() -> None:
-    """As SLURM binds tasks."""
+    """Check that a bound process uses all of its cores. SLURM binds tasks like this."""
     tasks = [cores(*range(4 * n, 4 * n + 4)) for n in range(4)]
     assert [threads_of_process(task, tasks) for task in tasks] == [4] * 4
     assert threads_of_process(tasks[0], [*tasks, cores(0, 1)]) == 3
