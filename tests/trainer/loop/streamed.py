@@ -91,11 +91,13 @@ def extrapolate(
 def stale(case: Streamed, batches: int, flushes: set[int], first: Sequence[Collection[int]] = ()) -> dict[str, Any]:
     """Train in one process with weights as old as those of the pipeline, and return the results.
 
-    Batch n passes stage s with the weights after n - delay updates, but not with weights from before the last flush.
+    Batch n passes stage s with the weights after n - delay updates, but never with weights from before the last flush.
 
-    Args: case: The training to reproduce. batches: The number of batches. flushes: The numbers of batches after which
-    all batches are finished. first: For each batch, the layers on the first of two stages, if layers move between
-    stages. Otherwise, it is empty.
+    Args:
+        case: the training to reproduce.
+        batches: the number of batches.
+        flushes: the numbers of batches after which everything is finished.
+        first: for each batch, the layers on the first of two stages, if layers move between stages.
     """
     pl.seed_everything(3, verbose=False)
     module = case.kind(optimizer=case.optimizer).double()

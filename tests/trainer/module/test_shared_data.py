@@ -87,7 +87,7 @@ def train_alone(batches: list[Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("how", "workers", "warned"), [("auto", 0, 2), ("one", 2, 0)])
 def test_one_rank_loads_for_all(how, workers, warned):
-    """Check that all ranks train on the batches of one rank, like one process with these batches.
+    """Check that both ranks train on the batches of rank 0, as one plain process does with these batches.
 
     With "auto", the loading rank warns of each loader whose first batches differ.
     """

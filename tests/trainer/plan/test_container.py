@@ -133,8 +133,9 @@ def test_by_time() -> None:
 
 
 def test_where_most_of_the_work_is_elsewhere_it_is_said() -> None:
-    """Check the warning about work outside of the container. It counts parameters, because these layers are not
-    measured.
+    """Check the warning about work outside of the container.
+
+    The share is a share of parameters, because the layers outside are not measured.
     """
     first, second = (found["said"] for found in runs())
     (text,) = [line for line in first if "of the parameters, embeddings aside, is in the layers of self" in line]
@@ -147,7 +148,9 @@ def test_where_most_of_the_work_is_elsewhere_it_is_said() -> None:
 
 
 def test_training_sees_nothing_of_it() -> None:
-    """Check that measuring leaves no trace in training: steps count two batches, and weights are equal on both ranks.
+    """Check that measuring leaves no trace in training.
+
+    Steps are counted for two batches only, and a layer that one rank holds has equal weights on all ranks.
     """
     first, second = runs()
     assert [found["steps"] for found in runs()] == [2, 2]

@@ -321,9 +321,9 @@ def test_the_first_sibling_of_an_array_measures_for_all() -> None:
 
 
 def test_devices_with_neighbours_while_layers_are_measured_do_not_count() -> None:
-    """Check that slow measurements are left out of the average.
+    """Check that measurements next to busy neighbors do not slow down the mean profile.
 
-    Three of five measurements took 2.5 times as long. One was 5 % longer, which may be chance, and is averaged.
+    Three of five processes took 2.5 times as long. One took 5 % longer, which may be chance and therefore counts.
     """
     one = ModelProfile(tuple(LayerProfile(str(n), ((1, 1.0 + n),), ((1, 2.0 + n),)) for n in range(3)))
 

@@ -27,7 +27,9 @@ STEPS = prediction.SKIPPED + prediction.FEWEST
 
 
 def profile(*seconds: float) -> ModelProfile:
-    """Return a profile with the given forward seconds per layer, for any number of rows. Backwards take twice as long.
+    """Return a profile with the given forward seconds of each layer, for any number of rows.
+
+    A backward takes twice as long as a forward.
     """
     return ModelProfile(tuple(LayerProfile(str(n), ((1, s),), ((1, 2 * s),)) for n, s in enumerate(seconds)))
 

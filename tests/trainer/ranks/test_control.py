@@ -84,9 +84,10 @@ def test_parts(how: str) -> None:
 
 
 def ahead(rank: int, size: int) -> list[int]:
-    """Return the first bytes of broadcasts that the source sends before another rank receives the first one.
+    """Return the first byte of each of 50 broadcasts from rank 0.
 
-    Only broadcasts that fit the buffers can all be sent without waiting.
+    If messages are small, rank 1 receives the second one only after rank 0 has sent all of them, which must not need a
+    wait.
     """
     control = joined(rank, 2, MESH)
     store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
@@ -168,9 +169,9 @@ def test_something_else_is_done_meanwhile() -> None:
 
 
 def looks_meanwhile(rank: int, how: str) -> list[list[bool]]:
-    """Return the results of two calls.
+    """Return the answers of calls that this rank saw, in order.
 
-    On rank 0, a second call waits while the first one checks whether its own answer has arrived.
+    On rank 0, one call waits while its idle function makes another call and reads its answer as soon as it has arrived.
     """
     asked: list[PendingGather[list[bool]]] = []
     seen: list[list[bool]] = []
@@ -198,8 +199,9 @@ def test_an_answer_is_looked_at_while_another_call_waits_for_it(how: str) -> Non
 
 
 def test_connections_end_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that all connections are closed at the same time. Closing one ends only when all others are being closed,
-    too.
+    """Check that connections are closed at the same time.
+
+    Each of the six ends only when all others are being closed, too.
     """
     everybody, closed = threading.Barrier(6), []
 

@@ -1,4 +1,4 @@
-"""A module whose layers have state of every kind."""
+"""A module whose layers have every kind of state."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ LAYERS = 6
 
 
 class Block(nn.Module):
-    """Has all kinds of state: weights, one of them frozen, running averages, a buffer that is not saved, and more."""
+    """A layer with trained and frozen weights, running averages, a buffer that may not be saved, and extra state."""
 
     def __init__(self, saved: bool = False) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)  # what a norm takes away has noise for a gradient
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)  # the norm would remove a bias, whose gradient would be noise
         self.norm = nn.BatchNorm1d(WIDTH)
         self.scale = nn.Parameter(torch.ones(1), requires_grad=False)
         self.register_buffer("count", torch.zeros(1), persistent=saved)

@@ -1,4 +1,4 @@
-"""The ranks that have the whole module when a run has ended, and what the others keep."""
+"""Tests of which ranks hold the whole module at the end of a run, and of what other ranks keep."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WAYS = ("auto", "all", "rank0", "none")
 
 
 class Counting(nn.Linear):
-    """A layer with a state of its own besides tensors."""
+    """A layer with extra state that is not a tensor."""
 
     calls = 0
 
@@ -44,7 +44,7 @@ class Counting(nn.Linear):
 
 
 class LitCounting(LitTied):
-    """Tied weights, buffers that are saved and not saved, and a layer with a state of its own."""
+    """A module with tied weights, buffers that are saved and not saved, and a layer with extra state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def fit(module: pl.LightningModule, **strategy: Any) -> pl.Trainer:
 
 
 def train(rank: int, piped: bool) -> dict[str, Any]:
-    """Return what a module has after one run of each way, and after a second one."""
+    """Return the state of a module after a first and a second run, for each way of gathering."""
     quiet()
     found: dict[str, Any] = {}
     for way in WAYS if piped else ("all",):
@@ -152,11 +152,12 @@ def test_small_tensors_travel_together() -> None:
         for values in unpack_tensors(pack_tensors([tensors[int(name)] for name, *_ in group]), group)
     ]
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(arrived, tensors, strict=True))
-    assert all(t.untyped_storage().nbytes() == t.nbytes for t in arrived)  # one tensor does not keep the others
+    # a tensor does not keep the memory of the others
+    assert all(t.untyped_storage().nbytes() == t.nbytes for t in arrived)
 
 
 def count_messages(rank: int) -> int:
-    """Return how many tensors are broadcast for a run of four layers."""
+    """Return the number of tensors that a run of four layers broadcasts."""
     quiet()
     sent: list[int] = []
     plain = Control.broadcast_tensor

@@ -1,4 +1,4 @@
-"""Layers that move between two batches with all that belongs to them, to the bit as if they had stayed."""
+"""Tests of layers that move between two batches, compared bitwise with layers that stay."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ from tests.trainer.relocation.rich import LAYERS, LitRich
 from tests.trainers import make_trainer
 
 CUTS = ((3,), (1,), (5,), (0,), (4,), (2,))
-"""Where the second stage begins, batch by batch."""
+"""First layer of the second stage, for each batch."""
 FOUR = ((2, 4, 6), (1, 5, 7), (3, 3, 8), (0, 4, 9), (2, 5, 6), (2, 6, 6))
-"""Where three stages begin of nine layers; two stages are on each rank."""
+"""First layers of the second to fourth of four stages, for nine layers. Each rank has two stages."""
 
 
 class LitMeta(Lit):
-    """No process ever has all of its layers."""
+    """A module on the meta device, whose layers no process holds all at once."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -57,7 +57,7 @@ class LitMeta(Lit):
 
 
 class Moves(Callback):
-    """Has the next batch run with another cut."""
+    """Adopts another cut for the next batch."""
 
     def __init__(self, cuts: Sequence[tuple[int, ...]] = CUTS) -> None:
         self.cuts = cuts
@@ -79,7 +79,7 @@ RICH = Case(
 TWICE = replace(RICH, trainer={"max_epochs": 2, "gradient_clip_val": 0.3})
 CASES = {"rich": RICH, "twice": TWICE}
 THREE = ((4, 6), (3, 6), (3, 5), (1, 8), (2, 2), (4, 6))
-"""The same for three ranks with a stage each: at first between two of them only."""
+"""The same for three ranks with one stage each. At first, layers move between two of the ranks only."""
 CLIPPED = Case(LitOutside, trainer={"max_epochs": 2, "gradient_clip_val": 0.3})
 WAYS = {
     2: ({"schedule": "interleaved", "partition": [2, 4, 6], "recompute": True}, FOUR),
@@ -98,7 +98,10 @@ def moving(rank: int, name: str, ranks: int, more: dict[str, Any], folder: str) 
 
 
 def test_state_of_every_kind_moves() -> None:
-    """Gradients of two batches add up meanwhile, and are clipped by the norm over all layers."""
+    """Check that all state of a layer moves, against one process and bitwise against a pipeline whose layers stay.
+
+    Meanwhile, gradients of two batches accumulate and are clipped by the norm over all layers.
+    """
     alone = train(RICH.plain(), 1, mkdtemp())
     for moved, stayed, trained in run_ranks(moving, 2, "rich", 2, {}, mkdtemp(), timeout=90):
         assert trained == list(CUTS)
@@ -131,7 +134,7 @@ def test_replicas_move_alike_and_keep_their_averages_equal() -> None:
 
 
 def spread(rank: int, folder: str) -> list[Any]:
-    """Losses of a module that no process has whole, and of its validation after training."""
+    """Return the metrics and the validation after training of a module that no process holds as a whole."""
     quiet()
     found = []
     for callbacks in ([Moves()], []):
@@ -157,7 +160,7 @@ def test_a_module_that_nobody_has_whole_goes_home_when_training_ends() -> None:
 
 
 class LitFrozen(LitOutside):
-    """Trains its layers only: schedules that do not flush refuse parameters that all ranks train."""
+    """Trains only its layers, because schedules that do not flush refuse parameters that all ranks train."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -166,7 +169,7 @@ class LitFrozen(LitOutside):
 
 
 class Adopts(Callback):
-    """After the fourth of six batches another cut, or the same; and what can't begin there."""
+    """Adopts a cut after four of six batches, and records the error of a schedule that cannot begin there."""
 
     def __init__(self, start: int) -> None:
         self.start = start
@@ -206,7 +209,7 @@ def test_where_batches_overlap_they_are_finished_first() -> None:
 
 
 class Refused(Callback):
-    """Asks for what can't be, and keeps why."""
+    """Adopts cuts, most of which are invalid, and records the errors."""
 
     def __init__(self) -> None:
         self.errors: list[str] = []

@@ -1,4 +1,4 @@
-"""Layers that move while batches go on: as one process that computes the same, to the last digits."""
+"""Tests of layers that move while batches continue, compared with one process that computes the same values."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ SLOW = {
     "a stream is stopped",
     "somebody meddles",
 }
-"""Those of them that have a likeness among the others."""
+"""Cases that resemble another case. They run only as slow tests."""
 NAMES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES]
 ENDS = {"a validation comes": 6, "stopped": 6, "stopped, ahead": 6, "saved": 6, "a stream is saved": 6}
-"""Before which batch layers change ranks, where that is not when they have come."""
+"""Batch before which layers change ranks, for cases in which this is not the arrival of their data."""
 STOPPED = {"stopped": 6, "stopped, ahead": 6, "a stream is stopped": 8, "a stream is stopped, ahead": 8}
-"""Batches that are trained."""
+"""Number of batches that are trained."""
 
 
 def run_all(rank: int, names: list[str], folder: str) -> list[Any]:
@@ -102,7 +102,10 @@ def test_as_in_one_process(name: str) -> None:
 
 
 def test_ahead_nothing_is_lost_to_the_bit() -> None:
-    """Also where a checkpoint, a validation or the end of an epoch comes in between: nothing waits."""
+    """Check that a move loses no gradients, bitwise, even across a checkpoint, a validation or the end of an epoch.
+
+    Such a move runs ahead of the change, so no step has to wait.
+    """
     moved, stayed = found("ahead"), found("nothing moves")
     for ours, theirs in zip(moved, stayed, strict=True):
         assert ours["moved"][0]["began"] < BATCHES < ours["moved"][0]["ended"]
@@ -110,7 +113,7 @@ def test_ahead_nothing_is_lost_to_the_bit() -> None:
 
 
 def resumed(rank: int, folder: str) -> list[Any]:
-    """Goes on from checkpoints that were saved in the middle of a move."""
+    """Resume from checkpoints that were saved during a move, and return the results."""
     out = []
     for name in SAVED:
         case = replace(CASES[name], cuts={-1: (3,)}, saved=())
@@ -133,7 +136,7 @@ PLACED = {
     "full": Waiting("dynpipe", "blocking", saved=(5,), saves=True),
     "sharded": Waiting("pipedream", "blocking", saved=(5,), saves=True, checkpoint="sharded"),
 }
-"""Layers have moved to another stage, which steps with another delay, when the checkpoint is written."""
+"""When the checkpoint is written, layers have moved to another stage, which steps with another delay."""
 
 
 def placed(rank: int, folder: str) -> list[tuple[Any, Any]]:

@@ -1,4 +1,4 @@
-"""Trainings in which layers move while batches go on, and one process that computes what they should."""
+"""Trainings in which layers move while batches continue, and a process that computes the expected results."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tests.trainer.relocation.rich import LAYERS, Block
 from tests.trainers import make_trainer
 
 BATCHES = 12
-"""Of an epoch, with 4 samples each."""
+"""Batches per epoch, with 4 samples each."""
 SYNCHRONOUS = ("1f1b", "kfkb", "interleaved")
 
 
 class LitWaiting(Lit):
-    """Layers with state of every kind, the third without any, the fourth frozen."""
+    """A module with every kind of state. Its third layer has no weights, and its fourth layer is frozen."""
 
     def __init__(self, saves: bool) -> None:
         super().__init__()
@@ -42,18 +42,19 @@ class LitWaiting(Lit):
 
 @dataclass(frozen=True)
 class Waiting:
-    """One training.
+    """A training whose layers move.
 
     Attributes:
-        cuts: where stages begin: at first, and from what is adopted after which batches on.
-        held: parcels are on their way until that batch has begun, from the one that is adopted before on.
-        free: after which batches nothing is held any more.
-        saved: after which batches a checkpoint is saved.
-        stopped: after which batch rank 1 wants to stop.
-        meddles: after which batch weights are changed by hand.
-        saves: all of the module's state is in checkpoints.
-        checkpoint: their form.
-        slow: seconds that every batch takes longer.
+        cuts: the first layers of all stages but the first. Key -1 holds the initial cut, and key n the cut adopted
+            after batch n.
+        held: for a batch after which a cut is adopted, the batch before which parcels do not arrive.
+        free: batches after which no parcel is held back any longer.
+        saved: batches after which a checkpoint is saved.
+        stopped: the batch after which rank 1 requests a stop.
+        meddles: the batch after which weights are changed by hand.
+        saves: whether checkpoints contain the whole state of the module.
+        checkpoint: the form of checkpoints.
+        slow: additional seconds per batch.
     """
 
     schedule: str = "1f1b"
@@ -72,7 +73,7 @@ class Waiting:
 
 
 class Acts(Callback):
-    """Has layers move."""
+    """Adopts cuts, holds parcels, and acts as the case specifies."""
 
     def __init__(self, case: Waiting, folder: str) -> None:
         self.case, self.folder, self.until = case, folder, -1
@@ -81,7 +82,7 @@ class Acts(Callback):
     def on_train_start(self, trainer: Any, module: Any) -> None:
         bulk_transfer.GATE_SECONDS = 1000.0
         loop, self.relocation = trainer.fit_loop, trainer.strategy.current_run.relocation
-        # Where all wait for parcels of an earlier move that a busy machine has left late, nothing is held.
+        # If all ranks wait for parcels of an earlier move, which a slow machine has delayed, no parcel is held.
         hold = lambda: loop.total_batch_idx < self.until and not self.relocation.is_ending  # noqa: E731
         trainer.strategy.current_run.local_layers.bulk_transfer.set_gate(hold)
 
@@ -154,7 +155,11 @@ def delays(schedule: str, stages: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Pause:
-    """The steps of batches `start` to `stop` - 1 wait, and are taken before batch `stop`; with `cut` from there on."""
+    """A pause of optimizer steps.
+
+    The steps of batches `start` to `stop` - 1 wait, and are made before batch `stop`. From this batch on, stages begin
+    at `cut`.
+    """
 
     start: int
     stop: int
@@ -162,17 +167,18 @@ class Pause:
 
 
 def pauses(case: Waiting, moved: list[dict[str, Any]]) -> list[Pause]:
-    """Those of a training, and where layers changed ranks in the others."""
+    """Return the pauses of a training, or, if steps do not wait, the batches at which layers changed ranks."""
     cuts = list(case.cuts.values())[1:]
     given = zip(moved, cuts, strict=True)
     if case.relocation != "buffered":
         return [Pause(m["ended"], m["ended"], cut) for m, cut in given]
-    # In a stream no stage steps for the first batch with which they travel; elsewhere that one has begun to step.
+    # In a stream, no stage makes a step for the first batch of a move. With other schedules, that batch has already
+    # begun its step.
     return [Pause(m["began"] + (case.schedule in SYNCHRONOUS), m["ended"], cut) for m, cut in given]
 
 
 def expected(case: Waiting, batches: int, pauses: Sequence[Pause], flushes: Sequence[int] = ()) -> dict[str, Any]:
-    """A plain loop. Everything is finished before the batches that `flushes` name, and at the end of a pause."""
+    """Train in a plain loop. Everything is finished before the batches in `flushes` and at the end of a pause."""
     module = made(case)
     configured = module.configure_optimizers()
     optimizer, scheduler = configured["optimizer"], configured["lr_scheduler"]["scheduler"]

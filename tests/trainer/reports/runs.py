@@ -1,4 +1,4 @@
-"""A short run, whose report is looked at."""
+"""A short run for tests of its report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.trainers import make_trainer
 
 
 def fit(module: pl.LightningModule, strategy: PipelineStrategy, ranks: int, **options: Any) -> pl.Trainer:
-    """The Trainer after two epochs that write nothing."""
+    """Train for two epochs without writing files, and return the Trainer."""
     quiet()
     trainer = make_trainer(
         devices=ranks, strategy=strategy, precision="64-true", **{"logger": False, "max_epochs": 2, **options}

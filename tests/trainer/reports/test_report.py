@@ -1,4 +1,4 @@
-"""What a run did, against what the simulator predicts."""
+"""Tests of the report of a run, compared with the prediction of the simulator."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tests.trainer.reports.runs import fit
 
 
 class Slow(nn.Linear):
-    """An emulated layer: it sleeps for its forward."""
+    """A layer that sleeps in its forward, in place of a real computation."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         time.sleep(0.01)
@@ -55,7 +55,7 @@ class LitSlow(Lit):
 
 
 class LitUneven(Lit):
-    """Three layers of known bytes."""
+    """A module whose three layers have known sizes in bytes."""
 
     def __init__(self) -> None:
         super().__init__(layers=1, optimizer="adamw")
@@ -100,7 +100,7 @@ def measured(rank: int, folder: str) -> dict[str, Any]:
 
 @contextmanager
 def told() -> Iterator[list[str]]:
-    """The lines of Lightning's log in the block."""
+    """Yield the lines that Lightning's rank-zero logger writes in the block."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -129,9 +129,9 @@ def test_report(ranks, folder):
     first, second = (rank["numbers"] for rank in ranks)
     assert first == second
     bubble, replayed, makespan, expected = first
-    assert 0 < bubble < 1  # one of the ranks waits for the other's first forward
+    assert 0 < bubble < 1  # one rank waits for the first forward of the other rank
     assert 0 < replayed < 1
-    assert min(expected, makespan) > 5 * 10_000_000  # four micro-batches of 10 ms pass both layers
+    assert min(expected, makespan) > 5 * 10_000_000  # four micro-batches of 10 ms pass through both layers
     assert (folder / "0" / "timeline.png").stat().st_size > 1000
     assert json.loads((folder / "0" / "timeline.json").read_text())
     assert ranks[0]["loaded"]
@@ -147,28 +147,34 @@ def test_what_was_predicted_is_what_the_cut_was_chosen_by(ranks):
     assert timeline.makespan / 1e9 == pytest.approx(computing, rel=1e-6)
     assert bubble == timeline.mean_bubble
     assert text.startswith("Predicted before it ran: ")
-    nothing, none, reason, is_told = ranks[0]["unpredicted"]  # partition=[1]: no layer was measured
+    nothing, none, reason, is_told = ranks[0]["unpredicted"]  # partition=[1] is given, so no layer was measured
     assert nothing is none is None
     assert reason == "Nothing was predicted: the layers were not measured before training"
     assert is_told
 
 
 def test_bytes_of_stages(ranks):
-    """By hand, in float64: 6 x 10 + 10 parameters, then 10 x 3 + 3; AdamW keeps two numbers and a step for each."""
+    """Check the bytes of both stages against values computed by hand, in float64.
+
+    The stages have 6 x 10 + 10 and 10 x 3 + 3 parameters. AdamW stores two numbers per parameter, and a step for each
+    tensor.
+    """
     costs: CostModel = ranks[0]["costs"]
     assert costs.weight_bytes == (8 * 70, 8 * 33)
     assert costs.state_bytes == (8 * 70 * 3 + 2 * 4, 8 * 33 * 3 + 2 * 4)
     assert costs.forward_bytes == costs.backward_bytes == (8 * 10,)
-    # Stage 0 keeps nothing: its input lies in the batch, and its result with stage 1. That keeps what came in (10), as
-    # tanh needs its result (10), and the last layer's scores (3), of which the loss keeps probabilities (3).
+    # Stage 0 keeps nothing, because its input is in the batch, and its result is on stage 1. Stage 1 keeps its input
+    # (10), because tanh needs its result (10), and the scores of the last layer (3), of which the loss keeps the
+    # probabilities (3).
     assert costs.activation_bytes[0] == 0
     assert 8 * (10 + 3) <= costs.activation_bytes[1] <= 8 * (10 + 10 + 3 * 4)
 
 
 def test_the_peak_of_each_rank_is_told(ranks):
-    """1F1B holds both micro-batches of four samples on the first rank, and one on the second.
+    """Check the reported peak memory of each rank, of one process, and of DDP.
 
-    In one process both stages hold all eight samples; each of two processes of DDP has four, and gradients twice.
+    1F1B holds both micro-batches of four samples on the first rank, and one on the second. In one process, both stages
+    hold all eight samples. Each of two DDP processes holds four samples, and gradients twice.
     """
     costs, (record, text) = ranks[0]["costs"], ranks[0]["memory"]
     held = [w + s for w, s in zip(costs.weight_bytes, costs.state_bytes, strict=True)]
@@ -187,7 +193,7 @@ def test_the_peak_of_each_rank_is_told(ranks):
 
 
 def among_siblings(rank: int, folder: str) -> dict[str, Any]:
-    """A sibling of four, and one that is alone in its array."""
+    """Return the reports of one of four siblings of an array, and of a job that is alone in its array."""
     array = JobArray[Any](4)
     strategies = [PipelineStrategy("gpipe", microbatches=2) for _ in range(5)]
     logger = CSVLogger(folder, name="csv", version="")
@@ -209,7 +215,10 @@ def among_siblings(rank: int, folder: str) -> dict[str, Any]:
 
 
 def test_a_sibling_does_not_take_time_for_others_for_idle_time(tmp_path):
-    """Four of them keep the ranks busy; the timeline of each alone seems to leave them idle."""
+    """Check that a sibling's report does not count the time of other siblings as idle.
+
+    Four siblings keep the ranks busy, but the timeline of each sibling would leave them idle.
+    """
     for rank in run_ranks(among_siblings, 2, str(tmp_path), timeout=90):
         assert rank["told"] == [None, None, None, ""]
         advice = rank["advice"]
@@ -245,7 +254,10 @@ def test_nothing_to_report():
     [(2.0, "1 s predicted, 2 s measured, 4 s at last"), (4.1, "4.1 s measured")],
 )
 def test_whether_a_choice_came_true(measured, said):
-    """The first steps show it; the last ones are named where they take another time."""
+    """Check the sentence about the predicted and the measured time of a step.
+
+    The first steps show whether the choice was right. The last steps are named if their time differs.
+    """
     plan = Plan.even(1, 1)
     events = [Event(0, F(0, Span(0, 1)), 0, 10**9), Event(0, B(0, Span(0, 1)), 10**9, 4 * 10**9)]
     window = Window(plan, GPipe().program(plan), events)
@@ -255,7 +267,7 @@ def test_whether_a_choice_came_true(measured, said):
 
 
 def windows_of(program: Program, plan: Plan, each: Sequence[CostModel]) -> list[list[Window]]:
-    """The windows of all ranks of steps with these costs."""
+    """Return the windows of all ranks, with one step for each of the given costs."""
     ran = [simulate(program, plan, costs) for costs in each]
     return [
         [Window(plan, program, [e for e in step.events if e.rank == rank]) for step in ran]
@@ -264,7 +276,10 @@ def windows_of(program: Program, plan: Plan, each: Sequence[CostModel]) -> list[
 
 
 def test_a_wrong_profile_predicts_wrongly_and_a_replay_does_not():
-    """The profile has half of the times that layers take, and another bubble."""
+    """Check that a replay predicts the measured step, and that a wrong profile does not.
+
+    The profile has half of the measured times and another bubble.
+    """
     plan = Plan.even(2, 4)
     program = GPipe().program(plan)
     told = simulate(program, plan, CostModel.uniform(2, 1e-3, 1e-3))
@@ -272,7 +287,7 @@ def test_a_wrong_profile_predicts_wrongly_and_a_replay_does_not():
     report = PipelineReport.from_windows(windows, RunInfo(predicted=PredictedStep(told, program)))
     assert report.predicted.makespan == told.makespan == 10_000_000
     assert report.measured.makespan == report.replayed.makespan > 35_000_000
-    assert report.bubble_predicted == pytest.approx(0.2)  # 8 of 10 ms are a rank's own
+    assert report.bubble_predicted == pytest.approx(0.2)  # 8 of 10 ms are busy on each rank
     assert report.bubble_replayed == report.bubble_measured > 0.3
     assert report.prediction_text.startswith("Predicted before it ran: 10 ms (-81%)")
     text = str(report)
@@ -303,7 +318,10 @@ def test_without_a_prediction_there_is_a_reason_and_no_number(about, reason):
 
 
 def test_only_steps_after_the_prediction_are_compared_with_it():
-    """The first three are slower; first steps corrected the prediction after them."""
+    """Check that steps before the prediction are not compared with it.
+
+    The first three steps are slower. The prediction was corrected after the first steps.
+    """
     plan = Plan.even(2, 2)
     program = GPipe().program(plan)
     slow, fast = CostModel.uniform(2, 5e-3, 5e-3), CostModel.uniform(2, 1e-3, 2e-3)
@@ -314,7 +332,10 @@ def test_only_steps_after_the_prediction_are_compared_with_it():
 
 
 def test_the_shown_step_has_no_hiccup():
-    """Of ten steps one in the middle by length has two operations that hang and others that are faster."""
+    """Check that the step shown is a typical one.
+
+    One of the steps has a typical length, but two of its operations hang and its other operations are faster.
+    """
     plan = Plan.even(2, 4)
     program = GPipe().program(plan)
     usual = [CostModel.uniform(2, t * 1e-3, 2 * t * 1e-3) for t in (0.98, 0.99, 1.0, 1.01, 1.02)]
@@ -327,7 +348,10 @@ def test_the_shown_step_has_no_hiccup():
 
 
 def test_a_replay_has_the_times_of_each_operation():
-    """One forward in eight is slow, another one each batch: medians know nothing of it, and the pipeline waits."""
+    """Check that a replay uses the durations of each operation.
+
+    One forward in eight is slow, each time another one. Median durations do not show it, but the pipeline waits for it.
+    """
     plan = Plan.even(2, 8)
     program, windows = GPipe().program(plan), [[], []]
     for batch in range(5):
@@ -344,7 +368,10 @@ def test_a_replay_has_the_times_of_each_operation():
 
 
 def test_what_ranks_do_between_two_tasks_is_replayed_where_it_is_rare_too():
-    """A rank does something else before one forward; the median of what passes before a task is nothing."""
+    """Check that a replay includes rare pauses between two tasks.
+
+    One rank does something else before one forward, so the median time before a task is zero.
+    """
     plan = Plan.even(2, 8)
     program = GPipe().program(plan)
     spans = plan.spans(Kind.F, 0)
@@ -354,7 +381,7 @@ def test_what_ranks_do_between_two_tasks_is_replayed_where_it_is_rare_too():
         [[Window(plan, program, [e for e in events if e.rank == r])] for r in range(2)]
     )
     assert report.record.costs.overhead == 0
-    without = 1 - 24 / 27  # of nine forwards and nine backwards in a row, eight each are a rank's own
+    without = 1 - 24 / 27  # each rank is busy for eight of nine forwards and eight of nine backwards in a row
     assert without + 0.2 < report.bubble_replayed <= report.bubble_measured
 
 

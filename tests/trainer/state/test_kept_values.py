@@ -1,4 +1,4 @@
-"""What a step keeps on the module is equal to one process, for modules that are cut by layers and by units."""
+"""Tests that values a step keeps on the module equal those of one process, for cuts by layers and by units."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.trainers import make_trainer
 
 
 class Keeper(pl.LightningModule):
-    """Keeps values of many kinds in each step, some of them as long as a micro-batch has samples."""
+    """A module that keeps many kinds of values in each step, some of them as long as a micro-batch."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Keeper(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
     def kept(self) -> dict[str, Any]:
-        """Return all values that steps have kept, with tensors as lists."""
+        """Return all values that steps have kept. Tensors are converted to lists."""
         assert self.batch is not None
         names = ("pairs", "nested", "latest", "samples", "shapes", "count", "total", "steps")
         tensors = {"table": self.table, "batch": self.batch, "metric": self.metric.compute()}
@@ -78,7 +78,7 @@ def train(strategy: PipelineStrategy | None, dropout: float, kind: type[Keeper] 
 
 
 class NeedsGradients(Keeper):
-    """Fails without gradients, as a step does that computes derivatives by itself."""
+    """Fails without gradients, as a step that computes derivatives itself."""
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -94,7 +94,7 @@ def train_without_comparison(rank: int) -> str:
 
 
 def test_a_step_that_a_whole_batch_cannot_run() -> None:
-    """It is trained, with a warning on the rank that logs."""
+    """Check that a step that fails without gradients is trained, with a warning on the logging rank only."""
     outcomes = watch_ranks(train_without_comparison, 2, timeout=300)
     assert "ValueError: no gradients here" in outcomes[0].value
     assert "DID NOT WARN" in outcomes[1].error
@@ -111,7 +111,10 @@ def train_each_way(rank: int) -> list[tuple[dict[str, Any], list[str]]]:
 
 
 def test_values_of_many_kinds_that_a_step_keeps() -> None:
-    """Counts and lists are equal with dropout, too, although values that depend on its numbers can't be compared."""
+    """Check that kept values equal those of one process, with and without dropout.
+
+    With dropout, values that depend on random numbers cannot be compared, so a warning is allowed.
+    """
     wanted = train(None, 0.0)
     for ways in run_ranks(train_each_way, 2, timeout=300):
         for (kept, told), numbers_differ in zip(ways, (False, False, True), strict=True):

@@ -1,4 +1,4 @@
-"""The values that micro-batches leave become the values that the whole batch leaves."""
+"""Tests that the values left by micro-batches are merged into those of the whole batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ PATH: Path = ((".", "kept"),)
 
 
 def left_values(merger: ValueMerger, entries: list[Any], whole: Any) -> Any:
-    """Merge a list to which four micro-batches of two samples append `entries`, one argument for each of them."""
+    """Merge the lists to which four micro-batches of two samples append `entries`.
+
+    There is one element of `entries` for each micro-batch.
+    """
     before: list[Any] = [object()]
     expected = None if whole is None else [*before, *whole]
     with warnings.catch_warnings():
@@ -50,7 +53,7 @@ def test_each_position_of_a_tuple_is_merged_in_its_own_way() -> None:
 
 
 def test_a_value_that_depends_on_random_numbers_is_not_compared() -> None:
-    """A count is still known to be a sum."""
+    """Check that values that depend on random numbers are not compared, and that a count is still merged as a sum."""
     merger = ValueMerger("Module")
     merger.is_exact = False
     assert merger.merge(((".", "count"),), 0, [2] * 4, [2] * 4, 8) == 8

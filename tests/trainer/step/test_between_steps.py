@@ -1,4 +1,4 @@
-"""Hooks between the steps of batches that overlap: what they change of batches under way is found."""
+"""Tests of hooks between the steps of overlapping batches, which must not change batches in flight."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Lit(pl.LightningModule):
 
 
 def watched(values: bool = True, hooks: bool = True) -> tuple[nn.Sequential, BetweenSteps]:
-    """One that has layers 0 and 1 of four."""
+    """Return a net of four layers, and the check of a rank that has layers 0 and 1."""
     module = Lit()
     return module.net, BetweenSteps("csp", module, module.net, lambda: (0, 1), lambda names: hooks, values)
 
@@ -71,7 +71,7 @@ def test_what_no_batch_under_way_uses_may_change(change: Any) -> None:
     net, between = watched()
     between.begin_hooks([use("0.1", "2.0"), use("1.0")])
     change(net.get_parameter("0.0.bias"))
-    change(net.get_parameter("2.0.bias"))  # on another rank
+    change(net.get_parameter("2.0.bias"))  # this layer is on another rank
     between.check()
     with between.step_hooks([use("0.1"), use("0.0")], [net.get_parameter("0.1.weight")], ()):
         change(net.get_parameter("0.1.weight"))
@@ -128,14 +128,14 @@ def test_clearing_is_checked_at_every_batch() -> None:
 
 
 class Clips(LitCase):
-    """Changes gradients where Lightning has just made them."""
+    """Changes gradients directly after Lightning has computed them."""
 
     def on_after_backward(self) -> None:
         torch.nn.utils.clip_grad_value_(self.parameters(), 0.01)
 
 
 class LooksAfterwards(LitCase):
-    """Looks at gradients when their batch has ended, and doubles them, which counts where no step has followed."""
+    """Reads and doubles gradients at the end of their batch, which has an effect only if no step came before."""
 
     def __init__(self) -> None:
         super().__init__()

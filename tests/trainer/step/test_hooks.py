@@ -1,4 +1,4 @@
-"""Hooks of the user's module on every stage."""
+"""Tests of the hooks of the user's module on every stage."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_hook_on_the_module_itself_comes_back():
 
 @contextmanager
 def in_hook(module: Lit, on_all_ranks: bool = True) -> Iterator[CutModule]:
-    """In the block the first three layers are here, and a hook runs."""
+    """Cut the module to its first three layers, and run a hook in the block."""
     cut = CutModule(module, "model", [0, 1, 2], Interceptor("self.model"))
     with cut.scope.running("Lit.on_hook", on_all_ranks):
         yield cut
@@ -101,7 +101,7 @@ def test_parameters_and_state_are_those_of_the_whole_module():
 
 
 def test_what_is_done_to_each_weight_is_done_where_it_is():
-    """The same code on both parts of a module gives what it gives on the whole."""
+    """Check that the same code on both parts of a module gives the results of the whole module."""
 
     def work(module: nn.Module) -> dict[str, torch.Tensor]:
         average = {n: p.detach().cpu().clone().double() for n, p in module.named_parameters()}
@@ -240,7 +240,7 @@ USES += [to_target, to_target_at_once, to_target_by_state, gathered]
 
 @pytest.mark.parametrize("use", USES)
 def test_what_needs_the_values_of_all_layers_is_refused(use: Callable[[Lit], Any]):
-    use(Lit())  # with the whole module there is nothing wrong with it
+    use(Lit())  # this works with the whole module
     module = Lit()
     refused = pytest.raises((PipelineError, RuntimeError), match=r"Lit.on_hook .*self.model.*save_checkpoint")
     with in_hook(module), refused:
@@ -288,7 +288,7 @@ def test_gradients_of_other_ranks_are_not_left_out(use: Callable[[Lit], Any]):
 
 
 class All:
-    """This rank answers for all that it has."""
+    """A replacement for the ownership of parameters, in which this rank owns all of its parameters."""
 
     def is_owner(self, parameter: torch.Tensor) -> bool:
         return True
@@ -307,12 +307,12 @@ def test_norms_where_stages_step_apart_and_where_no_hook_runs():
     with cut.scope.running("Lit.on_hook", True):
         with pytest.raises(PipelineError, match=r"Lit.on_hook takes a norm over the layers of all stages, which step"):
             nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-        assert nn.utils.clip_grad_norm_(other.parameters(), 1.0) > alone  # of something else
+        assert nn.utils.clip_grad_norm_(other.parameters(), 1.0) > alone  # a norm over another module
         with pytest.raises(PipelineError, match="one norm over weights or gradients of the module and over other"):
             nn.utils.get_total_norm([*whole, *module.parameters()])
     with cut.scope.running("Lit.on_train_epoch_end", False), pytest.raises(PipelineError, match="runs on rank 0 only"):
         nn.utils.get_total_norm(module.parameters())
-    nn.utils.clip_grad_value_([], 1.0)  # of a stage without weights; torch itself raises
+    nn.utils.clip_grad_value_([], 1.0)  # for a stage without weights, where torch itself would raise an error
     patches.close()
 
 
@@ -331,7 +331,10 @@ def test_weights_may_not_be_changed_where_one_rank_alone_does_it():
 
 
 def test_a_new_target_of_weights_is_explained():
-    """Torch refuses it by itself, in words that help nobody."""
+    """Check that the error of an assignment to `.data` has a note that explains it.
+
+    Torch also raises an error, but its message does not name the cause.
+    """
 
     class Hooked(Lit):
         def on_train_batch_end(self, *_: Any) -> None:
@@ -385,7 +388,7 @@ def test_only_hooks_of_the_users_own_are_told_and_they_come_back():
 
 
 class LitAverages(Lit):
-    """Averages over time, tried in validation; values are clipped; the best state is kept and loaded at the end."""
+    """Averages and clips its weights, validates with the averages, and loads its best state at the end."""
 
     def on_train_start(self) -> None:
         self.average = {n: p.detach().clone() for n, p in self.named_parameters()}
@@ -415,7 +418,7 @@ class LitAverages(Lit):
 
 
 class LitEpochAverages(LitAverages):
-    """The same with hooks whose state goes to all ranks."""
+    """The same with hooks whose state is sent to all ranks."""
 
     def on_validation_start(self) -> None:
         pass
@@ -431,7 +434,7 @@ class LitEpochAverages(LitAverages):
 
 
 class LitWhole(Lit):
-    """Saves whole weights in a hook, as the error says."""
+    """Saves the whole weights in a hook, as the error message suggests."""
 
     def on_train_epoch_end(self) -> None:
         state = self.trainer.strategy.lightning_module_state_dict()
@@ -440,7 +443,7 @@ class LitWhole(Lit):
 
 
 class LitClips(LitOutside):
-    """Clips in hooks by all that torch has for it; logs what it is given."""
+    """Clips gradients in hooks with all functions of torch, and logs their results."""
 
     def on_after_backward(self) -> None:
         for p, foreach in ((2.0, None), (2, True), (1, False), (float("inf"), True), (3, False)):

@@ -1,4 +1,4 @@
-"""What a step logs, micro-batch by micro-batch, as of the whole batch."""
+"""Tests that values logged for each micro-batch are merged into those of the whole batch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_merged_calls():
 
 
 def test_a_constant_batch_size_is_that_of_the_whole_batch() -> None:
-    """Samples weigh the same, as in the mean that one process logs with this batch size."""
+    """Check that samples have equal weights, as in one process that logs with this batch size."""
     of_parts = [[LogCall("loss", value, {"batch_size": 1})] for value in (1.0, 2.0, 6.0)]
     (merged,) = merge(of_parts, [3, 3, 2])
     assert merged.value == pytest.approx((3 * 1.0 + 3 * 2.0 + 2 * 6.0) / 8)
@@ -84,7 +84,7 @@ def test_norms_of_several_ranks_are_those_of_one_module() -> None:
     for p in (1, 2, "inf"):
         for prefix in ("", "train/"):
             whole = {call.name: float(call.value) for call in calls(grad_norm(module, p), prefix)}
-            # The middle layer is held by both.
+            # Both parts have the middle layer.
             parts = [grad_norm(nn.ModuleDict({n: module[int(n)] for n in held}), p) for held in ("12", "01")]
             found, doubtful = merge_over_ranks([calls(part, prefix) for part in parts], last=0)
             assert doubtful == []
@@ -109,7 +109,7 @@ def test_a_total_alone_is_doubtful() -> None:
 
 
 def test_hooks_are_wrapped_and_come_back() -> None:
-    """Also one that a LambdaCallback keeps on itself."""
+    """Check that hooks are wrapped and restored, including a hook that a LambdaCallback stores on itself."""
 
     class Logging(Lit):
         def on_after_backward(self) -> None:

@@ -1,4 +1,4 @@
-"""Losses that are means over tokens, or sums: in a pipeline they train what one process trains."""
+"""Tests of losses that are means over tokens, or sums, in a pipeline and in one process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LENGTHS = ([5, 1, 2, 5, 4, 3, 1, 5], [2, 5, 5, 1, 1, 2, 3, 5], [1, 3, 3, 5, 5, 5
 
 
 def batches(lengths: Any = LENGTHS) -> list[dict[str, torch.Tensor]]:
-    """Sequences of these lengths, with labels that are -100 behind them."""
+    """Return batches of sequences with the given lengths. Labels after the end of a sequence are -100."""
     generator, found = torch.Generator().manual_seed(0), []
     for each in lengths:
         tokens = torch.randint(0, WORDS, (ROWS, TOKENS), generator=generator)
@@ -38,7 +38,7 @@ def batches(lengths: Any = LENGTHS) -> list[dict[str, torch.Tensor]]:
 
 
 class LitTokens(pl.LightningModule):
-    """A mean over the labels that count."""
+    """A mean over the labels that are not ignored."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class LitShifted(LitTokens):
 
 
 class LitSequences(LitTokens):
-    """A mean over sequences, of which some have no label left behind their first one."""
+    """A mean over sequences, some of which have no label after their first one."""
 
     def losses(self, logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         labels = batch["labels"][:, 1:]
@@ -82,7 +82,7 @@ class LitSum(LitTokens):
 
 
 class LitMasked(LitTokens):
-    """Means that divide by a count, and are no number where nothing counts."""
+    """Means that are divided by a count, and are NaN if the count is zero."""
 
     def losses(self, logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         each = F.cross_entropy(logits.flatten(0, 1), batch["tokens"].flatten(), reduction="none")
@@ -91,7 +91,7 @@ class LitMasked(LitTokens):
 
 
 class LitOwnWeight(LitTokens):
-    """A weight that no label tells."""
+    """A weight that does not follow from the labels."""
 
     def losses(self, logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         each = F.cross_entropy(logits.flatten(0, 1), batch["tokens"].flatten(), reduction="none")
@@ -105,7 +105,7 @@ class LitOwnWeight(LitTokens):
 
 
 class LitItems(LitTokens):
-    """As losses of Hugging Face, which take the number of items in a batch that is cut."""
+    """A loss like those of Hugging Face, which take the number of items of the whole batch."""
 
     def losses(self, logits: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
         total = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
@@ -113,7 +113,7 @@ class LitItems(LitTokens):
 
 
 class LitInside(LitTokens):
-    """The loss is made by the last layer."""
+    """A loss that the last layer computes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Loss(nn.Module):
 
 
 class LitZeroHead(LitTokens):
-    """All losses are the same in the first batch."""
+    """A module with equal losses for all samples in the first batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,11 +148,11 @@ class LitZeroHead(LitTokens):
 
 
 FULL = [TOKENS] * ROWS
-NONE_IN_A_PART = [5, 5, 3, 2, 0, 0, 4, 1]  # with four micro-batches the third has no label
+NONE_IN_A_PART = [5, 5, 3, 2, 0, 0, 4, 1]  # with four micro-batches, the third one has no label
 UNCHECKED = "own, unchecked"
 NO_NUMBER = "no label in a part, no number"
 NOT_TOLD = {UNCHECKED, NO_NUMBER}
-"""Cases in which a first batch does not tell by what the accuracy is weighed."""
+"""Cases in which the first batch does not show the weights of the accuracy."""
 CASES: dict[str, tuple[type[LitTokens], Any, dict[str, Any]]] = {
     "tokens": (LitTokens, LENGTHS, {}),
     "shifted": (LitShifted, LENGTHS, {}),
@@ -176,7 +176,7 @@ CASES: dict[str, tuple[type[LitTokens], Any, dict[str, Any]]] = {
 
 
 class Heard(pl.Callback):
-    """What was logged at each step."""
+    """Records the logged values and the loss of each step."""
 
     def __init__(self) -> None:
         self.logged: list[Any] = []
@@ -267,7 +267,7 @@ class Sharded(torch.utils.data.Dataset[Any]):
 
 
 ALL_IN_ONE = [1, 5, 1, 4, 1, 5, 1, 3]
-"""Every second sample, which one replica gets, has one label."""
+"""One of two replicas gets every second sample, each of which has one label."""
 OF_REPLICAS = [(LitTokens, (ALL_IN_ONE, *LENGTHS)), (LitSum, LENGTHS), (LitShifted, (FULL, ALL_IN_ONE, *LENGTHS))]
 
 
@@ -287,14 +287,17 @@ def replicated(rank: int, strategy: bool) -> list[Any]:
 
 
 def test_replicas_are_one_batch():
-    """Their samples are those of one process, in another order, and so are weights."""
+    """Check that replicas train like one process with all of their samples, in another order."""
     plain = replicated(0, False)
     for found in run_ranks(replicated, 4, True, timeout=180):
         assert differences(found, plain) == []
 
 
 def test_what_a_first_loss_does_not_tell():
-    """It says so: a head of zeros makes one loss of all, and a loss inside of layers is known when it is trained."""
+    """Check the warnings about a first batch that does not show how micro-batches are weighted.
+
+    A head of zeros makes all losses equal. A loss inside of the layers is known only when the batch is trained.
+    """
     (nothing, later), others = run_ranks(told, 2, timeout=120)
     assert others == [[], []]
     assert len(nothing) == len(later) == 1

@@ -1,4 +1,4 @@
-"""The layers that batches use: which one keeps them from overlapping, and steps of some parameters alone."""
+"""Tests of the layers that batches use: which one keeps batches from overlapping, and steps of some parameters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def plan(microbatches: int) -> Plan:
 
 
 def uses(*shared: str, delays: dict[str, Delayed] | None = None) -> list[LayerUse]:
-    """Batches that share nothing with their neighbours but the last layer of some stages."""
+    """Return batches that share only the last layer of some stages with their neighbors."""
     own = [[str(10 * s + n % 9) for s in range(STAGES)] for n in range(BATCHES)]
     return [LayerUse.from_names([*names, *shared], LAYERS, delays=delays) for names in own]
 
@@ -49,7 +49,7 @@ def test_the_speed_is_what_a_simulation_says(stage: int, microbatches: int) -> N
     [
         (["9"], {}, "every batch steps layer '9' on stage 0"),
         (["29"], {}, "layer '29' on stage 2.*about 67% of the speed"),
-        (["39"], {}, ""),  # on the last stage nobody waits
+        (["39"], {}, ""),  # no stage waits for the last stage
         (["9"], {"9": Delayed(4)}, ""),
         ([], {}, ""),
     ],
@@ -84,7 +84,7 @@ def test_steps_are_those_of_what_has_gradients() -> None:
             sum(each[n](x).square().sum() for n in chosen).backward()
         others = [p for n, layer in enumerate(ours) if n not in chosen for p in layer.parameters()]
         for p in others:
-            p.grad = torch.ones_like(p)  # of batches under way
+            p.grad = torch.ones_like(p)  # of batches in flight
         with steps.restrict_optimizer(0, own, [p for n in reversed(chosen) for p in ours[n].parameters()]):
             assert [len(group["params"]) for group in own.param_groups] == [len(chosen)] * 2
             own.step()

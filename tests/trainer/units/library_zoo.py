@@ -1,4 +1,4 @@
-"""Small models of transformers, torchvision and timm, beside the plain modules of the zoo."""
+"""Small models of transformers, torchvision and timm, which extend the plain modules of the zoo."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.trainer.units.zoo import LENGTH, WIDTH, WORDS, Case, classify, genera
 ROWS, HEADS, LAYERS = 4, 2, 4
 HUGGING_FACE: dict[str, Callable[[], Case]] = {}
 VISION: dict[str, Callable[[], Case]] = {}
-"""Cases of torchvision and timm; of those alone that are installed."""
+"""Cases of those of torchvision and timm that are installed."""
 
 
 def tokens(seed: int = 0) -> torch.Tensor:
@@ -354,9 +354,9 @@ for name, settings in {
 }.items():
     vision(f"timm {name}", partial(timm_model, name, **settings), library="timm")
 SUMMED = ("gpt2 padded", "llama padded", "bert", "qwen3-moe router loss", "mixtral router loss", "clip")
-"""Cases whose loss is no mean over samples."""
+"""Cases whose loss is not a mean over samples."""
 FLOAT32 = (
     *("llama tied", "llama checkpoints", "qwen2", "qwen3", "mistral sliding", "gemma", "gemma2", "phi3", "whisper"),
     *("vit", "mamba"),
 )
-"""Cases that compute in float32 within, so that micro-batches are rounded otherwise than their batch."""
+"""Cases that compute in float32 internally, so that micro-batches and their batch are rounded differently."""

@@ -17,12 +17,12 @@ from tests.trainer.units.library_zoo import FLOAT32, HUGGING_FACE, SUMMED, VISIO
 from tests.trainer.units.zoo import CASES
 
 CUT = {"module": "", "microbatches": 2}
-"""Of modules whose loss is a mean over samples, none of which sees the others."""
+"""Settings of modules whose loss is a mean over independent samples."""
 CHOSEN = ("nine linears", "siamese", "dense skips in a dataclass", "autograd.Function and complex numbers")
 CHOSEN += ("graph network", "mixtral router loss")
-"""Of these the strategy finds by itself that units are cut."""
+"""Cases for which the strategy must choose to cut units without being told."""
 WHOLE = {"module": "", "microbatches": 1}
-"""Of modules with batch normalisation, or a loss that is no mean over samples."""
+"""Settings of modules with batch normalization, or with a loss that is not a mean over samples."""
 ALL = CASES | HUGGING_FACE | VISION
 BY_BATCH = (
     *("u-net", "resnet by hand", ".item() control flow", "parametrizations", "train mode mix", "graph network"),
@@ -34,7 +34,7 @@ BY_BATCH = (
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    """Return how the steps of a case are cut."""
+    """Return the settings of the strategy for a case."""
     settings = WHOLE if name in BY_BATCH else CUT
     return {key: value for key, value in settings.items() if key != "module" or name not in CHOSEN}
 
@@ -50,7 +50,7 @@ def draws(name: str) -> bool:
 
 
 class Samples(Dataset[Any]):
-    """The samples of two batches: that of a case, and one with other values."""
+    """The samples of two batches: the batch of a case, and a batch with other values."""
 
     def __init__(self, name: str) -> None:
         self._batch = ALL[name]().batch
@@ -68,7 +68,7 @@ class Samples(Dataset[Any]):
 
 
 class Batches(Dataset[Any]):
-    """The same two batches as they are, for cases whose batches are no samples."""
+    """The same two batches as a whole, for cases whose batches do not consist of samples."""
 
     def __init__(self, name: str) -> None:
         self._batch = ALL[name]().batch
@@ -89,7 +89,7 @@ def loader_of(name: str) -> DataLoader[Any]:
 
 
 class LitZoo(pl.LightningModule):
-    """A case of the zoo; it logs its loss, counts its steps and validates."""
+    """A case of the zoo as a LightningModule that logs its loss and validates."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -106,13 +106,13 @@ class LitZoo(pl.LightningModule):
         self.log("val", self.run_case(self.net, batch))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        if self.is_large:  # three copies of the weights less, on each rank
+        if self.is_large:  # saves three copies of the weights on each rank
             return torch.optim.SGD(self.parameters(), lr=1e-2)
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
 class Keeps(pl.Callback):
-    """Keeps what a run has logged."""
+    """Records the loss of each batch, and the names of the weights on this rank."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -124,7 +124,7 @@ class Keeps(pl.Callback):
 
 
 def train_zoo(name: str, ranks: int, folder: str, **settings: Any) -> dict[str, Any]:
-    """Train a case for two epochs of two batches, and return what came out; `ranks` of 0 is plain Lightning."""
+    """Train a case for two epochs of two batches, and return the results. With 0 ranks, train in plain Lightning."""
     quiet()
     torch.set_num_threads(1)
     loader = loader_of(name)
@@ -170,7 +170,7 @@ def train_many(rank: int, cases: list[tuple[str, dict[str, Any]]], ranks: int, f
 
 
 def read_result(path: str) -> dict[str, Any]:
-    """Return what came out of a training, and remove its file."""
+    """Return the result of a training from its file, and remove the file."""
     found: dict[str, Any] = pickle.loads(Path(path).read_bytes())
     Path(path).unlink()
     return found

@@ -1,4 +1,4 @@
-"""What a Trainer does around steps, where modules are cut by units: on two processes as on one."""
+"""Tests of the Trainer's features around steps for modules that are cut by units, on two processes and on one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.trainers import make_trainer
 
 
 class ByHand(pl.LightningModule):
-    """Layers without a container, two of which share a weight; it logs wherever a module can."""
+    """Layers without a container, two of which share a weight. The module logs in every hook that allows it."""
 
     def __init__(self, scheduler: str = "", frozen: bool = False) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class ByHand(pl.LightningModule):
 
 
 class Hooked(ByHand):
-    """Hooks that change weights, each by itself, and that see all of them."""
+    """Hooks that change each weight, and hooks that read all weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,10 @@ class Hooked(ByHand):
 
 
 class Skips(ByHand):
-    """Skips the first batch of a window, the second one, and a whole window; what it has computed is no number."""
+    """Skips the first batch of a window, the second batch of another, and a whole window.
+
+    In skipped batches, the computed values are NaN.
+    """
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if (self.current_epoch, batch_idx) in ((0, 1), (1, 0), (2, 0), (2, 1)):
@@ -141,7 +144,7 @@ class Skips(ByHand):
 
 
 class Compares(ByHand):
-    """Each sample is told from all others of its batch."""
+    """A loss that contrasts each sample with all others of its batch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x = F.normalize(self(batch[0]), dim=1)
@@ -152,7 +155,7 @@ class Compares(ByHand):
 
 
 class Masks(ByHand):
-    """A mean over those samples that the step selects."""
+    """A mean over the samples that the step selects."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -161,7 +164,7 @@ class Masks(ByHand):
 
 
 class Centres(ByHand):
-    """Samples meet in the first stage."""
+    """A module whose samples depend on each other in the first stage."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.fc1(x)
@@ -169,7 +172,7 @@ class Centres(ByHand):
 
 
 class Growing(nn.Module):
-    """Reads the buffer that it changes."""
+    """A layer that reads the buffer that it changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +185,7 @@ class Growing(nn.Module):
 
 
 class Normed(ByHand):
-    """Keeps running statistics on both stages, and changes its batch in place."""
+    """A module with running statistics on both stages, which changes its batch in place."""
 
     def __init__(self, scheduler: str = "", frozen: bool = False) -> None:
         super().__init__(scheduler, frozen)
@@ -196,7 +199,7 @@ class Normed(ByHand):
 
 
 class Keeps(pl.Callback):
-    """Keeps what a run has logged, and its learning rates."""
+    """Records the logged values and the learning rates of each step."""
 
     def __init__(self) -> None:
         self.steps: list[Any] = []
@@ -207,7 +210,7 @@ class Keeps(pl.Callback):
 
 
 class Freezes(pl.Callback):
-    """Freezes layers of both stages while training goes on."""
+    """Freezes layers of both stages during training."""
 
     def on_train_epoch_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if trainer.current_epoch == 1:
@@ -256,7 +259,7 @@ RESUMED = ("goes on", "goes on in parts")
 
 
 def train_case(name: str, stages: int, folder: str, resume: str | None = None, replicas: int = 1) -> dict[str, Any]:
-    """Train a case and evaluate it; no stages are plain Lightning."""
+    """Train and evaluate a case. With 0 stages, train in plain Lightning."""
     quiet()
     torch.set_num_threads(1)
     case, keeps = CASES[name], Keeps()
@@ -291,12 +294,12 @@ def train_case(name: str, stages: int, folder: str, resume: str | None = None, r
 
 
 def train_all(rank: int, stages: int, folder: str, resume: dict[str, str], replicas: int = 1) -> dict[str, Any]:
-    """Train all cases, or go on with those that have a checkpoint in `resume`."""
+    """Train all cases, or resume those that have a checkpoint in `resume`."""
     return {name: train_case(name, stages, folder, resume.get(name), replicas) for name in resume or CASES}
 
 
 def refuse(rank: int, folder: str) -> tuple[str, str]:
-    """Return why a loss of whole batches can't be had, and how it is warned of where nobody asks for it."""
+    """Return the error if loss='batch' cannot be used, and the warning if it is not requested."""
     CASES["refused"] = {"type": Centres, "strategy": {"loss": "batch"}}
     with pytest.raises(PlanError) as error:
         train_case("refused", 2, folder)
@@ -331,7 +334,7 @@ def test_two_stages_are_one_process(tmp_path: Path) -> None:
     for key in ("state_dict", "current_model_state", "optimizer_states", "lr_schedulers"):
         assert differences(*(plain_values(each[key]) for each in saved), 1e-10, key) == []
 
-    # Two ranks go on with a checkpoint of one process, and the other way round.
+    # Two ranks resume from a checkpoint of one process, and one process from a checkpoint of two ranks.
     resumed = train_all(0, 0, folder, paths_of(alone, "goes on"))
     resumed["goes on in parts"] = resumed["goes on"]
     parts = paths_of(ranks[0], "goes on in parts")
@@ -362,7 +365,11 @@ def train_briefly(rank: int) -> None:
 
 
 def test_a_training_that_is_asked_for_its_cut_ends_with_it(tmp_path: Path) -> None:
-    """Units are in the order of `forward`. Two of eight samples cross, twice: the skip and the layers' result."""
+    """Check the plan that is written by a training that is run only for its cut.
+
+    Units are in the order of `forward`. For each of the two samples of a micro-batch, the skip and the result of the
+    layers cross the border.
+    """
     file = tmp_path / "cut.json"
     watch_ranks(train_briefly, 2, env={PLAN_VARIABLE: str(file)}, timeout=60)
     pieces = json.loads(file.read_text())

@@ -1,4 +1,4 @@
-"""The plain modules of the zoo through `Trainer` on two processes, beside one process of plain Lightning."""
+"""Tests of the plain modules of the zoo through `Trainer` on two processes, against plain Lightning on one."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ ALIKE = [
     *("graph network", "llama padded", "clip", "mixtral router loss"),
 ]
 DRAWING = ["lstm and gru", "nn.Transformer", "train mode mix", "gan with one backward", "t5"]
-DRAWING += ["bart layerdrop", "wav2vec2 layerdrop"]  # of these a step may leave out layers that the record has
-"""These draw random numbers, which plain Lightning draws from one stream."""
+DRAWING += ["bart layerdrop", "wav2vec2 layerdrop"]  # in a step, these may leave out layers that are in the record
+"""Cases that draw random numbers, which plain Lightning draws from a single stream."""
 PARTS = ("losses", "val", "weights", "saved", "optimizer")
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """By case, what each of two ranks has."""
+    """Return the results of both ranks for each case."""
     folder = str(tmp_path_factory.mktemp("two"))
     drawing = selected_values(test_random_numbers_do_not_depend_on_the_borders, "name")
     names = dict.fromkeys(["nine linears", *selected_values(test_two_stages_are_one_process, "name"), *drawing])
@@ -56,7 +56,7 @@ def test_two_stages_are_one_process(name: str, trained: list[dict[str, Any]], tm
 
 @pytest.fixture(scope="module")
 def trained_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """By case, what a pipeline of one rank has."""
+    """Return the results of a pipeline of one rank for each case."""
     folder = str(tmp_path_factory.mktemp("one"))
     names = selected_values(test_random_numbers_do_not_depend_on_the_borders, "name")
     (paths,) = run_ranks(train_many, 1, [(name, settings_of(name)) for name in names], 1, folder, timeout=300)
@@ -90,7 +90,7 @@ def test_stages_have_their_own_weights_only(trained: list[dict[str, Any]]) -> No
 
 
 def refused(rank: int, folder: str) -> list[str]:
-    """What a run says of partitions that can't be had."""
+    """Return the errors for invalid partitions."""
     texts = []
     for places in (["net.fc99"], ["net.fc2", "net.fc3"]):
         with pytest.raises(PlanError) as error:
@@ -121,7 +121,7 @@ class Between(Lit):
 
 
 class Stream(IterableDataset[Any]):
-    """The samples without a length, which begin with a batch of None."""
+    """Samples without a known length. The first batch is None."""
 
     def __init__(self) -> None:
         self._collated = 0
@@ -135,7 +135,7 @@ class Stream(IterableDataset[Any]):
 
 
 class OwnLoader:
-    """An iterable of batches that is no DataLoader."""
+    """An iterable of batches that is not a DataLoader."""
 
     passes = 0
 
@@ -176,7 +176,7 @@ def test_an_iterable_that_is_no_data_loader_is_cut_by_units() -> None:
 
 
 class Around(Lit):
-    """162 multiplications of a sample are in the layers, and 768 in two modules around them."""
+    """A module with 162 multiplications per sample in its layers, and 768 in two modules around them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class Around(Lit):
 
 
 class LargeHead(Lit):
-    """Most multiplications are in one module behind the layers, which no cut divides."""
+    """A module with most multiplications in one module after the layers, which no cut can divide."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class LargeHead(Lit):
 
 
 def train_misused(rank: int, devices: int) -> list[tuple[dict[str, Any], list[str]]]:
-    """Train modules that are better cut by units, and one that is not; return weights, and what the log says."""
+    """Train modules that should be cut by units, and one that should not. Return the weights and log lines of each."""
     quiet()
     found = []
     for kind in (Twice, Penalty, OwnForward, BareExcept, Between, Around, LargeHead):

@@ -1,4 +1,4 @@
-"""Stages of one process, one after the other, beside the unsplit model."""
+"""Tests of stages that run one after another in one process, compared with the unsplit model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def measure(case: Case, found: StepRecord) -> list[float] | None:
 
 
 def cut(case: Case, stages: int, measured: bool = False) -> UnitLayout:
-    """Return the layout of a case in which modules that no border divides are one unit each."""
+    """Return the layout of a case, with a single unit for each module that no border divides."""
     install_output_hooks(case.model)
     found = record(case)
     starts = Borders(found, measure(case, found) if measured else None).choose(stages)
@@ -62,7 +62,7 @@ def cut(case: Case, stages: int, measured: bool = False) -> UnitLayout:
 
 
 class Stages:
-    """The stages of a model in one process, each with a copy that has no other weights."""
+    """Runs the stages of a model in one process. Each stage has a copy of the model without the weights of others."""
 
     def __init__(self, case: Case, layout: UnitLayout) -> None:
         self.case = case
@@ -70,7 +70,7 @@ class Stages:
         for stage, model in enumerate(self.models):
             put_on_meta(model, {name for name, stages in layout.parts_of.items() if stage not in stages})
         self.seconds = [0.0 for _ in layout.starts]
-        """Processor time of each stage in the last batch, forward and backward, for `benchmarks/any_model.py`."""
+        """Processor seconds of each stage in the last batch, forward and backward, for `benchmarks/any_model.py`."""
         self.steps = [LazyStep(model, layout, stage, CPU) for stage, model in enumerate(self.models)]
 
     def train(self, batch: Any, seed: Callable[[int], None] | None = None) -> torch.Tensor:
@@ -87,7 +87,7 @@ class Stages:
                 sent = (tuple(t.detach().requires_grad_(t.requires_grad) for t in sent[0]), sent[1])
                 entered.append(list(sent[0]))
             if seed is not None:
-                torch.seed()  # processes have streams of their own
+                torch.seed()  # processes have separate streams of random numbers
             begun = time.thread_time()
             sent = lazy.run(lambda given, model=model: self.case.step(model, given), cloned(batch), (), sent, seed)
             self.seconds[stage] = time.thread_time() - begun
@@ -114,7 +114,7 @@ class Stages:
 
 
 def put_on_meta(model: nn.Module, names: set[str]) -> None:
-    """Have some weights on meta, the same for all names of one; those that the record has not seen stay."""
+    """Put weights on the meta device, with all names of a weight. Weights that the record has not seen stay."""
     made: dict[int, nn.Parameter] = {}
     canonical = {id(p): name for name, p in model.named_parameters()}
     for part in model.modules():
@@ -125,7 +125,7 @@ def put_on_meta(model: nn.Module, names: set[str]) -> None:
 
 
 def batches(case: Case) -> list[Any]:
-    """Return three batches: as recorded, with one sample less, and with other values."""
+    """Return three batches: the recorded batch, one with one sample less, and one with other values."""
     rows = len(tensors_of(case.batch)[0])
 
     def change(number: int, leaf: Any) -> Any:
@@ -162,7 +162,7 @@ def check_cut(name: str, make: Callable[[], Case], stages: int) -> None:
 
 
 def check_borders(name: str, make: Callable[[], Case], seeds: int) -> None:
-    """Cut a case anywhere, several times."""
+    """Compare the stages of a case with the unsplit model, for random cuts."""
     found = record(make())
     borders = Borders(found)
     possible = [n for n in range(1, len(found.units)) if borders.is_possible(n)]
@@ -178,7 +178,7 @@ BY_WEIGHTS = {
     "experts by hand": r"zoo\.py:\d+ \(at, place = .*nonzero\(as_tuple=True\)\) can't: the shape of what aten\.nonzero",
     "things left behind": r"zoo\.py:\d+ \(self\.share = 0\.5 \+ float\(.*\) can't: aten\S+ reads a value",
 }
-"""Cases whose steps take numbers from weights, with what a recording without values says."""
+"""Cases whose steps read numbers from weights, with the error of a recording without values."""
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -201,7 +201,7 @@ def test_a_record_without_values_is_that_of_a_step(name: str) -> None:
 
 
 class ByBatch(nn.Module):
-    """Chooses entries and branches by the batch, and writes what comes from weights into a tensor of its own."""
+    """A module that selects entries and branches by the batch, and writes results into a tensor that it creates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,7 +253,7 @@ def test_checkpoints_are_parts_and_draw_what_they_draw_in_any_cut(reentrant: boo
         assert other.keys() == gradients[0].keys()
         assert all(torch.allclose(other[name], g, rtol=0, atol=1e-12) for name, g in gradients[0].items())
     changed = []
-    for change in (1e-6, -1e-6):  # backward has to draw what forward has drawn
+    for change in (1e-6, -1e-6):  # backward must draw the same numbers as forward
         case = make()
         case.model.get_parameter("inlet.bias").data[0] += change
         stages = Stages(case, UnitLayout.from_record(found, (0, firsts[1])))
@@ -282,7 +282,7 @@ CLOCK = VirtualClock()
 
 
 class Sleep(torch.autograd.Function):
-    """Passes a tensor on; forward and backward last."""
+    """Returns its input. Forward and backward take the given seconds."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
@@ -324,7 +324,10 @@ def test_borders_balance_measured_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_units_count_the_bytes_that_they_save() -> None:
-    """Inputs of a multiplication by a weight and results of tanh; what is saved twice counts once."""
+    """Check the bytes saved by each unit against values computed by hand.
+
+    A linear layer saves its input, and tanh its result. A tensor that is saved twice counts once.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4)).double()
     case = Case(model, (torch.randn(8, 4, dtype=torch.float64), torch.arange(8) % 4), classify)
@@ -336,7 +339,7 @@ def test_units_count_the_bytes_that_they_save() -> None:
 
 
 class Catching(nn.Module):
-    """A bare except takes the end of a stage for an error."""
+    """A module whose bare `except` handles the end of a stage like an error."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Schedules by which stages of units run: the weights of one process, or of one that is as late."""
+"""Tests of schedules with stages of units, compared with one process, whose weights may be equally late."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LATE = {
 
 
 class Prepares(Lit):
-    """A step that changes its batch in place, counts, skips over a stage, and normalises in a layer of its own."""
+    """A step that changes its batch in place, counts, skips over a stage, and calls a recurrent layer of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Prepares(Lit):
 
 
 class Recomputes(Lit):
-    """Layers that run once more in backward, with the weights that forward has read."""
+    """A module whose layers run again in backward, with the weights that forward has used."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for n, layer in enumerate(self.model):
@@ -74,7 +74,7 @@ class Recomputes(Lit):
 
 
 class Remembers(nn.Module):
-    """A mean of earlier samples, in a buffer that no checkpoint has."""
+    """Adds a mean of earlier samples, which is stored in a buffer that is not saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Remembers(nn.Module):
 
 
 class Buffers(Prepares):
-    """Buffers that move with their units."""
+    """A module with buffers that move with their units."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Buffers(Prepares):
 
 
 class Moves(pl.Callback):
-    """Has the next batch run with another cut, before each of these batches."""
+    """Adopts another cut before each of the given batches."""
 
     def __init__(self, cuts: dict[int, int]) -> None:
         self.cuts = cuts
@@ -110,7 +110,7 @@ class Moves(pl.Callback):
 
 
 class Keeps(pl.Callback):
-    """Keeps which layers of `model` with weights this rank has had in each batch."""
+    """Records the layers of `model` whose weights this rank had in each batch."""
 
     def __init__(self) -> None:
         self.layers: list[set[int]] = []
@@ -143,7 +143,7 @@ def fit_all(rank: int) -> list[Any]:
 def fit_late(rank: int, folder: str) -> list[Any]:
     found = []
     for name, (case, *_) in LATE.items():
-        pl.seed_everything(3, verbose=False)  # as `stale` does
+        pl.seed_everything(3, verbose=False)  # the same seed as in `stale`
         found.append(fit_streamed(case, f"{folder}/{name}", module=Recomputes(), partition=["model.4"]))
     return found
 
@@ -196,7 +196,7 @@ def test_orders_of_one_batch_are_one_process() -> None:
     for rank, found in enumerate(run_ranks(fit_all, 2, timeout=120)):
         for (name, _), (values, counted) in zip(FLUSHING, found, strict=True):
             assert differences(expected, values, 1e-10, f"{name}, rank {rank}") == []
-            assert counted == steps or name == "csp"  # which counts micro-batches, for batches may overlap
+            assert counted == steps or name == "csp"  # csp counts micro-batches, because its batches may overlap
 
 
 def test_late_weights_are_those_of_one_process_that_is_as_late(tmp_path: Any) -> None:
@@ -210,7 +210,7 @@ def test_late_weights_are_those_of_one_process_that_is_as_late(tmp_path: Any) ->
 def test_units_move_with_all_that_is_theirs(tmp_path: Any) -> None:
     expected, _ = fit("auto", 1, Buffers, 3)
     ranks = run_ranks(fit_moving, 2, str(tmp_path), timeout=120)
-    _, (_, first) = ranks[1]  # where the first stage is
+    _, (_, first) = ranks[1]  # the rank of the first stage
     late = stale(Streamed("pipedream", 2, 2), 11, {4, 9, 11}, first)
     for moved, (streamed, layers) in ranks:
         for of_batches in (layers, *(each for _, each in moved)):

@@ -1,4 +1,4 @@
-"""Plain modules as people write them: none has one container of layers that is called in order."""
+"""Plain modules in common styles, none of which has a single container of layers that is called in order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORDS, LENGTH, WIDTH = 64, 8, 16
 
 
 class Case(NamedTuple):
-    """A model with a batch, and the step that gives the loss."""
+    """A model, a batch, and a step that returns the loss."""
 
     model: nn.Module
     batch: Any
@@ -104,7 +104,7 @@ class UNet(nn.Module):
 
 
 class NormAndAct(nn.BatchNorm2d):
-    """Batch normalisation with an activation, as one module that calls a function."""
+    """Batch normalization with an activation, in a module that calls a function."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
@@ -186,7 +186,7 @@ class Lstm(nn.Module):
 
 
 class CellLoop(nn.Module):
-    """One cell is called for every time step, after an encoder and before a head."""
+    """Calls one cell for every time step, after an encoder and before a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ class CellLoop(nn.Module):
 
 
 class TiedAutoencoder(nn.Module):
-    """Weights are used by functions, not by modules."""
+    """A module whose weights are used by functions instead of modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,7 +209,8 @@ class TiedAutoencoder(nn.Module):
         self.scale, self.out = nn.Parameter(torch.ones(WIDTH)), nn.Linear(WIDTH, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h, ws = x, [w.double() for w in self.ws]  # these are the weights themselves, which have this type already
+        # `double` returns the weights themselves, because they have this type already
+        h, ws = x, [w.double() for w in self.ws]
         for w in ws:
             h = torch.tanh(F.linear(h, w)) * self.scale
         for w in reversed(ws):
@@ -225,7 +226,7 @@ class Out:
 
 
 class DenseSkips(nn.Module):
-    """Every layer sees all before it; a dataclass comes out."""
+    """A module whose layers receive the results of all layers before them, and which returns a dataclass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +241,7 @@ class DenseSkips(nn.Module):
 
 
 class ItemFlow(nn.Module):
-    """Control flow depends on values of the batch and of activations."""
+    """A module whose control flow depends on values of the batch and of activations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,11 +255,14 @@ class ItemFlow(nn.Module):
             h = self.b(h)
         n = int(h.abs().argmax()) % 3 + 1
         h = self.c(h) * n
-        return self.d(h[h[:, 0] > h[:, 0].min()])  # nobody knows its length before
+        return self.d(h[h[:, 0] > h[:, 0].min()])  # the length is not known in advance
 
 
 class Training(nn.Module):
-    """Dropout, batch norm, buffers, `if self.training`, autocast, no_grad, a checkpoint, changes in place."""
+    """A module with dropout, batch normalization, buffers, autocast and other features of training.
+
+    It also uses `if self.training`, `no_grad`, a checkpoint and changes in place.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -282,7 +286,8 @@ class Training(nn.Module):
 
 
 class Checkpoints(nn.Module):
-    """Checkpoints one behind the other, which take a skip; a reentrant one has its weights in an autograd.Function."""
+    """Checkpoints in a row, which share a skip connection. A reentrant one hides its weights in an autograd.Function.
+    """
 
     def __init__(self, dropout: float = 0.0, reentrant: bool = False) -> None:
         super().__init__()
@@ -292,7 +297,7 @@ class Checkpoints(nn.Module):
         self.last, self.drop = perceptron(), nn.Dropout(dropout)
 
     def run_block(self, number: int, x: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
-        places = torch.arange(len(x))  # of the batch alone, and the first of the block
+        places = torch.arange(len(x))  # the first operation of the block, which depends only on the batch
         return self.drop(self.blocks[number](self.drop(x))[places]).tanh() + skip
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -342,7 +347,7 @@ class Graph(nn.Module):
 
 
 class Translator(nn.Module):
-    """The Transformer of torch, with masks and keywords."""
+    """The Transformer of torch, with masks and keyword arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -360,7 +365,7 @@ class Translator(nn.Module):
 
 
 class Experts(nn.Module):
-    """Experts by index, as written by hand."""
+    """Hand-written experts that are selected by index."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -369,7 +374,7 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.a(x)
-        share, index = self.gate(h).softmax(-1).topk(2)  # they come in a tuple of torch's own
+        share, index = self.gate(h).softmax(-1).topk(2)  # topk returns a tuple type of torch
         share /= share.sum(-1, keepdim=True)
         y = torch.zeros_like(h)
         for number, expert in enumerate(self.experts):
@@ -380,7 +385,7 @@ class Experts(nn.Module):
 
 
 class Counting(nn.Module):
-    """Leaves a number in an attribute."""
+    """Stores a number in an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -393,7 +398,7 @@ class Counting(nn.Module):
 
 
 class Writing(nn.Module):
-    """Writes to a tensor of others."""
+    """Writes to a tensor of another module."""
 
     def __init__(self, notes: list[torch.Tensor]) -> None:
         super().__init__()
@@ -406,7 +411,7 @@ class Writing(nn.Module):
 
 
 class Deferring(nn.Module):
-    """Returns what can't be sent."""
+    """Returns a function, which cannot be sent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -438,7 +443,7 @@ class Gan(nn.Module):
 
 
 def gan_step(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Losses of generator and discriminator for one backward."""
+    """Return the sum of the losses of generator and discriminator, for a single backward."""
     fake = model.g(torch.randn_like(batch[0]))
     loss = F.binary_cross_entropy_with_logits
     real, judged = model.d(batch[0]), model.d(fake.detach())
