@@ -286,7 +286,9 @@ class Training(nn.Module):
 
 
 class Checkpoints(nn.Module):
-    """Checkpoints in a row, which share a skip connection. A reentrant one hides its weights in an autograd.Function.
+    """Checkpoints in a row, which share a skip connection.
+
+    A reentrant checkpoint hides its weights in an autograd.Function.
     """
 
     def __init__(self, dropout: float = 0.0, reentrant: bool = False) -> None:

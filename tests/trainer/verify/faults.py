@@ -1,7 +1,8 @@
-"""Faults for `verify` to find: trainings in which a pipeline is not what one process trains, each in one thing.
+"""Faults that `verify` must find: trainings in which a pipeline differs from one process in a single respect.
 
-A fault is the user's code that only one process runs as it is meant (`alone`), or one rank (`last`), as when a pipeline
-does not heed it; or a part of the library that is broken while the training lasts. The module without any is equal.
+In most faults, the user's code runs as intended only in one process (`alone`) or on the rank of the last stage
+(`last`), as if the pipeline ignored it. In other faults, a part of the library is broken during the training. Without a
+fault, both trainings are equal.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ WIDTH, ROWS, BLOCKS = 6, 8, 6
 RANKS = 2
 FOUND, EQUAL = "not what one plain process trains", "equal to one process"
 _LEFT: dict[str, float] = {}
-"""Values that code after the layers leaves where nothing looks."""
+"""Values that code after the layers stores outside of the module, where the library does not look."""
 
 
 class Block(nn.Module):
@@ -60,7 +61,7 @@ class Block(nn.Module):
 
 
 class Net(pl.LightningModule):
-    """Layers between an inlet and an outlet; `what` are overridden methods by name."""
+    """A module with layers between an inlet and an outlet. Faults override its methods."""
 
     dropout, norm = 0.0, False
 
@@ -75,12 +76,12 @@ class Net(pl.LightningModule):
 
     @property
     def alone(self) -> bool:
-        """Whether this is one plain process."""
+        """Whether the module runs in one plain process."""
         return self.trainer.world_size == 1
 
     @property
     def last(self) -> bool:
-        """Whether this is one plain process, or the rank of the last stage."""
+        """Whether the module runs in one plain process, or on the rank of the last stage."""
         return self.trainer.global_rank == 0
 
     def before(self, x: torch.Tensor) -> torch.Tensor:
@@ -104,7 +105,7 @@ class Net(pl.LightningModule):
 
 
 class Search(pl.LightningModule):
-    """Subnets, one for each batch."""
+    """A supernet that trains one subnet per batch."""
 
     seed = 0
 
@@ -156,7 +157,7 @@ FAULTS: list[Fault] = []
 
 
 def fault(name: str, finds: str, *, base: type[pl.LightningModule] = Net, **settings: Any) -> Callable[[type], type]:
-    """Adds a fault: the methods of a class in place of the module's."""
+    """Return a decorator that adds a fault, with a class whose methods override the methods of `base`."""
 
     def add(methods: type) -> type:
         own = {key: value for key, value in vars(methods).items() if key not in ("__dict__", "__weakref__")}
@@ -166,11 +167,11 @@ def fault(name: str, finds: str, *, base: type[pl.LightningModule] = Net, **sett
     return add
 
 
-# ---- hooks that one rank runs
+# ---- hooks that run on one rank only
 
 
 def keeps_state(rank: int) -> Any:
-    """State of the module stays on the rank where it was set."""
+    """Keep the module's state on the rank on which it was set."""
     return patched(ModuleState, "collect_changes", lambda self: [])
 
 
@@ -266,7 +267,7 @@ class _B3:
     norm = True
 
 
-# ---- norms over one stage, and steps
+# ---- norms over one stage, and optimizer steps
 
 
 def clip(parameters: Any, most: float) -> None:
@@ -277,7 +278,7 @@ def clip(parameters: Any, most: float) -> None:
 
 
 def own(module: Any) -> list[Any]:
-    """The parameters of this rank, as they are."""
+    """Return the parameters that this rank holds."""
     groups = module.optimizers().optimizer.param_groups
     return [p for group in groups for p in group["params"] if not p.is_meta]
 
@@ -340,7 +341,7 @@ class _C4:
     pass
 
 
-# ---- what layers and steps leave behind
+# ---- values that layers and steps leave behind
 
 
 @fault("auxiliary loss that layers leave in an attribute", "the loss")
@@ -404,7 +405,7 @@ class _D6:
         return F.cross_entropy(self.outlet(h + kept), y)
 
 
-# ---- code that looks at other samples
+# ---- code that depends on other samples
 
 
 @fault("mean over samples before the layers", "goes into layer 0")
@@ -488,7 +489,7 @@ class _G1:
         return (x, y) if self.last or self.loaded <= 3 else (x + 1e-3, y)
 
 
-# ---- the library broken
+# ---- a broken library
 
 
 @contextmanager
@@ -621,13 +622,13 @@ class _H10:
             self.model[0].linear.bias.data[0] += 1e-6
 
 
-# ---- what ordinary scripts do that only one process does as it is meant
+# ---- code of ordinary scripts that works as intended in one process only
 
 
 @fault("value summed over the ranks of a pipeline", "the loss")
 class _I1:
     def loss(self: Any, h: Any, y: Any, batch_idx: int) -> Any:
-        ranks = 1 if self.alone else RANKS  # what all_reduce would add up, if every stage called it
+        ranks = 1 if self.alone else RANKS  # the sum that all_reduce would return if every stage called it
         return F.cross_entropy(h, y) * ranks
 
 
@@ -683,7 +684,7 @@ DRAWS = random.Random(0)
 
 
 class CoupledLater(torch.optim.SGD):
-    """Treats parameters alone in its first step, and all together later."""
+    """Steps each parameter separately in its first step, and couples them in later steps."""
 
     steps = 0
 
@@ -732,7 +733,7 @@ class _I12:
         return F.cross_entropy(h, y) + (kept if self.alone else kept.detach())
 
 
-# ---- in single precision, where a difference may be rounding
+# ---- single precision, in which a difference may be rounding
 
 
 class Single(Net):
@@ -822,7 +823,7 @@ class _S8:
 
 @contextmanager
 def unmarked() -> Iterator[None]:
-    """The library does not compare what ranks say of a batch."""
+    """Keep the library from comparing the batches of ranks."""
     with (
         patched(SameBatch, "around_batch", lambda self, step: None),
         patched(BetweenSteps, "check_gradients", lambda self, *_, **__: None),
@@ -830,7 +831,7 @@ def unmarked() -> Iterator[None]:
         yield
 
 
-# ---- running them
+# ---- running the faults
 
 
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -839,7 +840,7 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def trained(rank: int, each: Fault, verify: int | str = 4, **settings: Any) -> str:
-    """The sentence that `verify` ends a training with, on one of the ranks."""
+    """Return the sentence with which `verify` ends a training, on one of the ranks."""
     logging.getLogger("lightning.pytorch").setLevel(logging.INFO)
     warnings.simplefilter("ignore")
     _LEFT.clear()
@@ -877,12 +878,12 @@ def trained(rank: int, each: Fault, verify: int | str = 4, **settings: Any) -> s
 
 
 def all_trained(rank: int, faults: Sequence[int], verify: int | str, settings: dict[str, Any]) -> list[str]:
-    """The sentences of several, one after another in the processes of one run of ranks."""
+    """Return the sentences of several faults, which are trained one after another in the same processes."""
     return [trained(rank, FAULTS[number], verify, **settings) for number in faults]
 
 
 def found(faults: Sequence[int], verify: int | str = 4, **settings: Any) -> list[str]:
-    """What is said of each, on rank 0."""
+    """Return the sentence of each fault on rank 0."""
     try:
         return run_ranks(all_trained, RANKS, faults, verify, settings, timeout=60 + 10 * len(faults))[0]  # type: ignore[no-any-return]
     except RanksFailedError as error:

@@ -1,4 +1,4 @@
-"""A whole batch draws the random numbers of its micro-batches."""
+"""Tests that a whole batch draws the same random numbers as its micro-batches."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_what_runs_again_draws_again():
         with draws.draw_by_sample():
             draws.enter(2)
             y = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False) if again else layer(x)
-            F.dropout(y, 0.5)  # others draw meanwhile
+            F.dropout(y, 0.5)  # other code draws numbers in the meantime
         with draws.draw_by_sample():
             y.square().sum().backward()
         gradients.append(layer[0].weight.grad.clone())

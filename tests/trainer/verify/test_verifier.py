@@ -1,4 +1,4 @@
-"""`PipelineStrategy(verify=n)` finds what a pipeline does not train as one process does, and nothing else."""
+"""Tests that `PipelineStrategy(verify=n)` finds differences from the training of one process, without false alarms."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ NOT_FOUND_BY_UNITS = {
     "clipping in optimizer_step by the norm of one stage": "takes the value of the gradient of self.model",
     "batches that differ by rank later": "loaded different batches",
 }
-"""Faults of the cut between layers alone, which are equal by units, and those that another check refuses before."""
+"""Faults that occur only if layers are cut, and are equal by units, and faults that another check refuses first."""
 SOME_BY_UNITS = (
     "attribute set in on_train_epoch_end, read before the layers",
     "BatchNorm by micro-batches",
@@ -90,7 +90,7 @@ def test_every_seeded_fault_is_found_by_units() -> None:
 
 
 class Rich(Net):
-    """Dropout in layers and around them, clipping, a scheduler, and random numbers of each sample."""
+    """A module with dropout in and around its layers, a scheduler, and random numbers for each sample."""
 
     dropout = 0.3
 
@@ -106,11 +106,14 @@ class Rich(Net):
 
 
 class RichSingle(Rich, Single):
-    """In single precision, where rounding differs."""
+    """The same in single precision, in which rounding differs."""
 
 
 class AtJumps(Single):
-    """Units that are 0 but for rounding, which depends on the number of samples, as that of matrix products does."""
+    """Units that are 0 except for rounding.
+
+    The rounding depends on the number of samples, as in matrix products.
+    """
 
     units, samples = 1, 1
 
@@ -127,7 +130,10 @@ class AtJumps(Single):
 
 
 class AtManyJumps(AtJumps):
-    """A repetition has all units on the sides of the pipeline once in 200,000 times."""
+    """A module with many such units.
+
+    A repetition puts all units on the same side as in the pipeline only once in 200,000 times.
+    """
 
     units, samples = 6, 3
 
@@ -143,7 +149,7 @@ class Jumps(nn.Module):
 
 
 class Checkpointed(Rich):
-    """Layers whose forward runs again in the backward, with the random numbers of the first time."""
+    """Layers whose forward runs again in backward, with the random numbers of the first run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +166,7 @@ class Again(nn.Module):
 
 
 class TakesTurns(Search):
-    """Layers that are on the device only while something is computed with them."""
+    """Layers that are on the device only while they compute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +187,7 @@ def memory_swap(*args: Any) -> MemorySwap:
 
 
 class Returns(Net):
-    """Numbers beside the loss, and labels that do not count."""
+    """Returns values in addition to the loss, and has labels that are ignored."""
 
     def loss(self, h: torch.Tensor, y: torch.Tensor, batch_idx: int) -> torch.Tensor:
         return nn.functional.cross_entropy(h, y, ignore_index=-100)
@@ -241,7 +247,7 @@ def said_of_equals() -> dict[str, str]:
 
 
 class Garbage:
-    """Notes the process in which it is collected."""
+    """Records the process in which it is collected."""
 
     def __init__(self, collected: Any) -> None:
         self.itself, self.collected = self, collected
@@ -265,7 +271,10 @@ def with_garbage(rank: int, folder: str) -> int:
 
 
 def test_the_reference_collects_no_garbage_of_its_parent(tmp_path):
-    """Process groups of earlier runs may be in it, and their end waits for threads that a fork does not have."""
+    """Check that the forked reference does not collect garbage of its parent.
+
+    The garbage may contain process groups of earlier runs, whose end waits for threads that a fork does not have.
+    """
     for rank, pid in enumerate(run_ranks(with_garbage, 2, str(tmp_path), timeout=60)):
         assert (tmp_path / str(rank)).read_text() == f"{pid}\n"
 
@@ -282,9 +291,10 @@ def test_equal_modules_raise_no_alarm(name):
 
 
 def test_rounding_of_earlier_steps_stays_in_weights():
-    """The gradient of the bias of keys is rounding: Adam steps by it, and a short step does not take back a long one.
+    """Check that earlier rounding, which stays in the weights, does not count as a difference.
 
-    Steps of 1e-3 and -1e-3, then of 1e-5 in both.
+    The gradient of the bias of keys consists of rounding, and Adam makes steps from it. A short step does not undo an
+    earlier long one: here, the steps are 1e-3 and -1e-3, and then 1e-5 in both trainings.
     """
     key = {phase: ValueKey(phase, 0, "bias") for phase in (Phase.STEP_GRADIENT, Phase.WEIGHT)}
     rounding = Rounding(1e-7, dict.fromkeys(Phase, 1.0))
@@ -302,7 +312,7 @@ def test_rounding_of_earlier_steps_stays_in_weights():
 
 
 def warned(rank: int) -> list[Any]:
-    """With verify="warn" training goes on, and ends with the weights of a training that is not verified."""
+    """Return whether a training with verify="warn" ends with the weights of a training without verification."""
     fault = next(f for f in FAULTS if f.name == "mean over samples before the layers")
     weights = []
     for verify in ("warn", 0):
@@ -330,7 +340,7 @@ def test_a_warning_goes_on():
 
 
 class Watches(pl.Callback):
-    """After the batches that are compared nothing of it is left: no process, no hook, no listener, no tensor."""
+    """Checks that nothing is left after the compared batches: no process, hook, listener or wrapped method."""
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.world_size == 1:  # the reference
@@ -349,11 +359,14 @@ class Watches(pl.Callback):
             assert "configure_gradient_clipping" not in vars(pl_module)
 
 
-MESSAGE = 320  # bytes; a batch has 384
+MESSAGE = 320  # bytes of a message; a batch has 384 bytes
 
 
 class Weighs(pl.Callback):
-    """The bytes of tensors larger than a micro-batch's message, before the last batch: messages may be under way."""
+    """Measures the bytes of all tensors larger than a message of a micro-batch, before the last batch.
+
+    Messages are left out, because some may be in flight.
+    """
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 3:
@@ -396,7 +409,7 @@ SLICED: dict[str, tuple[Fault, str]] = {
 
 
 def all_sliced(rank: int, names: list[str]) -> list[str]:
-    """No process has room for the whole module."""
+    """Train as on processes that have no room for the whole module, and return the sentences."""
     with patched(reference, "no_room_for", lambda module: "there is no room"):
         return [trained(rank, SLICED[name][0], verify=2) for name in names]
 
@@ -434,7 +447,7 @@ def trained_alone(kind: Any) -> str:
 
 
 def arrays(rank: int) -> list[list[str]]:
-    """An array whose siblings stay on the device, and one whose siblings take turns there."""
+    """Return the results of an array whose siblings stay on the device, and of one whose siblings take turns there."""
     quiet()
     found, memory = [], memory_swap(1 << 30, None, 2)
     for array in (JobArray[str](2), JobArray[str](3, memory=memory)):
@@ -493,7 +506,7 @@ def test_the_environment_asks_for_it(monkeypatch):
 
 
 class Dies(Net):
-    """The plain process is killed, as by the kernel where memory is short."""
+    """Kills the plain process, as the kernel does if memory is short."""
 
     def loss(self, h: torch.Tensor, y: torch.Tensor, batch_idx: int) -> torch.Tensor:
         if self.alone and batch_idx == 1:

@@ -1,4 +1,4 @@
-"""A check of samples without a run."""
+"""A helper that makes a check of samples without a run."""
 
 from __future__ import annotations
 

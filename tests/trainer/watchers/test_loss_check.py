@@ -1,4 +1,7 @@
-"""A loss that is no mean over samples is told of, with one process's numbers, and looking at it leaves no trace."""
+"""Tests of the warning about a loss that is not a mean over samples.
+
+Its numbers must equal those of one process, and the check must leave no trace in the training.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +28,12 @@ from tests.compat.models import LitGPT2, LitLlama
 from tests.trainer.lit import Case, Lit, data, differences, quiet, train_cases
 from tests.trainers import make_trainer
 
-LEAST = -0.6  # two and three of each half of the first batch count, and none of its first quarter
+LEAST = -0.6  # two and three samples of the halves of the first batch count, and none of its first quarter
 LOSS = re.compile(r"(\w+)\.training_step returns a loss that is no mean over samples\. It is (\S+) .* and (\S+) as")
 
 
 class LitPadded(Lit):
-    """A mean over the labels that count, of which micro-batches have different numbers."""
+    """A mean over the labels that are not ignored, whose number differs between micro-batches."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -38,7 +41,7 @@ class LitPadded(Lit):
 
 
 class LitContrastive(Lit):
-    """Each sample is compared with all others."""
+    """Compares each sample with all others."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         h = F.normalize(self(batch[0]), dim=1)
@@ -56,7 +59,7 @@ class LossLayer(nn.Module):
 
 
 class On(nn.Module):
-    """A layer for the part of the input that changes."""
+    """Applies a layer to the part of the input that changes."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -67,7 +70,7 @@ class On(nn.Module):
 
 
 class LitInside(Lit):
-    """The last layer makes the loss."""
+    """A module whose last layer computes the loss."""
 
     padded = True
 
@@ -91,7 +94,7 @@ class LitInsideMean(LitInside):
 
 
 class LitRandom(Lit):
-    """A mean over samples, behind a dropout that draws other numbers for a whole batch."""
+    """A mean over samples after a dropout, which draws different numbers for a whole batch."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -106,7 +109,7 @@ class LitRandomPadded(LitRandom):
 
 
 class LitMixup(Lit):
-    """Random in a way that nobody can turn off."""
+    """A random loss whose randomness cannot be turned off."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -124,7 +127,7 @@ class LitOwnGenerator(Lit):
 
 
 class LitNotWhole(Lit):
-    """Can't run on as many samples at once."""
+    """A step that fails on as many samples as a whole batch has."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         assert len(batch[0]) < 8, "too many"
@@ -132,7 +135,7 @@ class LitNotWhole(Lit):
 
 
 class LitTraces(Lit):
-    """Leaves all that a step can leave, and prepares its batch in place."""
+    """Leaves every kind of trace that a step can leave, and changes its batch in place."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -151,7 +154,7 @@ class LitTraces(Lit):
 
 
 class Warned(Callback):
-    """What was warned of since the run began, and what is in the module after the first batch."""
+    """Records the traces in the module after each batch."""
 
     def __init__(self) -> None:
         self.left: list[Any] = []
@@ -165,7 +168,7 @@ class Warned(Callback):
 def fitted(
     kind: type[Lit], strategy: dict[str, Any] | None, ranks: int, options: dict[str, Any] | None = None
 ) -> tuple[list[str], list[Any], dict[str, Any]]:
-    """Warnings about the loss, traces, and metrics of a short run."""
+    """Return the warnings about the loss, the traces, and the metrics of a short run."""
     quiet()
     pl.seed_everything(3, verbose=False)
     module, seen = kind().double(), Warned()
@@ -191,11 +194,11 @@ def fitted_all(rank: int, ranks: int, kinds: list[type[Lit]], strategy: dict[str
 
 @cache
 def plainly(kind: type[Lit], parts: int) -> list[float]:
-    """The loss of the first batch as a whole, and the mean of the losses of its parts, without any pipeline."""
+    """Return the loss of the whole first batch and the mean loss of its parts, without a pipeline."""
     pl.seed_everything(3, verbose=False)
     module = kind().double()
     x, y = next(iter(DataLoader(data(tokens=getattr(kind, "tokens", False)), batch_size=8)))
-    module.eval()  # no dropout
+    module.eval()  # turns dropout off
     steps = [module.training_step(batch, 0) for batch in [(x, y), *zip(x.chunk(parts), y.chunk(parts), strict=True)]]
     whole, *rest = [(out["loss"] if isinstance(out, dict) else out).item() for out in steps]
     return [whole, sum(rest) / parts]
@@ -218,12 +221,12 @@ def test_both_numbers_are_those_without_a_pipeline(schedule, ranks, parts, kinds
     strategy = {"module": "model", "schedule": schedule, "microbatches": parts}
     found = run_ranks(fitted_all, ranks, ranks, kinds, strategy, timeout=180)
     for kind, runs in zip(kinds, zip(*found, strict=True), strict=True):
-        assert [said for said, *_ in runs[1:]] == [[]] * (ranks - 1)  # rank 0 alone
+        assert [said for said, *_ in runs[1:]] == [[]] * (ranks - 1)  # only rank 0 warns
         said = runs[0][0]
         if kind in ALIKE:
             assert said == [], kind
             continue
-        (text,) = said  # once
+        (text,) = said  # and only once
         name, *numbers = LOSS.match(text).groups()
         assert name == kind.__name__
         assert [float(n) for n in numbers] == pytest.approx(plainly(kind, parts), rel=1e-5, nan_ok=True), kind
@@ -242,8 +245,10 @@ def test_nothing_is_said_where_nothing_is_cut_or_nobody_asks():
 
 
 def test_looking_leaves_no_trace():
-    """Counters, lists, buffers, running means and metrics are those of one process; only what is added up over samples
-    is not known to be so by a run that does not look."""
+    """Check that counters, lists, buffers, running means and metrics equal those of one process.
+
+    A run without the check cannot know which values are sums over samples.
+    """
     strategies = ({"microbatches": 2}, {"microbatches": 2, "check_loss": False}, None)
     looks, does_not, plain = (fitted(LitTraces, strategy, 1)[1:] for strategy in strategies)
     for (*others, norm), (*of_one, norm_of_one) in zip(looks[0], plain[0], strict=True):
@@ -257,7 +262,10 @@ def test_looking_leaves_no_trace():
 
 
 def test_training_is_that_of_a_run_that_does_not_look():
-    """Weights, losses, logs, and random numbers; batches are accumulated, and the step draws from its own generator."""
+    """Check that weights, losses, logs and random numbers are bitwise the same with and without the check.
+
+    Gradients accumulate over batches, and one of the modules draws from its own generator.
+    """
     for kind in (LitRandom, LitOwnGenerator, LitTraces):
         cases = [
             Case(
@@ -290,7 +298,7 @@ def test_replicas_say_it_once():
 
 
 def test_rounding_is_no_difference():
-    """Also where it is more than the loss itself, because its parts cancel out."""
+    """Check the limits of rounding, also for a loss that is smaller than its rounding because its terms cancel out."""
     half, single, double = torch.bfloat16, torch.float32, torch.float64
     assert not losses_differ(2.0, 2.00001, [2.0], single, {single})
     assert losses_differ(2.0, 2.0002, [2.0], single, {single})
@@ -300,12 +308,13 @@ def test_rounding_is_no_difference():
     assert not losses_differ(2.0, 2.01, [2.0], half, {half})
     assert losses_differ(2.0, 2.03, [2.0], half, {half})
     assert not losses_differ(1e-7, 0.0, [1.0, -1.0], single, {single})
-    assert losses_differ(2.0, float("nan"), [2.0, 2.0, float("nan")], single, {single})  # a micro-batch of padding only
+    # a micro-batch contains only padding
+    assert losses_differ(2.0, float("nan"), [2.0, 2.0, float("nan")], single, {single})
     assert not losses_differ(float("nan"), float("nan"), [2.0], single, {single})
 
 
 class LitPaddedGPT2(LitGPT2):
-    """The model's own loss; what follows the end is padding."""
+    """The model's own loss, with padding after the end of each text."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         tokens, _ = batch

@@ -1,6 +1,7 @@
-"""Steps of all kinds, of which those are warned about that train differently by micro-batches, and no others.
+"""Tests of the warnings about steps that train differently with micro-batches, for many kinds of steps.
 
-Whether one does is computed by autograd alone: gradients of a whole batch against those of its micro-batches.
+The expected answer is computed by autograd: the gradients of the whole batch are compared with the gradients of its
+micro-batches.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Step = Callable[..., torch.Tensor]
 
 
 class MappedFunction(nn.Module):
-    """A linear map of the first tensor, and a function of all of them."""
+    """A linear map of the first tensor, followed by a function of all tensors."""
 
     def __init__(self, function: Step | None = None) -> None:
         super().__init__()
@@ -70,14 +71,14 @@ class MaskedAttention(nn.Module):
 
 
 class RunningNorm(nn.Module):
-    """Batch normalization written by hand."""
+    """A hand-written batch normalization."""
 
     def forward(self, x: Any) -> Any:
         return (x - x.mean(0)) / (x.var(0, unbiased=False) + 1e-3).sqrt()
 
 
 class Case(NamedTuple):
-    """One step: what enters the layers, two layers, and the loss of what leaves them."""
+    """A step: the function before the layers, the type of its two layers, and the function after them."""
 
     enter: Callable[[torch.Tensor], Any] = lambda x: x
     layer: Callable[[], nn.Module] = MappedFunction
@@ -127,7 +128,7 @@ def unflat(length: int) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def within(length: int) -> Callable[[], nn.Module]:
-    """A layer of (B * T, C) in which the tokens of a sample see each other."""
+    """Return a layer for inputs of shape (B * T, C) that mixes the tokens of each sample."""
 
     def mix(x: torch.Tensor) -> torch.Tensor:
         tokens = x.view(-1, length, WIDTH)
@@ -142,7 +143,8 @@ def function(of: Callable[..., torch.Tensor]) -> Callable[[], nn.Module]:
 
 def quiet_cases() -> dict[str, Case]:
     found: dict[str, Case] = {}
-    for tokens in (2, 3, 8):  # as many as a micro-batch has samples, as none has, and as a batch has
+    # the number of samples of a micro-batch, another number, and the number of samples of a batch
+    for tokens in (2, 3, 8):
         found |= {
             f"sequence first, {tokens}": Case(samples_first, SequenceFirst, samples_first, tokens),
             f"recurrent, sequence first, {tokens}": Case(samples_first, Recurrent, samples_first, tokens),
@@ -190,7 +192,7 @@ def quiet_cases() -> dict[str, Case]:
 
 
 class Auxiliary(nn.Module):
-    """Adds a mean over samples to a number that goes along."""
+    """Adds a mean over samples to a number that is passed along."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,7 +254,7 @@ def mixing_cases() -> dict[str, Case]:
 
 
 class Pairs(nn.Module):
-    """A layer whose second call finds a matrix of all pairs of samples, and leaves it alone."""
+    """A layer that turns samples into a matrix of all pairs of samples, and returns such a matrix unchanged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,18 +268,18 @@ class Pairs(nn.Module):
 
 
 class Net(nn.Module):
-    """The layers, in the module of a step."""
+    """A module that contains the layers of a step."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         super().__init__()
         self.net = nn.Sequential(*layers)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        """Never run: what enters the layers is given."""
+        """Do nothing. This step never runs, because the input of the layers is given."""
 
 
 def find_gradients(case: Case, layers: Sequence[nn.Module], x: torch.Tensor, y: torch.Tensor, spans: Any) -> Any:
-    """The gradients of the mean over samples, as the sum over these micro-batches."""
+    """Return the gradients of the mean over samples, summed over the given micro-batches."""
     for layer in layers:
         layer.zero_grad(set_to_none=True)
     for span in spans:
@@ -290,7 +292,7 @@ def find_gradients(case: Case, layers: Sequence[nn.Module], x: torch.Tensor, y: 
 
 
 def find_warnings(case: Case, layers: Sequence[nn.Module], x: torch.Tensor, spans: list[Span], **settings: Any) -> Any:
-    """The warnings of a check of two stages, and the check."""
+    """Return the warnings of a check of two stages, and the check."""
     module = Net(layers)
     parts: dict[int, dict[Span, Any]] = {0: {s: case.enter(x[s.start : s.stop]) for s in spans}}
     parts[1] = {s: layers[0](part) for s, part in parts[0].items()}
@@ -316,7 +318,7 @@ def find_warnings(case: Case, layers: Sequence[nn.Module], x: torch.Tensor, span
 
 
 def compare(case: Case, spans: list[Span], **settings: Any) -> tuple[bool, list[str]]:
-    """Whether micro-batches give the gradients of the whole batch, and what is warned of."""
+    """Return whether micro-batches give the gradients of the whole batch, and the warnings of the check."""
     torch.manual_seed(0)
     layers = [case.layer().double(), case.layer().double()]
     x, y = torch.randn(8, case.tokens, WIDTH).double(), torch.randn(8).double()

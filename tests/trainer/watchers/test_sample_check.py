@@ -1,4 +1,4 @@
-"""What the comparison of a whole batch with its parts finds, without a pipeline."""
+"""Tests of the comparison of a whole batch with its parts, without a pipeline."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Centred(nn.Module):
 
 
 class Noisy(nn.Module):
-    """Random in training, and keeps how often it was called."""
+    """Drops entries at random in training, and records its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,8 @@ def test_what_differs():
     assert not _differ(x, parts)
     assert not _differ(x + 1e-7, parts)
     assert _differ(x + 1e-3, parts)
-    assert _differ((x, x.mean()), {s: (p, p.mean()) for s, p in parts.items()})  # a number of each micro-batch
+    # a number that differs between micro-batches
+    assert _differ((x, x.mean()), {s: (p, p.mean()) for s, p in parts.items()})
     assert not _differ((x, 3.0), {s: (p, 3.0) for s, p in parts.items()})
     assert _differ(torch.arange(8), {s: torch.arange(s.rows) for s in SPANS})
     nan = x.clone()
