@@ -175,11 +175,13 @@ def test_times_of_stages_from_what_ran():
     ],
 )
 def test_mistakes(arguments, message):
+    """Check the errors for invalid arguments."""
     with pytest.raises((PipelineError, PlanError), match=message):
         InterferenceMonitor(**arguments)
 
 
 def test_another_strategy():
+    """Check the error for a strategy without a pipeline."""
     trainer = make_trainer(devices=1, callbacks=[InterferenceMonitor()])
     with pytest.raises(PipelineError, match=r"this trainer has SingleDeviceStrategy. Set strategy=PipelineStrategy"):
         trainer.fit(Lit())

@@ -172,6 +172,7 @@ def test_backwards_are_split_where_it_is_known_what_that_takes(ranks):
 
 
 def test_stages_hold_what_is_predicted(ranks):
+    """Check that no stage holds more samples than its order predicts, and equally many if the order is fixed."""
     for r in ranks:
         for run in r.values():
             assert len(run["held"]) == BATCHES
@@ -180,6 +181,7 @@ def test_stages_hold_what_is_predicted(ranks):
 
 
 def test_auto_brings_a_tuner_along_which_leaves_free_links_alone(ranks):
+    """Check that "auto" adds a tuner, and that the tuner keeps the schedule if links are free."""
     assert "ScheduleTuner" in ranks[0]["fast"]["callbacks"]
     assert set(ranks[0]["fast"]["ran"]) == {str(KFKB("auto"))}
     assert "ScheduleTuner" not in ranks[0]["plain"]["callbacks"]
@@ -266,6 +268,8 @@ def test_who_still_updates_may_have_messages_already():
 
 
 class TestWait:
+    """Tests of the number of batches until the next decision."""
+
     def wait(self, interval, step, seconds):
         return ScheduleTuner(interval)._wait(step, schedule_tuner.TuningRecord(1, None, step, seconds))  # type: ignore[arg-type]
 

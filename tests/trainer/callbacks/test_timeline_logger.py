@@ -146,6 +146,7 @@ def test_it_is_cheap(ranks):
 
 
 def test_mistakes():
+    """Check the errors for an invalid interval and for a strategy without a pipeline."""
     with pytest.raises(PipelineError, match="every_n_steps must be at least 1, got 0"):
         TimelineLogger(0)
     trainer = make_trainer(devices=1, callbacks=[TimelineLogger()])

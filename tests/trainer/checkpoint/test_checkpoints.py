@@ -1,4 +1,4 @@
-"""Tests that checkpoints equal those of one process and can be loaded on any number of stages."""
+"""Tests that checkpoints equal the checkpoints of one process and can be loaded on any number of stages."""
 
 from __future__ import annotations
 

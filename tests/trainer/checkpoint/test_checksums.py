@@ -145,7 +145,7 @@ def test_other_readers_read_our_files(tmp_path):
 
 
 def without_sums(folder: Path) -> None:
-    """Change a folder into what older versions wrote, which had no checksums."""
+    """Remove the checksums from a folder, which older versions wrote without them."""
     metadata = pickle.loads((folder / INDEX).read_bytes())
     metadata.planner_data = None
     (folder / INDEX).write_bytes(pickle.dumps(metadata))

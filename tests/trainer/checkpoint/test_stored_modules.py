@@ -31,7 +31,7 @@ class Net(nn.Module):
 
 
 class LitOfNet(pl.LightningModule):
-    """A module like those of common templates, with the network and the optimizer as arguments."""
+    """A module as in common templates, with the network and the optimizer as arguments."""
 
     def __init__(self, net: nn.Module, optimizer: Any, criterion: nn.Module) -> None:
         super().__init__()

@@ -89,7 +89,7 @@ def extrapolate(
 
 
 def stale(case: Streamed, batches: int, flushes: set[int], first: Sequence[Collection[int]] = ()) -> dict[str, Any]:
-    """Train in one process with weights as old as those of the pipeline, and return the results.
+    """Train in one process with weights of the same age as in the pipeline, and return the results.
 
     Batch n passes stage s with the weights after n - delay updates, but never with weights from before the last flush.
 

@@ -74,10 +74,10 @@ def test_bit_for_bit(key: str) -> None:
 
 
 def test_layers_that_move_while_batches_go_on() -> None:
-    """Check that weights stay close to those of a run whose layers also move during batches.
+    """Check that weights stay close to the weights of a run whose versions all stay on the device.
 
-    The time at which such a move ends, and a window with it, varies between runs. Therefore the weights are not bitwise
-    equal.
+    Layers move during batches here. The time at which such a move ends, and a window with it, varies between runs, so
+    the weights are not bitwise equal.
     """
     for of in results(2):
         plain, turned = of["ahead"]

@@ -86,6 +86,10 @@ BATCHES: dict[str, tuple[Any, int, Any]] = {
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_what_is_cut(name):
+    """Check the number of samples and the last micro-batch of each batch.
+
+    A single micro-batch must equal its batch.
+    """
     batch, rows, wanted = BATCHES[name]
     assert rows_of(batch) == rows
     found = take_samples(batch, Span(rows - 1, rows), rows)

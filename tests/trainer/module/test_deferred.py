@@ -336,7 +336,7 @@ class Whole(pl.LightningModule):
 
 
 class Adapted(nn.Module):
-    """A layer with an adapter like those of peft's LoRA."""
+    """A layer with an adapter, as in LoRA of peft."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -175,6 +175,7 @@ HERE = r"^PipelineError: layer 0 \(rank 1\) left a tensor of shape \(3, 2\) in s
     ],
 )
 def test_refused(case, rank, message):
+    """Check the error of each case on one rank."""
     assert re.search(message, found()[rank][case]), found()[rank][case]
 
 

@@ -93,6 +93,8 @@ def test_equal_calls_take_little_space():
 
 
 def test_unpacking_and_entries():
+    """Check that steps can unpack the results of layers, read their entries, and pass them on."""
+
     class Returning(nn.Module):
         def forward(self, h: Any, more: Any = None) -> Any:
             return h + 1, {"all": [h, 2 * h]}

@@ -121,6 +121,7 @@ def test_what_needs_all_parameters_is_refused(make, is_asynchronous, message):
 
 
 def test_what_cannot_be_told_is_said():
+    """Check the warning about an optimizer that fails with other parameters than its own."""
     with pytest.warns(UserWarning, match="unknown whether NeedsItsOwn steps each parameter by itself.*made for oth"):
         check_steps_apart([NeedsItsOwn(parameters(), lr=0.1)], is_asynchronous=False)
 

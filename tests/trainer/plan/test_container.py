@@ -210,6 +210,7 @@ class TestByParameters:
 
 @pytest.mark.parametrize(("outside", "said"), [(0.3, True), (0.1, False)])
 def test_the_share_of_time(outside: float, said: bool) -> None:
+    """Check that the warning appears only if most of the measured time is spent outside of the container."""
     layers = tuple(LayerProfile(str(n), ((2, 0.1),), ((2, 0.1),)) for n in range(2))
     ends = [LayerProfile("end", ((2, outside),), ((2, outside),)) for _ in range(2)]
     module = LitHeads()
@@ -220,6 +221,7 @@ def test_the_share_of_time(outside: float, said: bool) -> None:
 
 
 def test_layers_in_order() -> None:
+    """Check that layers count as called in order only if each is called once and in order."""
     layers = [nn.Linear(2, 2) for _ in range(3)]
     x = torch.ones(1, 2)
     found = []

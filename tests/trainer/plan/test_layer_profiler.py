@@ -148,9 +148,9 @@ def runs() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_training_sees_the_same(name: str, tmp_path: Path) -> None:
-    """Check that training, its data and validation equal those of one process that measures nothing.
+    """Check that training and validation see the same data as in one process that measures nothing.
 
-    The data have counters in the dataset and in its collate function, and a position in an open file.
+    This includes counters of the dataset and of its collate function, and the position in an open file.
     """
     alone = fitted(str(tmp_path), 1, TRAINERS[name])
     for found in runs():

@@ -109,6 +109,7 @@ def test_the_cut_is_made_anew_by_what_steps_take() -> None:
 
 
 def test_where_all_is_slower_the_prediction_alone_changes() -> None:
+    """Check that only the predicted time changes if all layers are slower by the same factor."""
     looking = looks(made := decision(profile(*[1.0] * LAYERS)))
     found = run(looking, windows([1.5] * LAYERS, made))
     assert found is not None
@@ -118,6 +119,7 @@ def test_where_all_is_slower_the_prediction_alone_changes() -> None:
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_what_is_as_predicted_goes_on(alone: bool) -> None:
+    """Check that a small difference changes nothing, and that a rank that is not alone never compares."""
     looking = looks(made := decision(profile(*[1.0] * LAYERS)), alone)
     assert run(looking, windows([1.09 if alone else 3.0] * LAYERS, made), 3 * STEPS) is None
     assert looking[1].gathered == alone

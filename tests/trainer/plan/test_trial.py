@@ -40,6 +40,7 @@ def trial(disturbed: Sequence[bool], seen: bool = True) -> tuple[float, int]:
 
 @pytest.mark.parametrize(("first", "seen"), [(0, True), (1, True), (12, True), (0, False), (7, False)])
 def test_a_moment_does_not_count(first: int, seen: bool) -> None:
+    """Check that a disturbance at the start of a trial changes neither its result nor its number of steps."""
     took, count = trial([n < first for n in range(FEW)], seen)
     assert abs(took / STEP - 1) < 0.02
     assert count == FEW
@@ -52,6 +53,7 @@ def test_a_trial_that_is_disturbed_all_the_time_goes_on() -> None:
 
 
 def test_what_never_ends_belongs_to_the_machine() -> None:
+    """Check that a disturbance that never ends counts as part of the time of a step."""
     took, count = trial([True])
     assert abs(took / DISTURBED - 1) < 0.02
     assert count == 2 * FEW
@@ -64,6 +66,7 @@ def test_of_neighbours_that_stay_the_least_counts() -> None:
 
 
 def test_one_turn_is_enough_where_turns_are_long() -> None:
+    """Check that a single step is enough if only one step is required, although it may be disturbed."""
     found = [*turns([False])]
     assert not needs_more_steps(found, 1)
     assert counting(found) == [0]

@@ -63,6 +63,7 @@ def everything(rank: int, how: str) -> list[Any]:
 
 @pytest.mark.parametrize("how", [MESH, NONE, HOSTS])
 def test_control(how: str) -> None:
+    """Check the results of every kind of call on three ranks, with and without a mesh."""
     for rank, found in enumerate(run_ranks(everything, 3, how, timeout=30)):
         gathered = ["", "x", "xx"] if rank == 2 else None
         asked = [[False, True], [True, False]]
@@ -80,6 +81,7 @@ def in_parts(rank: int, how: str) -> list[Any]:
 
 @pytest.mark.parametrize("how", [MESH, NONE])
 def test_parts(how: str) -> None:
+    """Check that calls of two parts of a control, and of the whole, do not mix."""
     assert run_ranks(in_parts, 4, how, timeout=30) == [[[r < 2], [True], 0 if r < 2 else 2] for r in range(4)]
 
 

@@ -64,6 +64,7 @@ def cores(*numbers: int, **more: Any) -> Cores:
 
 
 def test_shares() -> None:
+    """Check the number of threads of one, two and more processes on the same cores, and on another host."""
     two = cores(0, 1)
     assert threads_of_process(two, [two]) == 2
     assert threads_of_process(two, [two] * 2) == 1

@@ -386,6 +386,7 @@ def test_what_ranks_do_between_two_tasks_is_replayed_where_it_is_rare_too():
 
 
 def test_it_says_in_which_world_it_predicts():
+    """Check that the report names the kind of links that its replay assumes."""
     plan = Plan.even(2, 2)
     program = GPipe().program(plan)
     ran = simulate(program, plan, CostModel.uniform(2, 1e-3, 2e-3, message_bytes=10, link=Link(1e4)))

@@ -1,4 +1,7 @@
-"""Tests that values a step keeps on the module equal those of one process, for cuts by layers and by units."""
+"""Tests that values that a step keeps on the module equal the values in one process.
+
+Modules are cut by layers and by units.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +114,7 @@ def train_each_way(rank: int) -> list[tuple[dict[str, Any], list[str]]]:
 
 
 def test_values_of_many_kinds_that_a_step_keeps() -> None:
-    """Check that kept values equal those of one process, with and without dropout.
+    """Check that kept values equal the values in one process, with and without dropout.
 
     With dropout, values that depend on random numbers cannot be compared, so a warning is allowed.
     """

@@ -1,4 +1,4 @@
-"""Tests that the values left by micro-batches are merged into those of the whole batch."""
+"""Tests that the values left by micro-batches are merged into the values that the whole batch would leave."""
 
 from __future__ import annotations
 

@@ -295,6 +295,10 @@ class All:
 
 
 def test_norms_where_stages_step_apart_and_where_no_hook_runs():
+    """Check which norms over parameters are refused in a training whose stages step independently.
+
+    In a hook, a norm over the layers of all stages is refused. Outside of hooks, a norm covers the layers of this rank.
+    """
     module, other = Lit(), Lit()
     for one in (module, other):
         one(torch.ones(2, 6)).sum().backward()

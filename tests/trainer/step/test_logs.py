@@ -1,4 +1,4 @@
-"""Tests that values logged for each micro-batch are merged into those of the whole batch."""
+"""Tests that values logged for each micro-batch are merged into the values of the whole batch."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class LitOwnWeight(LitTokens):
 
 
 class LitItems(LitTokens):
-    """A loss like those of Hugging Face, which take the number of items of the whole batch."""
+    """A loss as in Hugging Face models, which receives the number of items of the whole batch."""
 
     def losses(self, logits: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
         total = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
@@ -243,6 +243,7 @@ BY = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_one_process_trains(name):
+    """Check that weights and logs equal the results of one process, and how micro-batches are weighted."""
     plain = fitted(*CASES[name], strategy=False, ranks=1)
     for by_name in piped():
         found = by_name[name]

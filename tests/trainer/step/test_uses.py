@@ -55,6 +55,7 @@ def test_the_speed_is_what_a_simulation_says(stage: int, microbatches: int) -> N
     ],
 )
 def test_it_is_said_once(shared: list[str], delays: dict[str, Delayed], said: str) -> None:
+    """Check the warning about a layer that every batch steps, and that it appears once."""
     look, made = Overlap(), plan(2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -17,7 +17,7 @@ from tests.trainer.units.zoo import LENGTH, WIDTH, WORDS, Case, classify, genera
 ROWS, HEADS, LAYERS = 4, 2, 4
 HUGGING_FACE: dict[str, Callable[[], Case]] = {}
 VISION: dict[str, Callable[[], Case]] = {}
-"""Cases of those of torchvision and timm that are installed."""
+"""Cases of torchvision and timm, as far as these are installed."""
 
 
 def tokens(seed: int = 0) -> torch.Tensor:

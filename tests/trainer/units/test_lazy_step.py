@@ -217,6 +217,8 @@ class ByBatch(nn.Module):
 
 
 def test_numbers_of_the_batch_are_known_without_those_of_weights() -> None:
+    """Check that a recording without weights still reads values of the batch, and equals a recording with weights."""
+
     def make() -> Case:
         torch.manual_seed(0)
         return Case(ByBatch().double(), (torch.randn(8, 4, dtype=torch.float64), torch.arange(8) % 4), classify)

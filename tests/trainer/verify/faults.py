@@ -135,14 +135,15 @@ class Search(pl.LightningModule):
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault.
+    """A fault and the training in which it occurs.
 
     Attributes:
-        name: what is wrong.
-        kind: the module that is trained.
-        broken: a block in which the library is broken, on ranks of a pipeline only.
-        strategy, trainer: settings.
-        finds: a part of the sentence that names it.
+        name: the mistake that is made.
+        kind: a function that returns the module to train.
+        finds: a part of the sentence that names the fault.
+        broken: a context in which the library is broken. Only the ranks of a pipeline enter it.
+        strategy: settings of the strategy.
+        trainer: settings of the Trainer.
     """
 
     name: str

@@ -426,6 +426,7 @@ def test_layers_are_compared_alone_where_there_is_no_room(name):
 
 
 def test_room():
+    """Check the reasons for which a module cannot be copied: weights on meta, and too little free memory."""
     small = nn.Linear(3, 3)
     assert reference.no_room_for(small) == ""
     assert "on meta" in reference.no_room_for(nn.Linear(3, 3, device="meta"))

@@ -1,6 +1,6 @@
 """Tests of the warning about a loss that is not a mean over samples.
 
-Its numbers must equal those of one process, and the check must leave no trace in the training.
+The warning must name the numbers of one process, and the check must leave no trace in the training.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ def test_nothing_is_said_where_nothing_is_cut_or_nobody_asks():
 
 
 def test_looking_leaves_no_trace():
-    """Check that counters, lists, buffers, running means and metrics equal those of one process.
+    """Check that counters, lists, buffers, running means and metrics equal their values in one process.
 
     A run without the check cannot know which values are sums over samples.
     """

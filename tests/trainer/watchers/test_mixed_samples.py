@@ -346,6 +346,7 @@ def test_steps_that_mix_samples_are_warned_of(name, case, spans):
 
 @for_each(("name", "case"), quiet_cases().items())
 def test_a_stage_that_compares_alone_is_as_quiet(name, case):
+    """Check that a stage of an asynchronous schedule, which compares alone, does not warn of these steps either."""
     assert compare(case, SPANS, is_asynchronous=True)[1] == []
 
 
