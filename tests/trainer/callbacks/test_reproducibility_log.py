@@ -22,6 +22,7 @@ BATCHES = 20
 
 
 def record(folder: Path, stages: int, shared: str = "sequential") -> TrainingRecord:
+    """Train a supernet on a number of stages and return its record."""
     run_ranks(fit, stages, stages, shared, BATCHES, str(folder), timeout=120)
     return TrainingRecord.load(folder)
 

@@ -86,6 +86,7 @@ def stamps(slow: Any) -> Any:
 
 
 def fit(folder: Path, schedule: Any, tuner: ScheduleTuner | None = None, **options: Any) -> dict[str, Any]:
+    """Train for one epoch and return the schedules, the decisions of the tuner, and the weights."""
     quiet()
     pl.seed_everything(1, verbose=False)
     g = torch.Generator().manual_seed(2)
@@ -112,6 +113,7 @@ def fit(folder: Path, schedule: Any, tuner: ScheduleTuner | None = None, **optio
 
 
 def tuned(rank: int, folder: str) -> dict[str, Any]:
+    """Return the results of trainings with slow links, free links, and several settings of the tuner."""
     original, parts = schedule_tuner.sample_of, schedule_tuner.parts_of
     schedule_tuner.OVERHEAD = 1e9  # batches last a millisecond, so the tuner would decide rarely
     schedule_tuner.sample_of = stamps(lambda n: 0.0 if n < 2 else 0.001)  # type: ignore[assignment]

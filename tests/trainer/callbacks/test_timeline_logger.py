@@ -28,6 +28,7 @@ NAMES = {f"pipeline/{name}" for name in ("step_ms", "bubble", "efficiency", "slo
 
 
 def timing(timeline) -> Timing:
+    """Return the timing of a simulated timeline."""
     by_rank = [[e for e in timeline.events if e.rank == rank] for rank in range(timeline.plan.n_ranks)]
     return Timing.from_shares([Share.from_events(events) for events in by_rank])
 
@@ -74,6 +75,8 @@ def test_nothing_is_nothing():
 
 
 class Stopwatch(TimelineLogger):
+    """Measures the cost of logging and the duration of each logged step."""
+
     def __init__(self, every_n_steps: int) -> None:
         super().__init__(every_n_steps)
         self.calls: list[int] = []
@@ -117,7 +120,7 @@ def rows(path: Path) -> list[dict[str, float]]:
 
 def test_csv(ranks, folder):
     found = rows(folder / "csv" / "metrics.csv")
-    assert [row["step"] for row in found] == [2, 4, 6, 8]  # of nine
+    assert [row["step"] for row in found] == [2, 4, 6, 8]  # nine steps were made
     for row, *took in zip(found, *(rank["took"] for rank in ranks), strict=True):
         assert set(row) >= NAMES
         assert row["pipeline/step_ms"] == pytest.approx(max(took))

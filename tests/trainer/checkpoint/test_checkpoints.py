@@ -38,6 +38,7 @@ STRATEGY = {"schedule": "1f1b", "microbatches": 4}
 
 
 def continued(module: type[Lit], ranks: int, folder: Path, strategy: Any, **more: Any) -> dict[str, Any]:
+    """Train a case on a number of ranks, or in plain Lightning without a strategy."""
     case = Case(module, strategy=strategy, **more)
     if strategy is None:
         return train(case, 1, folder)

@@ -51,6 +51,7 @@ def read_folder(path: Path) -> Any:
 
 
 def same(found: Any, value: float = 1.0) -> bool:
+    """Return whether a loaded checkpoint equals the one that was written."""
     wanted = checkpoint(value)
     return found["epoch"] == wanted["epoch"] and all(
         torch.equal(found["state_dict"][key], tensor) for key, tensor in wanted["state_dict"].items()

@@ -109,6 +109,7 @@ def test_a_kill_leaves_the_one_before_or_the_new_one():
 
 
 def full_disk(rank: int, folder: str) -> tuple[str, Any, list[str]]:
+    """Overwrite a checkpoint on a full disk, and return the error, the value that is read, and the files left."""
     path = Path(folder) / "a.ckpt"
     write_file(path, 1)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))

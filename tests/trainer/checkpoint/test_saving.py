@@ -125,12 +125,15 @@ def test_after_trouble_everybody_ends_and_the_checkpoint_before_is_good(number, 
 
 
 class BadDay(Callback):
+    """Raises an error on rank 1 after four steps."""
+
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
         if trainer.global_step == 4 and trainer.global_rank == 1:
             raise ValueError("a bad day")
 
 
 def failing(rank: int, folder: str, strategy: dict[str, Any]) -> None:
+    """Train until rank 1 fails, with a callback that saves a checkpoint on exceptions."""
     saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_last=True, save_on_exception=True)
     saver.CHECKPOINT_NAME_LAST = "last-{step}"
     fit(Path(folder), strategy, [BadDay()], callbacks=[saver])
@@ -230,6 +233,7 @@ class Slow(AtomicCheckpointIO):
 
 
 def background(io: Slow, *actions: str, folder: Path) -> Saver:
+    """Save and remove checkpoints in the background, and return the saver."""
     saver = Saver(OneRank())  # type: ignore[arg-type]
     for action in actions:
         verb, name = action.split()

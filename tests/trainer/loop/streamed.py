@@ -49,6 +49,8 @@ class LitPlateau(Lit):
 
 @dataclass(frozen=True)
 class Streamed:
+    """A training with a schedule that does not flush."""
+
     schedule: str
     ranks: int
     microbatches: int
@@ -65,6 +67,7 @@ def loaders(rows: int = 4) -> tuple[DataLoader[Any], DataLoader[Any]]:
 
 
 def delays(case: Streamed) -> list[int]:
+    """Return the number of updates by which the weights of each stage are late."""
     if case.schedule == "pipedream_2bw":
         return [1] * case.ranks
     return [-(-(case.ranks - 1 - s) // case.microbatches) for s in range(case.ranks)]
@@ -167,6 +170,7 @@ def fit(
     module: pl.LightningModule | None = None,
     partition: list[str] | None = None,
 ) -> Any:
+    """Train a case in a pipeline and return its results."""
     quiet()
     pl.seed_everything(3, verbose=False)
     module = (module or case.kind(optimizer=case.optimizer)).double()

@@ -81,6 +81,7 @@ def of_rank(rank: int, keys: list[str], folder: str) -> list[Any]:
 
 @cache
 def in_a_pipeline(ranks: int) -> dict[str, list[Any]]:
+    """Train the selected cases that need this number of ranks, and return the results of all ranks."""
     wanted = {"pipedream on 2", "pipedream on 4", *selected_values(test_parity, "name")}
     keys = [key for key, case in CASES.items() if case.ranks * case.replicas == ranks and key in wanted]
     found = run_ranks(of_rank, ranks, keys, mkdtemp(), timeout=90)
@@ -177,6 +178,7 @@ REFUSED = {
 
 
 def refusals(rank: int) -> list[str]:
+    """Return the error of each training that is refused."""
     said = []
     for options, kind in REFUSED.values():
         predict = {"predict": kind is Lit}

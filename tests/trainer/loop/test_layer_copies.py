@@ -42,6 +42,7 @@ def full() -> nn.Sequential:
 def cuts(
     module: pl.LightningModule, policy: CSP, costs: dict[str, float] | None = None
 ) -> Callable[[LayerUse], LayerUse]:
+    """Return a function that cuts the layers of a batch."""
     made = Cuts(module, full(), policy, costs)
     return lambda use: made.apply(None, use, PLAN)
 

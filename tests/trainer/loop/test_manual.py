@@ -78,7 +78,10 @@ class Gan(pl.LightningModule):
 
 
 class Target(pl.LightningModule):
-    """Steps on every second batch, clips and reads gradients, averages its weights, and keeps computed values."""
+    """Accumulates gradients over two batches, clips and reads them, averages weights, and keeps computed values.
+
+    Its optimizer makes a step for every batch, in turn with and without a closure.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,6 +155,8 @@ class Target(pl.LightningModule):
 
 
 class Keeps(pl.Callback):
+    """Records the logged values after each batch."""
+
     def __init__(self) -> None:
         self.seen: list[dict[str, float]] = []
 
@@ -209,6 +214,7 @@ class Hidden(Target):
 
 
 def refuse(rank: int, folder: str) -> list[str]:
+    """Return the errors for settings that do not work with manual optimization."""
     cases: list[tuple[Any, type[Exception], dict[str, Any]]] = [
         (Target, PlanError, {"microbatches": 4}),
         (Target, PlanError, {"loss": "batch"}),

@@ -1,4 +1,4 @@
-"""Tests that a stop that one rank requests stops all ranks after the same batch."""
+"""Tests that all ranks stop after the same batch if one rank requests a stop."""
 
 from __future__ import annotations
 

@@ -76,6 +76,7 @@ def as_predicted(self: Any, made: Any, *_: Any) -> Trial:
 
 
 def train(rank: int, lacks: str) -> tuple[list[int], list[list[int]], list[str], Mapping[int, float]]:
+    """Train and return the windows, the layers of stages, the warnings, and the measured seconds of layers."""
     quiet()
     pl.seed_everything(3, verbose=False)
     module, watches = Lit().double(), Watches(LACKS.get(lacks, LACKS["for long"]))

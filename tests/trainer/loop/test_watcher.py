@@ -21,6 +21,8 @@ SCHEDULES = ["1f1b", "pipedream"]
 
 
 class Noting(Watcher):
+    """Notes each of its methods that is called."""
+
     def __init__(self, name: str, notes: list[str]) -> None:
         self.name, self.notes = name, notes
 
@@ -39,6 +41,8 @@ class Noting(Watcher):
 
 
 class OnlyAfter(EvaluationWatcher):
+    """Notes only the end of each batch, also in evaluation."""
+
     def __init__(self, notes: list[str]) -> None:
         self.notes = notes
 
@@ -84,7 +88,7 @@ def test_a_context_is_left_if_the_next_one_can_not_be_entered() -> None:
 
 
 def test_moments_that_nobody_overrides_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that a watcher's inherited methods are not called, by methods of the base class that fail."""
+    """Check that methods that no watcher overrides are not called. In the base class, they fail here."""
 
     def fail(self: Any, step: Any) -> None:
         raise AssertionError("called")
@@ -115,6 +119,8 @@ class Unwatched(Callback):
 
 
 def runs(rank: int, folder: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Train with each schedule, with and without watchers."""
+
     def kept(schedule: str, name: str, callbacks: list[Callback]) -> dict[str, Any]:
         case = Case(strategy={"schedule": schedule, "microbatches": 2}, trainer={"callbacks": callbacks})
         return train(case, 2, f"{folder}/{schedule}/{name}")

@@ -234,6 +234,7 @@ class LitBoxes(Lit):
 
 
 def boxed(samples: list[Any]) -> Any:
+    """Collate samples into tensors, with one tensor of boxes per sample."""
     xs = torch.stack([x for x, *_ in samples])
     square = samples[0][2] == "8"
     boxes = [x[None].repeat(len(samples), 1) if square else target["boxes"] for x, target, _ in samples]
@@ -245,6 +246,8 @@ def collated(samples: list[Any]) -> Any:
 
 
 def train_targets(rank: int, cases: list[Case], ranks: int, folder: str) -> list[dict[str, Any]]:
+    """Train the cases on samples with targets, which replace the usual data."""
+
     def of(case: Case) -> Any:
         return boxed if case.module is LitBoxes else collated
 

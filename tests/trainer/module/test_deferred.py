@@ -36,6 +36,7 @@ sizes: list[int] = []
 
 
 def look() -> None:
+    """Record the bytes of all parameters of this process that have memory."""
     found = {id(p): p.numel() * p.element_size() for p in gc.get_objects() if type(p) is nn.Parameter and not p.is_meta}
     sizes.append(sum(found.values()))
 
@@ -273,6 +274,7 @@ def test_a_folder_is_read_where_it_is_needed(tmp_path):
 
 
 def on_meta(*layers: Any, **outside: Any) -> pl.LightningModule:
+    """Return a module with the given layers on the meta device."""
     module = pl.LightningModule()
     with torch.device("meta"):
         module.model = nn.Sequential(*(make() for make in layers))
@@ -382,6 +384,8 @@ def test_a_failed_run_leaves_nothing_to_go_on_with():
 
 
 class Failing(nn.Linear):
+    """A layer whose initialization fails."""
+
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:
             raise ValueError("no idea what to start from")

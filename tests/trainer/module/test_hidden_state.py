@@ -97,7 +97,7 @@ def itself() -> pl.LightningModule:
     return module
 
 
-CASES: dict[str, tuple[Any, bool, Any]] = {  # a module, whether it is trained, and what the step does before the layers
+CASES: dict[str, tuple[Any, bool, Any]] = {  # module, whether it is trained, action before the layers
     "keeps": (both(Object, keep), True, nothing),
     "keeps deep inside": (both(Object, keep_deep), True, nothing),
     "keeps in evaluation": (both(Object, keep), False, nothing),
@@ -113,6 +113,7 @@ CASES: dict[str, tuple[Any, bool, Any]] = {  # a module, whether it is trained, 
 
 
 def found_on(rank: int) -> dict[str, str]:
+    """Return the error or warning of each case on this rank."""
     dist.init_process_group("gloo")
     watch = FailureWatch(None, rank)
     control = Control((0, 1), watch, timedelta(seconds=20))

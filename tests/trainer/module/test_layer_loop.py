@@ -46,6 +46,7 @@ class LitLoop(pl.LightningModule):
 
 
 def cut(layers: int = 4) -> tuple[LitLoop, Interceptor, CutModule]:
+    """Return a module, its interceptor, and the cut module that holds all of its layers."""
     module = LitLoop(layers)
     interceptor = Interceptor("self.layers", loop=True)
     return module, interceptor, CutModule(module, "layers", range(layers), interceptor)
@@ -197,6 +198,8 @@ def test_use_cache_is_off_while_a_step_runs():
 
 
 def loop(change: Any = lambda h: h, **kwargs: Any) -> Any:
+    """Return a step that calls the layers in order, and changes what each one returns."""
+
     def step(module: LitLoop) -> Any:
         h = torch.zeros(2, 3)
         for layer in module.layers:
@@ -363,7 +366,7 @@ class TestFindPipelined:
         log_choice(module, "net.third")
         assert "pp_plan" not in said[-1]
         assert find_pipelined(module, None, {"net.third": 0.0}) == "net.third"
-        module.own = nn.ModuleList(self.linears(40))  # in no model with a plan
+        module.own = nn.ModuleList(self.linears(40))  # outside of the model that has a plan
         assert find_pipelined(module, None) == "own"
 
     def test_what_can_not_be_cut(self):

@@ -50,6 +50,7 @@ def config(kind: str) -> Any:
 
 
 def save(kind: str, folder: Path) -> Path:
+    """Save a model with random weights and return the folder."""
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config(kind)).save_pretrained(folder, max_shard_size="8KB")
     return folder
@@ -159,6 +160,7 @@ class Lit(pl.LightningModule):
 
 
 def trained(rank: int, folder: str, ranks: int) -> dict[str, Any]:
+    """Train for one epoch and return the weights. With 0 ranks, train in plain Lightning."""
     quiet()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.manual_seed(1)

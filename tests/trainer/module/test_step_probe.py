@@ -70,6 +70,8 @@ class DecaysAll(SGD):
 
 
 class NeedsItsOwn(SGD):
+    """Fails with parameters of other shapes."""
+
     def step(self, closure: Any = None) -> Any:
         assert self.param_groups[0]["params"][0].shape == (3, 5), "made for others"
         return super().step(closure)

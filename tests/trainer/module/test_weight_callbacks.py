@@ -41,6 +41,7 @@ class LitNormed(LitOutside):
 
 
 def train(path: Path, kind: str, strategy: Any, devices: int, resume: Path | None, rank: int) -> dict[str, Any]:
+    """Train, save and validate with an averaging callback, and return the results."""
     quiet()
     pl.seed_everything(3 + rank, verbose=False)  # all ranks use the first rank's weights
     module = LitNormed(kind)

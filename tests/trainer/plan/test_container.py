@@ -102,6 +102,7 @@ def keep_container() -> None:
 
 
 def chosen(rank: int, folder: str) -> dict[str, Any]:
+    """Train and return the container that was cut, the weights, the number of steps, and the warnings."""
     quiet()
     TIME.patch(pytest.MonkeyPatch())
     keep_container()

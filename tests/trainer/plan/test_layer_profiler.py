@@ -111,6 +111,7 @@ class LitSeeing(pl.LightningModule):
 
 
 def fitted(folder: str, devices: int, trainer: dict[str, Any]) -> dict[str, Any]:
+    """Train and return the batches of steps, the counters of the data, and whether layers were measured."""
     quiet()
     pl.seed_everything(3, verbose=False)
     Path(folder, "val").mkdir(parents=True, exist_ok=True)

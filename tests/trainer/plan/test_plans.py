@@ -35,7 +35,7 @@ class Asked(EvenPlanner):
 questions: list[Problem] = []
 
 
-def plans(replanner: Asked | None = Asked()) -> Plans:  # it is frozen
+def plans(replanner: Asked | None = Asked()) -> Plans:  # the default is frozen
     questions.clear()
     return Plans(Problem(make_schedule("1f1b"), 2, 1, 2, layers=LAYERS, tied=((0, 1),)), replanner)
 

@@ -69,6 +69,7 @@ class Told:
 
 
 def looks(made: Decision, alone: bool = True, stays: bool = False) -> tuple[Prediction, Told]:
+    """Return a prediction for a decision, and its control."""
     told = Told()
     ranks: Any = SimpleNamespace(control=told, grid=SimpleNamespace(pipelines=[[0, 1]]))
     return Prediction(made, ranks, alone, stays), told
@@ -119,7 +120,7 @@ def test_where_all_is_slower_the_prediction_alone_changes() -> None:
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_what_is_as_predicted_goes_on(alone: bool) -> None:
-    """Check that a small difference changes nothing, and that a rank that is not alone never compares."""
+    """Check that a small difference changes nothing, and that a run that shares its ranks is never compared."""
     looking = looks(made := decision(profile(*[1.0] * LAYERS)), alone)
     assert run(looking, windows([1.09 if alone else 3.0] * LAYERS, made), 3 * STEPS) is None
     assert looking[1].gathered == alone

@@ -66,7 +66,7 @@ def test_of_neighbours_that_stay_the_least_counts() -> None:
 
 
 def test_one_turn_is_enough_where_turns_are_long() -> None:
-    """Check that a single step is enough if only one step is required, although it may be disturbed."""
+    """Check that a single step is enough if a trial requires only one, as it does for long steps."""
     found = [*turns([False])]
     assert not needs_more_steps(found, 1)
     assert counting(found) == [0]

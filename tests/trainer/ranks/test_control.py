@@ -25,6 +25,7 @@ MESH, NONE, HOSTS = "mesh", "none", "hosts"
 
 
 def joined(rank: int, ranks: int, how: str, idle: Callable[[Callable[[], bool]], None] | None = None) -> Control:
+    """Return a control that is connected with or without a mesh."""
     dist.init_process_group("gloo")
     control = Control(range(ranks), FailureWatch(None, rank), timedelta(seconds=scale_timeout(20)), idle=idle)
     if how == NONE:
@@ -37,6 +38,7 @@ def joined(rank: int, ranks: int, how: str, idle: Callable[[Callable[[], bool]],
 
 
 def everything(rank: int, how: str) -> list[Any]:
+    """Return the results of all kinds of calls on this rank."""
     control = joined(rank, 3, how)
     base = torch.arange(1_000_000)
     sent = {"big": torch.arange(5000) + rank, "view": base[rank : rank + 2], "leaf": nn.Parameter(torch.ones(1))}
@@ -88,8 +90,8 @@ def test_parts(how: str) -> None:
 def ahead(rank: int, size: int) -> list[int]:
     """Return the first byte of each of 50 broadcasts from rank 0.
 
-    If messages are small, rank 1 receives the second one only after rank 0 has sent all of them, which must not need a
-    wait.
+    If messages are small, rank 1 receives the second one only after rank 0 has sent all of them. Rank 0 must therefore
+    not wait for rank 1.
     """
     control = joined(rank, 2, MESH)
     store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
@@ -113,6 +115,7 @@ def test_the_source_goes_ahead(size: int) -> None:
 
 
 def waits_for_the_dead(rank: int, how: str) -> tuple[str, float]:
+    """Return the error of a call that waits for a rank that has ended, and the seconds of the wait."""
     control = joined(rank, 2, how)
     control.any(False)
     if rank == 1:

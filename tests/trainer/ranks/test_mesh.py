@@ -47,6 +47,7 @@ def meshes() -> Iterator[dict[int, Mesh]]:
 
 
 def until(mesh: Mesh, done: Callable[[], bool]) -> bool:
+    """Exchange messages until a condition holds, and return whether it does."""
     end = time.monotonic() + scale_timeout(10)
     while not mesh.exchange_until(done, 0.01) and time.monotonic() < end:
         pass

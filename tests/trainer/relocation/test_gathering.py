@@ -1,4 +1,4 @@
-"""Tests of which ranks hold the whole module at the end of a run, and of what other ranks keep."""
+"""Tests of which ranks hold the whole module at the end of a run, and of the state that other ranks keep."""
 
 from __future__ import annotations
 
@@ -56,6 +56,7 @@ class LitCounting(LitTied):
 
 
 def fit(module: pl.LightningModule, **strategy: Any) -> pl.Trainer:
+    """Train for one epoch, on two ranks if the strategy has settings, and return the Trainer."""
     devices = 2 if strategy else 1
     trainer = make_trainer(
         devices=devices,

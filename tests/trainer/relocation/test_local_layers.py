@@ -89,6 +89,7 @@ KEYS = ("outputs", "metrics", "weights", "rates", "steps")
 
 
 def moving(rank: int, name: str, ranks: int, more: dict[str, Any], folder: str) -> tuple[Any, Any, Any]:
+    """Return the results of a training whose layers move and of one whose layers stay, and the cuts of each batch."""
     case, moves = CASES[name], Moves()
     strategy = {**(case.strategy or {}), **more}
     options = {**case.trainer, "callbacks": [moves]}
@@ -190,6 +191,7 @@ class Adopts(Callback):
 
 
 def streaming(rank: int, folder: str) -> list[Any]:
+    """Return the results of streams that adopt their own cut and another one."""
     found = []
     for start in (4, 7):
         adopts = Adopts(start)

@@ -79,6 +79,7 @@ def found(name: str) -> list[dict[str, Any]]:
 
 @cache
 def of_all(slow: bool) -> dict[str, list[dict[str, Any]]]:
+    """Train all slow or all other cases, and return the results of both ranks by name."""
     names = [name for name in CASES if (name in SLOW) == slow]
     by_rank = run_ranks(run_all, 2, names, mkdtemp(), timeout=120)
     return {name: [of[n] for of in by_rank] for n, name in enumerate(names)}
@@ -140,6 +141,7 @@ PLACED = {
 
 
 def placed(rank: int, folder: str) -> list[tuple[Any, Any]]:
+    """Return the results of each training whose layers have moved, and of a run that resumes from its checkpoint."""
     out = []
     for name, case in PLACED.items():
         there = folder_of(folder, name)

@@ -119,6 +119,7 @@ def made(case: Waiting) -> LitWaiting:
 
 
 def fit(case: Waiting, ranks: int, folder: str, resume: str | None = None) -> dict[str, Any]:
+    """Train a case, and return the weights, the metrics and the moves."""
     quiet()
     module, acts = made(case), Acts(case, folder)
     trainer = make_trainer(
@@ -149,6 +150,7 @@ def fit(case: Waiting, ranks: int, folder: str, resume: str | None = None) -> di
 
 
 def delays(schedule: str, stages: int) -> list[int]:
+    """Return the number of updates by which the weights of each stage are late."""
     late = {"pipedream": [stages - 1 - s for s in range(stages)], "pipedream_2bw": [1] * stages}
     return late.get(schedule, [0] * stages)
 
@@ -260,6 +262,7 @@ def _clip(case: Waiting, gradients: dict[nn.Parameter, torch.Tensor]) -> None:
 
 
 def _take(queue: list[Any], optimizer: torch.optim.Optimizer) -> None:
+    """Make all steps in the queue, each with the settings that it was queued with."""
     now = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     for told, gradients in queue:
         for group, settings in zip(optimizer.param_groups, told, strict=True):

@@ -63,6 +63,7 @@ class LitUneven(Lit):
 
 
 def measured(rank: int, folder: str) -> dict[str, Any]:
+    """Train twice, and return the values of both reports."""
     strategy = PipelineStrategy("gpipe", microbatches=4)
     fit(LitSlow(), strategy, 2)
     report = strategy.report

@@ -1,4 +1,4 @@
-"""Tests that values that a step keeps on the module equal the values in one process.
+"""Tests that the values that steps keep on the module equal the values in one process.
 
 Modules are cut by layers and by units.
 """
@@ -73,6 +73,7 @@ def rounded(tensor: torch.Tensor) -> Any:
 
 
 def train(strategy: PipelineStrategy | None, dropout: float, kind: type[Keeper] = Keeper) -> dict[str, Any]:
+    """Train for eight steps and return the kept values. Without a strategy, train in plain Lightning."""
     x = torch.randn(72, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     module, data = kind(dropout), DataLoader(TensorDataset(x, x.flip(0)), batch_size=8)
     devices: dict[str, Any] = {"devices": 1} if strategy is None else {"devices": 2, "strategy": strategy}

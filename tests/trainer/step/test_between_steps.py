@@ -135,7 +135,10 @@ class Clips(LitCase):
 
 
 class LooksAfterwards(LitCase):
-    """Reads and doubles gradients at the end of their batch, which has an effect only if no step came before."""
+    """Reads and doubles gradients at the end of their batch.
+
+    Doubling has an effect only if the batch ended without an optimizer step.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,6 +155,7 @@ class LooksAfterwards(LitCase):
 
 
 def trained_with(schedule: str, kind: type[LitCase], accumulated: int) -> dict[str, Any]:
+    """Train with a schedule, or in plain Lightning without one, and return the weights and norms."""
     pl.seed_everything(1, verbose=False)
     module = kind().double()
     trainer = make_trainer(

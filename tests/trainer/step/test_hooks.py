@@ -165,6 +165,7 @@ def test_parameters_that_code_has_kept_are_those_of_the_whole_module():
 
 
 def initialise(module: nn.Module) -> None:
+    """Initialize the weights of a module in several ways that draw random numbers."""
     for layer in module.modules():
         if isinstance(layer, nn.Linear):
             layer.reset_parameters()

@@ -186,6 +186,7 @@ class Heard(pl.Callback):
 
 
 def fitted(kind: type[LitTokens], lengths: Any, settings: dict[str, Any], strategy: bool, ranks: int) -> dict[str, Any]:
+    """Train and return the weights, the logs, the warnings, and how micro-batches were weighted."""
     quiet()
     pl.seed_everything(3, verbose=False)
     module, heard = kind().double(), Heard()

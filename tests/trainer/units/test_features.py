@@ -316,6 +316,7 @@ def test_a_loss_of_whole_batches_that_can_not_be_had(tmp_path: Path) -> None:
 
 
 def compare(expected: dict[str, Any], found: dict[str, Any], where: str) -> None:
+    """Check that the results of all cases are equal."""
     for name, values in found.items():
         for part in ("steps", "epochs", "weights", "metrics", "test", "predicted"):
             assert differences(expected[name][part], values[part], 1e-10, f"{where}, {name}, {part}") == []

@@ -31,20 +31,24 @@ CPU = torch.device("cpu")
 
 
 def cloned(batch: Any) -> Any:
+    """Return a copy of a batch with cloned tensors."""
     return map_leaves(batch, lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf)
 
 
 def run_in(case: Case, work: Callable[[], Any]) -> Any:
+    """Do some work with a case, and leave its model and torch's random numbers unchanged."""
     with keep_unchanged(case.model), torch.random.fork_rng():
         return work()
 
 
 def record(case: Case, choose: Any = None, fake: FakeRun | None = None) -> StepRecord:
+    """Record the step of a case."""
     step, batch = partial(case.step, case.model), partial(cloned, case.batch)
     return record_step(case.model, partial(run_in, case), step, batch, (), CPU, choose, fake=fake)
 
 
 def measure(case: Case, found: StepRecord) -> list[float] | None:
+    """Return the measured seconds of each unit, or None if the measured step ran differently."""
     step, batch = partial(case.step, case.model), partial(cloned, case.batch)
     measured = measure_units(case.model, found, partial(run_in, case), step, batch, (), CPU, lambda loss: loss)
     return None if measured is None else [sum(each) for each in measured]
@@ -137,6 +141,7 @@ def batches(case: Case) -> list[Any]:
 
 
 def check_exact(name: str, case: Case, layout: UnitLayout, given: list[Any]) -> None:
+    """Check losses, gradients and buffers of stages against the unsplit model."""
     stages, whole = Stages(case, layout), copy.deepcopy(case.model)
     for number, batch in enumerate(given):
         torch.manual_seed(number)
@@ -157,6 +162,7 @@ def check_exact(name: str, case: Case, layout: UnitLayout, given: list[Any]) -> 
 
 
 def check_cut(name: str, make: Callable[[], Case], stages: int) -> None:
+    """Cut a case into a number of stages and compare these with the unsplit model."""
     layout, case = cut(make(), stages), make()
     check_exact(name, case, layout, batches(case))
 

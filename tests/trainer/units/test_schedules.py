@@ -121,6 +121,7 @@ class Keeps(pl.Callback):
 
 
 def fit(strategy: Any, devices: int, module: type[Lit] = Prepares, epochs: int = 1, callbacks: Any = ()) -> Any:
+    """Train and return the weights and metrics, and the number of counted steps."""
     torch.manual_seed(0)
     made = module().double()
     trainer = make_trainer(
@@ -149,6 +150,7 @@ def fit_late(rank: int, folder: str) -> list[Any]:
 
 
 def fit_moving(rank: int, folder: str) -> tuple[list[Any], tuple[Any, list[set[int]]]]:
+    """Return the results of trainings whose units move, and the layers of this rank in each batch."""
     quiet()
     found = []
     for way in ("blocking", "overlapped"):

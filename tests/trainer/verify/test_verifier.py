@@ -68,6 +68,7 @@ SOME_BY_UNITS = (
 
 
 def check_found_by_units(names: Collection[str]) -> None:
+    """Check that the named faults are found if modules are cut by units."""
     numbers = [number for number, fault in enumerate(FAULTS) if fault.name in names]
     for number, said in zip(numbers, found(numbers, **BY_UNITS), strict=True):
         fault = FAULTS[number]
@@ -139,6 +140,8 @@ class AtManyJumps(AtJumps):
 
 
 class Jumps(nn.Module):
+    """Units whose inputs are 0 except for a rounding error that depends on the number of samples."""
+
     def __init__(self, units: int) -> None:
         super().__init__()
         self.linear = nn.Linear(6, units, bias=False)
@@ -326,6 +329,7 @@ def warned(rank: int) -> list[Any]:
 
 
 def fitted(module: pl.LightningModule, callbacks: Any = (), **strategy: Any) -> pl.Trainer:
+    """Train for one epoch of four batches and return the Trainer."""
     g = torch.Generator().manual_seed(2)
     rows = TensorDataset(torch.randn(32, 6, generator=g).double(), torch.randint(0, 3, (32,), generator=g))
     trainer = make_trainer(
@@ -376,6 +380,7 @@ class Weighs(pl.Callback):
 
 
 def watched(rank: int, folder: Path) -> None:
+    """Check that verification leaves neither files nor tensors behind."""
     quiet()
     tempfile.tempdir = str(folder)
     fitted(Net(), [Watches()], verify=2)
@@ -541,6 +546,7 @@ def test_a_reference_that_ends_is_told_of():
 
 
 def saves(rank: int, folder: str) -> list[str]:
+    """Train with verification, and return the files that the training wrote."""
     quiet()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.manual_seed(0)

@@ -12,6 +12,7 @@ from lightning_pipes.trainer.watchers.sample_check import SampleCheck
 
 
 def sample_check(spans: Any = None, **settings: Any) -> SampleCheck:
+    """Return a check for a run that consists only of the parts that the check reads."""
     plan = SimpleNamespace(spans=lambda kind, stage: spans, local_spans=lambda kind, stage, rank: spans)
     left = SimpleNamespace(
         reset_layer=lambda number: None, note_whole_batch=lambda number: None, collect_whole_values=dict

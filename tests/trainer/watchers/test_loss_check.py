@@ -109,7 +109,7 @@ class LitRandomPadded(LitRandom):
 
 
 class LitMixup(Lit):
-    """A random loss whose randomness cannot be turned off."""
+    """A loss with a random permutation, which evaluation mode does not turn off."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch

@@ -43,6 +43,7 @@ class InPlace(nn.Module):
 
 
 def outputs(layer: nn.Module) -> Any:
+    """Return the outputs of a layer for a whole batch and its parts, and whether they can be compared."""
     check = sample_check()
     torch.manual_seed(0)
     parts = {s: {"x": torch.randn(s.rows, 4), "mask": torch.ones(4, 4)} for s in SPANS}
