@@ -1,4 +1,4 @@
-"""Cutting the user's module: which part is pipelined, what stays on this rank, and the way back."""
+"""The choice of the container that is pipelined, and the user's module while it has only the layers of this rank."""
 
 from __future__ import annotations
 
@@ -23,35 +23,44 @@ from lightning_pipes.trainer.module.remote_tensors import HookScope, ParameterSl
 from lightning_pipes.trainer.private_lightning import is_compiled
 
 INCOMPLETE = "_lightning_pipes_incomplete"
-"""Attribute of a module whose last run failed, so that the layers of other ranks have no values."""
+"""Attribute of a module whose last run failed. The layers of other ranks have no values in such a module."""
 
 SPREAD = "_lightning_pipes_spread"
-"""Attribute of a module that was made on meta and has been run: the path of its container, and the layers here."""
+"""Attribute of a module that was created on `meta` and has been trained: a tuple of the path of its container and the
+numbers of the layers that have values in this process.
+"""
 
 MEASURABLE = 1e-3
-"""Seconds that a container must take for its time to count: less is noise."""
+"""Minimum time in seconds of a container for its time to be considered, because shorter times are mostly noise."""
 CLEARLY_LARGER = 1.5
-"""By what factor the parameters of a container must exceed those of all others for it to be cut without being named."""
+"""Minimum ratio between the largest container and every other one, in parameters or in seconds, for the largest one to
+be selected if the user names none.
+"""
 
 _CPU = torch.device("cpu")
 
 
 class NoContainerError(PipelineError):
-    """There is no container of layers that is clearly the largest."""
+    """Raised if no container of layers is clearly the largest."""
 
 
 def find_pipelined(module: pl.LightningModule, path: str | None, seconds: Mapping[str, float] | None = None) -> str:
-    """Return the path of the container to cut: `path`, or else the largest outermost nn.Sequential or nn.ModuleList.
+    """Return the path of the container to cut: `path`, or by default the largest outermost nn.Sequential or
+    nn.ModuleList.
 
-    Size is the number of parameters without embeddings, or time where one clearly takes longer. Of several nearly as
-    large, a child of the module is taken. A container that a Hugging Face model's pipeline plan names is preferred,
-    unless another is known to run.
+    The size of a container is its number of parameters without embeddings. If several containers have similar sizes,
+    the largest nn.Sequential that is a child of the module is selected. A container that the pipeline plan of a Hugging
+    Face model names is preferred if there is no such child, or if no times were measured. If times were measured and
+    one container takes clearly longer than the others, this container is selected regardless of its size.
 
     Args:
+        module: the user's whole module.
+        path: the path that the user named, if any.
         seconds: the time of each container that a step has run layer by layer, by path; None if not measured.
 
     Raises:
-        PipelineError: there is none or no clear one, or it is not run layer by layer.
+        NoContainerError: no path is given, and no container is clearly the largest.
+        PipelineError: the module has no submodule with this path, or the submodule can't be run layer by layer.
     """
     owner = type(module).__name__
     path = _largest(module, seconds) if path is None else path
@@ -97,14 +106,15 @@ def find_pipelined(module: pl.LightningModule, path: str | None, seconds: Mappin
 
 
 def _only_records(hook: object) -> bool:
-    """Return whether a forward hook is PyTorchProfiler's, which times the module; its layers have hooks of their
-    own."""
+    """Return whether a forward hook is a hook of PyTorchProfiler, which may be skipped because the profiler also
+    registers hooks on the layers.
+    """
     owner = getattr(getattr(hook, "func", None), "__self__", None)
     return isinstance(owner, RegisterRecordFunction)
 
 
 def _largest(module: pl.LightningModule, seconds: Mapping[str, float] | None) -> str:
-    """Return the path of the container that is cut if none is named."""
+    """Return the path of the container that is cut if the user names none."""
     found = list_containers(module)
     sizes = dict(found if seconds is None else [each for each in found if each[0] in seconds])
     by_size = max(sizes, key=lambda path: sizes[path], default=None)
@@ -114,7 +124,7 @@ def _largest(module: pl.LightningModule, seconds: Mapping[str, float] | None) ->
         children = [path for path in close if "." not in path and isinstance(getattr(module, path), nn.Sequential)]
         planned = None if children else _planned(module, sizes)
         by_size = max(children, key=lambda path: sizes[path], default=planned)
-    elif by_size is not None and seconds is None:  # towers for images and sounds run for some batches only
+    elif by_size is not None and seconds is None:  # an encoder of images or audio may run for some batches only
         planned = _planned(module, sizes, inside=by_size)
         by_size = planned or by_size
     if seconds:
@@ -130,20 +140,21 @@ def _largest(module: pl.LightningModule, seconds: Mapping[str, float] | None) ->
                 f"{type(module).__name__} has no attribute that is an nn.Sequential, and there is no other container "
                 f"of layers that is clearly the largest. {_candidates(module)}"
             )
-        by_size = max(single)[1]  # one layer is enough for one stage; a later check names what else is wrong with it
+        by_size = max(single)[1]  # one layer is enough for one stage; other problems are reported by a later check
     return by_size
 
 
 def log_choice(module: pl.LightningModule, path: str) -> None:
-    """Log which container was chosen, where it is not the only one or is a part of another module."""
+    """Log the path of the selected container if there are other containers, or if it is nested in another module."""
     if "." in path or len(list_containers(module)) > 1:
         why = ", which the model's pp_plan names" if path in _plan_keys(module) else ""
         rank_zero_info(f"The pipeline is cut from self.{path}{why}; PipelineStrategy(module=...) names another")
 
 
 def _plan_keys(module: nn.Module, inside: str | None = None) -> set[str]:
-    """Return the paths that pipeline plans of Hugging Face models name. With `inside` only plans count of models that
-    this container is a part of."""
+    """Return the paths in the pipeline plans of Hugging Face models. If `inside` is given, only plans of models that
+    contain this container are considered.
+    """
     plans = (
         (path, getattr(part, "pp_plan", None))
         for path, part in module.named_modules()
@@ -153,7 +164,7 @@ def _plan_keys(module: nn.Module, inside: str | None = None) -> set[str]:
 
 
 def _planned(module: nn.Module, sizes: Mapping[str, int], inside: str | None = None) -> str | None:
-    """Return the largest container that a Hugging Face model's pipeline plan names; the last of equal ones."""
+    """Return the largest nn.ModuleList in the pipeline plans of Hugging Face models, or the last one of equal size."""
     keys = _plan_keys(module, inside)
     places = {path: place for place, (path, _) in enumerate(module.named_modules())}
     named = [path for path in sizes if path in keys and isinstance(module.get_submodule(path), nn.ModuleList)]
@@ -161,8 +172,10 @@ def _planned(module: nn.Module, sizes: Mapping[str, int], inside: str | None = N
 
 
 def list_containers(module: nn.Module) -> list[tuple[str, int]]:
-    """Paths and sizes of outermost containers that could be cut, the largest first; embeddings do not count, which take
-    much memory and little time."""
+    """Return the paths and sizes of the outermost containers that could be cut, in descending order of size.
+
+    The size is the number of parameters without embeddings, which take much memory but little time.
+    """
     found: list[tuple[str, int]] = []
 
     def search(part: nn.Module, prefix: str) -> None:
@@ -199,40 +212,43 @@ def _has_own_forward(full: nn.Module) -> bool:
 
 
 def work_size(part: nn.Module) -> int:
-    """Return the number of parameters without embeddings."""
+    """Return the number of parameters of a module without its embeddings."""
     tables = [m for m in part.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     return _size(part) - sum(map(_size, tables))
 
 
 def layer_sizes(full: Layers) -> list[int]:
-    """Return the number of parameters of each layer, plus one so that no layer is free."""
+    """Return the number of parameters of each layer plus one, so that no layer has size zero."""
     return [_size(layer) + 1 for layer in full]
 
 
 LEAST_FOR_STATISTICS = 2
-"""Samples that a micro-batch needs for a mean and a variance: a short last batch is cut into fewer."""
+"""Minimum number of samples in a micro-batch for a mean and a variance. A short last batch is cut into fewer
+micro-batches.
+"""
 
 
 def batch_statistics(full: nn.Module) -> list[str]:
-    """Return names of layers with results that depend on the samples beside each in a micro-batch."""
+    """Return the names of layers whose result for a sample depends on the other samples of a micro-batch."""
     return [name for name, m in full.named_modules() if isinstance(m, BatchNorm)]
 
 
 class CutModule:
-    """A LightningModule with the layers of this rank in place of its pipelined part.
+    """A LightningModule whose pipelined container is replaced by a proxy with only the layers of this rank.
 
-    The weights of other ranks' layers are released; what is left of them is on `meta`. `restore` brings the whole
-    module back, with the very same Parameter objects, unless `stays_spread`.
+    The memory of the layers of other ranks is released, and tensors without values stand in for their weights.
+    `restore` puts the whole container back, with the same Parameter objects as before.
 
     Attributes:
-        stays_spread: whether the layers of other ranks stay on `meta` when the run ends, as where they were made there.
+        stays_spread: whether the layers of other ranks remain on `meta` when the run ends. This is the case if a tensor
+            of the container was on `meta` when the run began.
 
     Args:
-        module: the user's module, whole.
-        path: the pipelined container in it.
-        local: numbers of the layers that live here.
-        interceptor: what calling the pipelined module or its layers does.
-        device: of this rank.
+        module: the user's whole module.
+        path: the path of the pipelined container in the module.
+        local: the numbers of the layers on this rank.
+        interceptor: handles calls of the pipelined container and of its layers.
+        device: the device of this rank.
     """
 
     def __init__(
@@ -251,7 +267,7 @@ class CutModule:
         self.full = full
         self.local = sorted(local)
         self.scope = HookScope(device)
-        """Says which of the user's hooks runs."""
+        """The scope that specifies which of the user's hooks is running."""
         self.proxy = StageProxy(full, self.local, interceptor, f"self.{path}", self.scope)
         self._set(self.proxy)
         self.stays_spread = any(t.is_meta for t in (*full.parameters(), *full.buffers()))
@@ -261,19 +277,21 @@ class CutModule:
         release_free_memory()
 
     def is_foreign(self, tensor: torch.Tensor) -> bool:
-        """Return whether a parameter of the whole module lives on other ranks only."""
+        """Return whether a parameter of the whole module has its values only on other ranks."""
         return tensor in self._absent
 
     def owns(self, name: str) -> bool | None:
-        """Return whether this rank's value of a buffer outside of the layers counts; None if all ranks have the same.
+        """Return whether this rank has the valid value of a buffer outside of the layers.
+
+        None means that all ranks have the same value.
 
         Args:
-            name: of the buffer in the module.
+            name: the name of the buffer in the module.
         """
         return None
 
     def check_in_place(self) -> None:
-        """Raise PipelineError if code of the user's has put something else in the place of the layers."""
+        """Raise PipelineError if the user's code has replaced the proxy of the layers by another object."""
         parent, _, name = self.path.rpartition(".")
         if getattr(self.module.get_submodule(parent), name, None) is not self.proxy:
             raise PipelineError(
@@ -291,7 +309,13 @@ class CutModule:
         self._absent.check(layer)
 
     def hold(self, local: Collection[int], arrived: Mapping[int, LayerState], device: torch.device) -> None:
-        """Take the `local` layers: those that have `arrived`, on `device`, and those that stay."""
+        """Change the layers of this rank.
+
+        Args:
+            local: the numbers of the layers that this rank has afterwards. Other layers are released.
+            arrived: the states of the layers that have moved to this rank, by number.
+            device: the device on which the arrived layers are placed.
+        """
         leaving = {*self.local} - {*local}
         self.local = sorted(local)
         self.proxy.hold_layers(self.local)
@@ -309,7 +333,7 @@ class CutModule:
 
     @contextmanager
     def without_layers(self) -> Iterator[None]:
-        """The module has none of its layers for as long as the block runs."""
+        """Remove all layers from the module while the block runs."""
         layers, self.proxy._modules = self.proxy._modules, {}
         yield
         self.proxy._modules = layers
@@ -321,20 +345,22 @@ class CutModule:
 
     @property
     def layer_prefixes(self) -> tuple[str, ...]:
-        """How the state-dict keys of the local layers begin."""
+        """The prefixes of the keys of the local layers in the state dict."""
         names = list(self.full._modules)
         return tuple(f"{self.path}.{names[number]}." for number in self.local)
 
     def layer_prefix(self, layer: int) -> str:
-        """Return the prefix of a layer's weights in the user's module."""
+        """Return the prefix of the names of a layer's weights in the user's module."""
         return f"{self.path}.{list(self.full._modules)[layer]}."
 
     def local_state(self, outside: bool) -> dict[str, Any]:
-        """This rank's part of the state dict: its layers, and with `outside` what is not pipelined."""
+        """Return this rank's part of the module's state dict, which `select_own` selects."""
         return self.select_own(self.module.state_dict(), outside)
 
     def select_own(self, state: Mapping[str, Any], outside: bool) -> dict[str, Any]:
-        """Return the entries of this rank's layers, and with `outside` those of what is not pipelined."""
+        """Return the entries of this rank's layers in a state dict and, if `outside`, all entries of other modules than
+        the pipelined container.
+        """
         inside = f"{self.path}."
         return {
             key: value
@@ -343,7 +369,7 @@ class CutModule:
         }
 
     def unsaved(self, layers: Collection[int]) -> dict[str, torch.Tensor]:
-        """Return the buffers of these layers that are in no state dict, by name."""
+        """Return the buffers of these layers that state dicts do not contain, by name."""
         return {
             f"{key}.{name}": buffer
             for _, key, part in self._modules_of(layers)
@@ -352,15 +378,14 @@ class CutModule:
         }
 
     def in_order(self, parts: Collection[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the whole state dict from all ranks' parts, with the keys in the order of the whole module."""
+        """Merge the parts of all ranks into one state dict, with the keys in the order of the whole module."""
         merged = {key: value for part in parts for key, value in part.items()}
         ordered = {key: merged.pop(key) for key in self.keys if key in merged}
         return {**ordered, **merged}
 
     def tensors(self, layers: Collection[int]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield key and value of each parameter and saved buffer of these layers, in the order of the whole module.
-
-        A tensor in several places comes once. Those of other ranks' layers are stand-ins on `meta`.
+        A tensor that is used in several places is yielded once. Tensors of layers on other ranks have no values.
         """
         seen: set[int] = set()
         for slot in self._slots_of(layers):
@@ -369,10 +394,13 @@ class CutModule:
                 yield slot.key, slot.tensor
 
     def find_gaps(self) -> dict[str, list[ParameterSlot]]:
-        """Return the slots of each tensor by its key, which are none where the tensor is here.
+        """Return the slots that lack a tensor of another rank, by the key of the tensor.
+
+        All keys of the layers are listed. The list of slots is empty if the tensor is on this rank.
 
         Raises:
-            PipelineError: code of the user's has put other modules around those of layers on other ranks.
+            PipelineError: the user's code has wrapped modules of layers on other ranks, or has added parameters to
+                layers during the run.
         """
         slots = [*self._slots_of(range(len(self.full)))]
         gaps: dict[str, list[ParameterSlot]] = {slot.key: [] for slot in slots}
@@ -394,17 +422,19 @@ class CutModule:
         return gaps
 
     def list_parameters(self) -> dict[int, tuple[str, torch.Tensor]]:
-        """Return the parameters that are seen of the module now, with their names, by id.
+        """Return the name and the parameter for the id of each parameter that the module currently shows.
 
-        Those of other ranks' layers, of which hooks see stand-ins, are what the whole module has.
+        If the module shows the stand-in of a parameter on another rank, as in hooks, the parameter is the original
+        object of the whole module.
         """
         absent = {id(slot.table[slot.name]): slot.tensor for slot in self._absent.slots}
         return {id(p): (name, absent.get(id(p), p)) for name, p in self.module.named_parameters()}
 
     def name_tensors(self) -> dict[int, tuple[str, torch.Tensor]]:
-        """Return the name and the tensor of each parameter and saved buffer by the ids of tensors.
+        """Return the name and the tensor of each parameter and saved buffer, by the id of the tensor.
 
-        Those of other ranks are found by their stand-ins, and by the objects that user code may have kept.
+        Tensors of other ranks are listed under the ids of their stand-ins, and also under the ids of the original
+        objects, to which user code may have kept references.
         """
         roots = [("", self.module), *((self.path, full) for _, full in self.replaced_modules())]
         named = {
@@ -418,22 +448,22 @@ class CutModule:
         return {**named, **{id(s.tensor): (s.key, s.table.get(s.name, s.tensor)) for s in self._absent.slots}}
 
     def replaced_modules(self) -> list[tuple[nn.Module, nn.Module]]:
-        """Return the modules that stand in the place of others while the module is cut, each with that other one."""
+        """Return pairs of a module that is in use while the module is cut, and the original that it replaces."""
         return [(self.proxy, self.full)]
 
     def take_unsaved(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Give layers of other ranks the buffers that `unsaved` gave there."""
+        """Set buffers of layers of other ranks to the values that `unsaved` returned on these ranks, on the CPU."""
         for name, buffer in buffers.items():
             owner, _, own_name = name.rpartition(".")
             part = self.full.get_submodule(owner[len(self.path) + 1 :])
             part._buffers[own_name] = buffer.to("cpu")
 
     def restore(self, ended: bool) -> None:
-        """Put the whole module back.
+        """Put the whole container back into the module.
 
         Args:
-            ended: whether the run has ended as it should and all gaps have values, unless `stays_spread`; the
-                layers of other ranks are on `meta` otherwise.
+            ended: whether the run has ended normally, so that the layers of other ranks have received their values
+                unless `stays_spread` is True. Otherwise, the layers of other ranks are placed on `meta`.
         """
         training = self.proxy.training
         self._set(self.full)
@@ -453,8 +483,9 @@ class CutModule:
         setattr(self.module.get_submodule(parent), name, part)
 
     def _slots_of(self, layers: Collection[int]) -> Iterator[ParameterSlot]:
-        """Where these layers keep parameters and saved buffers. Buffers that are not saved stay: `take_unsaved`
-        brings back their values."""
+        """Yield the slots of the parameters and saved buffers of these layers. Other buffers keep their memory, and
+        `take_unsaved` updates their values.
+        """
         for number, key, part in self._modules_of(layers):
             for name, parameter in part._parameters.items():
                 if parameter is not None:
@@ -464,7 +495,7 @@ class CutModule:
                     yield ParameterSlot(number, part._buffers, name, buffer, f"{key}.{name}")
 
     def _modules_of(self, layers: Collection[int]) -> Iterator[tuple[int, str, nn.Module]]:
-        """All modules of these layers: the layer's number, and the name in the whole module."""
+        """Yield the layer's number, the name in the whole module and the module, for all modules of these layers."""
         for number, (layer_name, layer) in enumerate(self.full._modules.items()):
             if number in layers:
                 assert layer is not None
@@ -473,7 +504,7 @@ class CutModule:
 
 
 def on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor without values in the place of another one."""
+    """Return a tensor on `meta` with the shape, type and class (tensor or parameter) of another tensor."""
     meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
 
