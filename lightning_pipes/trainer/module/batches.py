@@ -1,4 +1,4 @@
-"""Batches: how many samples, which part of them, whether all ranks hold the same."""
+"""Functions that count, select and join the samples of batches, and that compare the batches of ranks."""
 
 from __future__ import annotations
 
@@ -21,21 +21,24 @@ from lightning_pipes.engine.trees import close_objects, make_named, map_tensors,
 from lightning_pipes.ir import PipelineError, Span
 
 Path = tuple[int, ...]
-"""Where something is in a batch: numbers of parts."""
+"""The position of an entry in a nested batch: its number at each level."""
 
 _PLAIN = (str, bytes, int, float, bool, complex, type(None))
 
 
 def rows_of(batch: Any, cut: bool = True) -> int:
-    """Return the number of samples: the entries on axis 0 of the first tensor that has an axis, or of the list that
-    holds it if these are samples.
+    """Return the number of samples in a batch.
+
+    This is the length of axis 0 of the first tensor that has an axis. If this tensor is in a list whose entries are
+    samples, such as images of different sizes, it is the length of this list.
 
     Args:
-        cut: whether the batch is to be cut into micro-batches. If it is not, a batch without such a tensor, as one of
-            an unknown class, counts as one sample.
+        batch: the batch.
+        cut: whether the batch is to be cut into micro-batches. If not, a batch without such a tensor, for example one
+            of an unknown class, counts as one sample.
 
     Raises:
-        PipelineError: the batch holds no tensor with an axis, and is to be cut.
+        PipelineError: the batch is to be cut, but no tensor in it has an axis.
     """
     rows = (
         len(batch) if _is_list(batch) and _are_samples(batch) and all(map(_is_sample, batch)) else _rows_of_parts(batch)
@@ -62,8 +65,11 @@ def _rows_of_parts(batch: Any) -> int | None:
 
 
 def _holds_samples(part: Sequence[Any], rows: int, others: Sequence[Any]) -> bool:
-    """Return whether the entries of a list in a batch are its samples, as images of different sizes are, and not
-    tensors with `rows` samples each, as two views of the same images are; `others` are the batch's other parts."""
+    """Return whether each entry of a list in a batch is one sample, as for images of different sizes.
+
+    The alternative is that each entry is a tensor with `rows` samples, as for two views of the same images. `others`
+    are the other parts of the batch.
+    """
     if not _are_samples(part):
         return False
     if any(t.size(0) != rows for t in tensors_of(part) if t.ndim):
@@ -75,17 +81,23 @@ def _holds_samples(part: Sequence[Any], rows: int, others: Sequence[Any]) -> boo
 
 
 def _is_sample(entry: Any) -> bool:
-    """Return whether an entry of the batch itself is one sample: it has tensors, and a number."""
+    """Return whether an entry of the outermost list is one sample, which contains tensors and at least one number."""
     parts = () if isinstance(entry, torch.Tensor) else _parts(entry)
     numbers = [p for p in parts if isinstance(p, (int, float)) or (isinstance(p, torch.Tensor) and not p.ndim)]
     return bool(numbers) and any(t.ndim for t in tensors_of(entry))
 
 
 def per_sample(part: Any, rows: int, outermost: bool = False) -> bool:
-    """Return whether `part` is a list or tuple with an entry for each of `rows` samples.
+    """Return whether `part` is a list or tuple with one entry for each of `rows` samples.
 
-    Tensors of `rows` entries each are columns of a batch, not samples, however many there are: the outermost list is
-    one of columns if any of its tensors is, or if it holds lists; a list in it if all are.
+    Tensors with `rows` entries each are columns of a batch, not samples, even if the list has `rows` of them. The
+    outermost list contains columns if any of its tensors is a column, or if its entries are lists. An inner list
+    contains columns if all of its tensors are columns.
+
+    Args:
+        part: the batch or an entry in it.
+        rows: the number of samples of the batch.
+        outermost: whether `part` is the batch itself.
     """
     if not _is_list(part) or len(part) != rows or not _are_samples(part):
         return False
@@ -96,10 +108,10 @@ def per_sample(part: Any, rows: int, outermost: bool = False) -> bool:
 
 
 def _sample_lists(batch: Any, rows: int, known: Collection[Path] = (), path: Path = ()) -> Iterator[int]:
-    """The ids of lists in a batch that have an entry for each sample.
+    """Yield the ids of the lists in a batch that have one entry for each sample.
 
-    One whose tensors may be columns or samples, for there are as many of each, is what its neighbours are; and samples
-    where it is one of the `known`.
+    If the number of entries is equal to the length of the tensors, these may be columns or samples. Such a list is
+    interpreted like the lists next to it. Lists at the `known` paths have one entry for each sample.
     """
     if per_sample(batch, rows, outermost=not path) or path in known:
         yield id(batch)
@@ -115,16 +127,19 @@ def _sample_lists(batch: Any, rows: int, known: Collection[Path] = (), path: Pat
 
 
 class SampleLists:
-    """The content of lists in the batches of a run: samples or columns, where one batch shows it for later ones."""
+    """The interpretation of the lists in the batches of a run as samples or columns.
+
+    If the interpretation of a list is ambiguous in one batch, it is taken from an earlier batch.
+    """
 
     def __init__(self) -> None:
         self._samples: dict[Path, bool] = {}
 
     def find_lists(self, batch: Any, rows: int) -> frozenset[Path]:
-        """Return the lists with an entry for each of `rows` samples, if their tensors could as well be columns.
+        """Return the paths of the ambiguous lists that have one entry for each of `rows` samples in earlier batches.
 
-        An example is a batch of eight images with eight boxes each. A list that no earlier batch has explained is taken
-        for columns, with a warning.
+        A list is ambiguous if its tensors could also be columns, as in a batch of eight images with eight boxes each.
+        If no earlier batch was unambiguous, the list is interpreted as columns, and a warning is issued.
         """
         found = set()
         for path, part, samples in _lists(batch, rows, frozenset(_sample_lists(batch, rows))) if rows > 1 else ():
@@ -147,7 +162,10 @@ class SampleLists:
 def _lists(
     batch: Any, rows: int, decided: Collection[int], path: Path = ()
 ) -> Iterator[tuple[Path, Sequence[Any], bool | None]]:
-    """The lists within a batch that hold tensors, and whether these are samples; None where that is unknown."""
+    """Yield path and content of each list of tensors within a batch, and whether its entries are samples.
+
+    None instead of a boolean means that it is unknown whether the entries are samples.
+    """
     for number, part in enumerate(() if isinstance(batch, torch.Tensor) else _parts(batch)):
         where = (*path, number)
         columns = [t.size(0) == rows for t in tensors_of(part) if t.ndim] if _is_list(part) else []
@@ -160,8 +178,11 @@ def _lists(
 
 
 def _are_samples(entries: Sequence[Any]) -> bool:
-    """Return whether entries can be samples: plain values, or of one structure, with tensors that differ on one axis or
-    on all but the first: boxes, or images."""
+    """Return whether the entries of a list can be samples.
+
+    They can if all are plain values or all have the same structure. The shapes of tensors may differ on axis 0 only, as
+    for boxes, or on all other axes, as for images.
+    """
     if all(isinstance(e, _PLAIN) for e in entries):
         return True
     first = entries[0]
@@ -189,7 +210,7 @@ def _parts(batch: Any) -> Sequence[Any]:
 
 
 def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
-    """The tensors in dicts, sequences and dataclasses, in order."""
+    """Yield the tensors in dicts, sequences and dataclasses in their order."""
     if isinstance(batch, torch.Tensor):
         yield batch
         return
@@ -198,8 +219,9 @@ def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
 
 
 def copy_batch(batch: Any) -> Any:
-    """Return the batch with new containers and copies of its tensors, so that work in place does not reach the
-    original."""
+    """Return a copy of the batch with new containers and tensors, so that in-place operations do not change the
+    original.
+    """
     return map_batch(torch.clone, batch)
 
 
@@ -209,8 +231,16 @@ def move_batch(batch: Any, device: torch.device) -> Any:
 
 
 def map_batch(change: Callable[[Any], Any], batch: Any, kinds: type[Any] | tuple[type[Any], ...] = torch.Tensor) -> Any:
-    """Return the batch with its parts of these kinds changed: in mappings, sequences, dataclasses, which may be frozen,
-    and in objects that hold tensors and pickle."""
+    """Return a copy of the batch in which `change` is applied to all parts of the given classes.
+
+    Parts are found in mappings, in sequences, in dataclasses, which may be frozen, and in other objects that contain
+    tensors and can be pickled.
+
+    Args:
+        change: returns the replacement of a part.
+        batch: the batch.
+        kinds: the class or classes of the parts.
+    """
     if isinstance(batch, kinds):
         return change(batch)
     if isinstance(batch, _PLAIN):
@@ -235,12 +265,18 @@ def map_batch(change: Callable[[Any], Any], batch: Any, kinds: type[Any] | tuple
 
 
 def take_samples(batch: Any, span: Span, rows: int, whole: Collection[int] = (), samples: Collection[Path] = ()) -> Any:
-    """Return the samples `span` of a batch of `rows` samples; tensors are views.
+    """Return the samples `span` of a batch. The tensors are views of the tensors of the batch.
 
-    `samples` are the lists with an entry for each sample of which that can't be seen.
+    All tensors with `rows` entries on axis 0 are cut, and so are lists and tuples with one entry for each sample.
+    Everything else is shared by all micro-batches.
 
-    Cut are tensors whose axis 0 has `rows` entries, except those whose id is in `whole`, and lists and tuples with an
-    entry for each sample; all else is shared by every micro-batch.
+    Args:
+        batch: the batch.
+        span: the samples to return.
+        rows: the number of samples of the batch.
+        whole: the ids of tensors that are not cut.
+        samples: the paths of lists that have one entry for each sample although their tensors could also be columns,
+            see `SampleLists`.
     """
     return make_cutter(batch, rows, whole, samples)(span)
 
@@ -248,8 +284,10 @@ def take_samples(batch: Any, span: Span, rows: int, whole: Collection[int] = (),
 def make_cutter(
     batch: Any, rows: int, whole: Collection[int] = (), samples: Collection[Path] = ()
 ) -> Callable[[Span], Any]:
-    """Return a function that takes samples as `take_samples` does, from one batch: what is to be cut in it is found
-    once."""
+    """Return a function that selects samples from one batch like `take_samples`.
+
+    The search for the parts that must be cut is done once, for all calls of the function.
+    """
     lists = set(_sample_lists(batch, rows, samples))
 
     def cut(part: Any, span: Span) -> Any:
@@ -258,7 +296,8 @@ def make_cutter(
                 return part
             if part.is_nested:
                 return _take_nested(part, span, rows)
-            # `data` counts versions by itself: autograd takes work in place on one view for work on all of them.
+            # A view of `data` has its own version counter. Otherwise, autograd would treat an in-place operation on
+            # one view as a change of all views.
             return (part if part.requires_grad else part.data)[span.start : span.stop]
         if id(part) in lists:
             return part[span.start : span.stop]
@@ -276,7 +315,7 @@ def make_cutter(
 
 
 def _take_nested(tensor: torch.Tensor, span: Span, rows: int) -> torch.Tensor:
-    """Return samples of a nested tensor, which has no slices of samples."""
+    """Return samples of a nested tensor, which does not support slices on axis 0."""
     if span == Span(0, rows):
         return tensor
     parts = list(tensor.unbind()[span.start : span.stop])
@@ -284,21 +323,26 @@ def _take_nested(tensor: torch.Tensor, span: Span, rows: int) -> torch.Tensor:
 
 
 def join(parts: Sequence[Any], spans: Sequence[Span], what: str, average: bool = False) -> Any:
-    """Join results that were computed span by span.
+    """Join the results that were computed for the micro-batches of a batch.
 
-    Tensors are joined along axis 0, and so are lists with an entry for each sample. Other values are those of the first
-    span, as are tensors without an entry for each sample that are equal in all parts.
+    Tensors are concatenated along axis 0, and so are lists with one entry for each sample. For other values, the value
+    of the first micro-batch is returned. This includes tensors without an entry for each sample that are equal for all
+    micro-batches.
 
     Args:
-        average: take the mean over samples of other tensors without samples, as of an auxiliary loss.
+        parts: the result for each micro-batch.
+        spans: the samples of each micro-batch.
+        what: the name of the results, for messages.
+        average: whether tensors without an entry for each sample that differ between micro-batches, such as an
+            auxiliary loss, are averaged over the samples.
 
     Raises:
-        PipelineError: the parts have other shapes than their spans, so axis 0 does not count samples.
+        PipelineError: the length of axis 0 of a tensor, or of a list, is not the number of samples of the micro-batch.
     """
 
     rows, root = spans[0].rows, id(parts[0])
 
-    def is_whole(part: Any) -> bool:  # it must not hold the parts: pytree keeps it until garbage is collected
+    def is_whole(part: Any) -> bool:  # without reference to the parts, because pytree keeps the function
         return per_sample(part, rows, id(part) == root)
 
     def joined(*leaves: Any) -> Any:
@@ -328,12 +372,12 @@ def join(parts: Sequence[Any], spans: Sequence[Span], what: str, average: bool =
 
 
 def weighted_sum(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """Return the sum of tensors of one shape, each times its weight."""
+    """Return the weighted sum of tensors of one shape."""
     return sum((t * weight for t, weight in zip(tensors[1:], weights[1:], strict=True)), start=tensors[0] * weights[0])
 
 
 def checksum_batch(batch: Any) -> str:
-    """Return a checksum of all tensors of a batch: shapes, types and values."""
+    """Return a checksum of the shapes, types and values of all tensors of a batch."""
     digest = hashlib.blake2b(digest_size=8)
 
     def add(tensor: torch.Tensor) -> torch.Tensor:
@@ -347,7 +391,7 @@ def checksum_batch(batch: Any) -> str:
 
 
 def _dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return a tensor in the ordinary layout; of a nested tensor each part."""
+    """Return a tensor in strided layout. For a nested tensor, all its parts are returned."""
     if tensor.is_nested:
         return [dense for part in tensor.detach().unbind() for dense in _dense_parts(part)]
     tensor = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
@@ -355,13 +399,13 @@ def _dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 SAMPLED_VALUES = 1024
-"""Values of a tensor that `sample_fingerprint` reads; of a smaller tensor all."""
+"""The approximate number of values that `sample_fingerprint` reads of a tensor. Of a small tensor, it reads all."""
 
 
 def sample_fingerprint(batch: Any) -> int:
-    """Return a checksum of the tensors' shapes and of some of their values, in microseconds.
+    """Return a checksum of the shapes of all tensors and of a part of their values, which takes microseconds.
 
-    Other samples give another checksum, unless they agree in about a thousand values spread over the tensor.
+    The checksums of two batches differ, unless their tensors agree in about a thousand values spread over the tensor.
     """
     checksum = 0
     for values in chain.from_iterable(map(_dense_parts, tensors_of(batch))):
@@ -375,7 +419,7 @@ def sample_fingerprint(batch: Any) -> int:
 
 @lru_cache
 def _sampling_step(shape: tuple[int, ...]) -> int:
-    """Return a step through a flat tensor that stays in no row or column of it."""
+    """Return a step through a flattened tensor that does not stay within one row or column of the tensor."""
     size = torch.Size(shape).numel()
     if size <= 2 * SAMPLED_VALUES:
         return 1
@@ -386,7 +430,13 @@ def _sampling_step(shape: tuple[int, ...]) -> int:
 
 
 def check_same(fingerprints: Sequence[object], ranks: Sequence[int], where: str) -> None:
-    """Raise PipelineError unless all ranks hold the same batch."""
+    """Raise PipelineError unless all ranks have the same batch.
+
+    Args:
+        fingerprints: the checksum of the batch of each rank.
+        ranks: the ranks, in the same order.
+        where: the place in the run, for the message.
+    """
     if len(set(fingerprints)) > 1:
         listed = ", ".join(f"rank {r}: {f}" for r, f in zip(ranks, fingerprints, strict=True))
         raise PipelineError(

@@ -1,8 +1,9 @@
-"""Tensors that layers leave in objects which layers of other stages have too: on one process those see them.
+"""Detection of tensors that a layer stores in an object that it shares with layers of other stages.
 
-In a pipeline every process has its own copy of such an object, so that a later layer would find nothing there, or
-something old. An object that several layers have is no harm by itself: a configuration, an activation without
-weights, a table that each of them computes alike. So what happens in the first batches decides.
+On a single process, the other layers find such a tensor in the object. In a pipeline, every process has its own copy of
+the object, so that a later layer would find no tensor there, or an outdated one. A shared object alone is not an error,
+because it may be a configuration, an activation without weights, or a table that all layers compute identically.
+Therefore, the changes of shared objects are checked while the first batches run.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.holdings import Holdings
 
 _MOST = 10_000
-"""Objects that are looked at for one layer; a layer from which more can be reached knows the whole program."""
+"""The maximum number of objects that are listed for one layer. If more objects can be reached from a layer, it has a
+reference to the whole program.
+"""
 _DEPTH = 8
 _WAY_OUT = (
     "in a pipeline each process has its own copy of it. Pass the tensor along: let layers take and return tuples or "
@@ -36,15 +39,15 @@ _WAY_OUT = (
 CONTAINERS = (list, tuple, dict, set, deque)
 _SKIPPED = {*sys.stdlib_module_names, "torch", "numpy", "lightning", "torchmetrics"}
 OWN = set(vars(pl.LightningModule()))
-"""Names that nn.Module and LightningModule keep for themselves."""
+"""The names of the attributes that nn.Module and LightningModule define."""
 _PACKING = ("to", "__torch_function__", "__torch_dispatch__", "__tensor_flatten__")
-"""Methods that a class of parameters overrides if it has more than values."""
+"""Methods that a subclass of nn.Parameter overrides if its parameters have further data besides their values."""
 
 
 def is_packed(tensor: torch.Tensor | None) -> bool:
-    """Return whether a weight has more than values, as quantised ones, which have scales in attributes.
+    """Return whether a weight has further data besides its values, such as the scales of a quantized weight.
 
-    A class of parameters alone is no sign of that: it may only mark weights.
+    A subclass of nn.Parameter is not sufficient, because it may only mark weights.
     """
     kind = type(tensor)
     if not isinstance(tensor, nn.Parameter) or kind is nn.Parameter or is_distributed(tensor):
@@ -56,14 +59,15 @@ def is_packed(tensor: torch.Tensor | None) -> bool:
 
 @dataclass
 class _Shared:
-    """An object that layers of several stages have, or a layer and the code around the layers.
+    """An object that layers of several stages share, or that a layer and the code around the layers share.
 
     Attributes:
-        name: where it was found first, as the user would write it.
-        layers: the numbers of the layers that have it.
-        outside: whether the code around the layers has it.
-        before: the tensors in it before the batch, by their place in it: id and checksum.
-        by_layers: places in which a layer has left another tensor.
+        name: the expression with which user code accesses the object where it was found first.
+        thing: the object.
+        layers: the numbers of the layers that have a reference to the object.
+        outside: whether the code around the layers has a reference to the object.
+        before: id and checksum of each tensor in the object before the batch, by the place of the tensor.
+        by_layers: the places at which a layer has stored another tensor.
     """
 
     name: str
@@ -75,7 +79,13 @@ class _Shared:
 
 
 class _Change(NamedTuple):
-    """The change of a tensor in a shared object during the first batch."""
+    """The change of a tensor in a shared object during a watched batch.
+
+    Attributes:
+        checksum: the checksum of the tensor after the batch.
+        shape: the shape of the tensor.
+        by_layer: whether a layer has stored the tensor, or whether the tensor was changed in place.
+    """
 
     checksum: str
     shape: tuple[int, ...]
@@ -86,14 +96,14 @@ CheckLater = Callable[[Callable[[], bool], Callable[[], object], int], None]
 
 
 class HiddenState:
-    """Watches the objects that layers of several stages have, in the first batch of training and of evaluation.
+    """Watches the objects that layers of several stages share, in the first batch of training and of evaluation.
 
     Args:
-        module: the user's module, whole.
-        path: the pipelined container in it.
-        holdings: the rank of each layer.
-        control: of the pipeline.
-        check_later: `Connections.check_later`.
+        module: the user's whole module.
+        path: the path of the pipelined container in the module.
+        holdings: the stage and the rank of each layer.
+        control: the control channel of the pipeline.
+        check_later: defers a check, see `Connections.check_later`.
     """
 
     def __init__(
@@ -118,7 +128,7 @@ class HiddenState:
         self.watch_again()
 
     def watch_again(self) -> None:
-        """Watch the next batches: layers have moved, and others share objects now."""
+        """Watch the next batches again, because layers have moved and other stages may share objects now."""
         stages = self._stages
         self._shared = [
             _Shared(name, thing, tuple(self._having[key]), key in self._outside)
@@ -130,7 +140,7 @@ class HiddenState:
 
     @property
     def objects_of_layers(self) -> frozenset[int]:
-        """Ids of the objects that layers have."""
+        """The ids of the objects to which layers have references."""
         return frozenset(self._having)
 
     @property
@@ -142,15 +152,21 @@ class HiddenState:
         return self._holdings.global_rank_of_layer
 
     def is_due(self, training: bool) -> bool:
-        """Return whether the next batch of training, or of evaluation, is watched."""
+        """Return whether the next batch of training (if `training`) or evaluation is watched."""
         return training not in self._seen
 
     @contextmanager
     def batch(self, training: bool) -> Iterator[None]:
-        """Around everything that a batch runs; a collective call.
+        """Watch the shared objects while the block runs one batch. Collective.
+
+        After a training batch, the check is passed to `check_later`.
+
+        Args:
+            training: whether it is a batch of training.
 
         Raises:
-            PipelineError: ranks that have an object in common hold different tensors in it now.
+            PipelineError: the code around the layers has changed a tensor in a shared object, or the tensors that
+                layers have stored in it differ between ranks.
         """
         self._watching = training not in self._seen
         for shared in self._shared if self._watching else ():
@@ -163,10 +179,11 @@ class HiddenState:
         self._watching = False
 
     def layer(self, number: int, layer: nn.Module) -> AbstractContextManager[None] | None:
-        """Around the forward of a layer; None where nothing is.
+        """Return a context for the forward pass of a layer, or None if the current batch is not watched.
 
         Raises:
-            PipelineError: it has left a tensor that gradients flow to where layers of other stages look for it.
+            PipelineError: raised by the context if the layer stores a tensor that requires gradients in an object that
+                layers of other stages share.
         """
         return self._watched(number, layer) if self._watching else None
 
@@ -176,7 +193,7 @@ class HiddenState:
         before = [{id(t) for t in _tensors(shared.thing).values()} for shared in found]
         try:
             yield
-        except (LookupError, AttributeError, TypeError) as error:  # as when something is not there
+        except (LookupError, AttributeError, TypeError) as error:  # as for a missing entry
             for shared in found:
                 if self._others(shared, number):
                     raise PipelineError(
@@ -206,7 +223,7 @@ class HiddenState:
                 changes = {rank: changes[at][place] for rank, changes in by_rank.items() if place in changes[at]}
                 shape = next(iter(changes.values())).shape
                 if shared.outside and any(change.by_layer for change in changes.values()):
-                    continue  # it travels to code after the layers, see state/left_values.py
+                    continue  # it is sent to the code after the layers, see state/left_values.py
                 if not all(change.by_layer for change in changes.values()):
                     raise self._error(shared, place, shape, "the code around the layers")
                 if len({changes[rank].checksum if rank in changes else "" for rank in ranks}) > 1:
@@ -223,7 +240,7 @@ class HiddenState:
         )
 
     def _others(self, shared: _Shared, number: int | None) -> str:
-        """Return the names of other stages with the object; empty if there are none."""
+        """Return the names of the layers on other stages that share the object, or an empty string."""
         others = [n for n in shared.layers if number is None or self._stages[n] != self._stages[number]]
         names = [self._named(n) for n in others[:5]] + ["more"] * (len(others) > 5)
         if shared.outside and number is not None and self._stages[number] != self._stages[-1]:
@@ -240,13 +257,22 @@ def _changes(shared: _Shared) -> dict[str, _Change]:
         key, before = shared.before.get(place, (0, ""))
         checksum = checksum_batch(tensor)
         if checksum != before:
-            by_layer = place in shared.by_layers or key == id(tensor)  # in place, as running averages are changed
+            by_layer = place in shared.by_layers or key == id(tensor)  # in place, like a running average
             found[place] = _Change(checksum, tuple(tensor.shape), by_layer)
     return found
 
 
 def list_reachable(root: nn.Module | None, name: str, skip: nn.Module | None = None) -> list[tuple[str, Any]]:
-    """Return the objects that can change and that `root` has, each once, with how the user would write them."""
+    """Return the mutable objects that can be reached from an object, each once.
+
+    Args:
+        root: the object, which is listed, too.
+        name: the expression with which user code accesses `root`.
+        skip: a module that is not searched.
+
+    Returns:
+        the expression with which user code accesses each object, and the object.
+    """
     found: list[tuple[str, Any]] = []
     seen = {id(skip)}
     queue: deque[tuple[str, Any, int]] = deque([(name, root, 0)])
@@ -262,10 +288,11 @@ def list_reachable(root: nn.Module | None, name: str, skip: nn.Module | None = N
 
 
 def can_change(thing: Any) -> bool:
+    """Return whether an object is mutable and belongs to the user, so that layers may share it."""
     if isinstance(thing, (nn.Module, *CONTAINERS, SimpleNamespace)):
         return True
     if isinstance(thing, pl.Callback) and any(map(_is_ours, type(thing).__mro__)):
-        return False  # MemorySwap and its like hold what this rank has
+        return False  # callbacks of this package, such as MemorySwap, refer to objects of this rank
     package = type(thing).__module__.partition(".")[0]
     return hasattr(thing, "__dict__") and not isinstance(thing, (type, torch.Tensor)) and package not in _SKIPPED
 
@@ -275,7 +302,7 @@ def _is_ours(kind: type) -> bool:
 
 
 def list_entries(thing: Any) -> list[tuple[str, Any]]:
-    """Return the entries that an object holds directly, with how to get there."""
+    """Return the direct entries of an object, each with the expression to append to access it, such as `.name`."""
     if isinstance(thing, nn.Module):
         parts = [*thing._modules.items(), *thing._buffers.items()]
         own = [(name, value) for name, value in vars(thing).items() if name not in OWN]
@@ -288,12 +315,14 @@ def list_entries(thing: Any) -> list[tuple[str, Any]]:
 
 
 def _tensors(thing: Any, depth: int = 3) -> dict[str, torch.Tensor]:
-    """Return the tensors in an object and in containers in it, by their place; modules and objects in it count by
-    themselves."""
+    """Return the tensors in an object and in its containers by their place.
+
+    Modules and other objects in it are not searched, because they are separate shared objects.
+    """
     found: dict[str, torch.Tensor] = {}
     for place, entry in list_entries(thing):
         if isinstance(entry, torch.Tensor):
-            if not entry.is_meta:  # of a layer of another rank
+            if not entry.is_meta:  # a tensor on meta belongs to a layer on another rank
                 found[place] = entry
         elif depth and isinstance(entry, CONTAINERS):
             found.update({f"{place}{more}": t for more, t in _tensors(entry, depth - 1).items()})
@@ -301,12 +330,12 @@ def _tensors(thing: Any, depth: int = 3) -> dict[str, torch.Tensor]:
 
 
 class NoHiddenState(HiddenState):
-    """Watches nothing.
+    """A HiddenState without any shared objects.
 
     Args:
         holdings: the ranks of each weight.
-        control: of the pipeline.
-        check_later: `Connections.check_later`.
+        control: the control channel of the pipeline.
+        check_later: defers a check, see `Connections.check_later`.
     """
 
     def __init__(self, holdings: Holdings, control: Control, check_later: CheckLater) -> None:

@@ -1,4 +1,4 @@
-"""Optimizers: configured by the user for the whole module, then reduced to what lives on this rank."""
+"""Optimizers that the user configures for the whole module and that are then reduced to the parameters of this rank."""
 
 from __future__ import annotations
 
@@ -18,16 +18,20 @@ from lightning_pipes.trainer.module.remote_tensors import HookScope, RemoteTenso
 from lightning_pipes.trainer.patches import Patches
 
 Groups = tuple[tuple[str, ...], ...]
-"""Parameter names by group, in the optimizer's order."""
+"""The names of the parameters of each parameter group, in the order of the optimizer."""
 NamedParameter = tuple[str, torch.Tensor]
 """A parameter with its name in the whole module."""
 
 
 def check_momentum(optimizers: Iterable[Optimizer], schedule: str) -> None:
-    """Refuse optimizers without momentum, and others with updates that can't be predicted.
+    """Check that `predict_change` supports the optimizers.
+
+    Args:
+        optimizers: the optimizers of the user.
+        schedule: the name of the schedule, for the message.
 
     Raises:
-        PipelineError: one has no momentum, or is none that `predict_change` knows.
+        PipelineError: an optimizer has no momentum, or it is neither SGD nor Adam nor AdamW of torch.
     """
     for optimizer in optimizers:
         known = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
@@ -40,9 +44,17 @@ def check_momentum(optimizers: Iterable[Optimizer], schedule: str) -> None:
 
 
 def predict_change(optimizer: Optimizer, group: Mapping[str, Any], parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return the change of a parameter by the next update if its momentum stays; None before the first one.
+    """Predict the change of a parameter by the next update under the assumption that its momentum does not change.
 
-    Decay of weights is left out.
+    Weight decay is not included.
+
+    Args:
+        optimizer: the optimizer with the state of the parameter.
+        group: the settings of the parameter group.
+        parameter: the parameter.
+
+    Returns:
+        the change, of the same shape as the parameter; None before the first update.
     """
     state = optimizer.state.get(parameter, {})
     rate = -group["lr"]
@@ -57,17 +69,18 @@ def predict_change(optimizer: Optimizer, group: Mapping[str, Any], parameter: to
 
 
 class OptimizerLayout:
-    """Which parameters an optimizer has: on one process, and on this rank.
+    """The parameters of an optimizer, both in the whole module and on this rank.
 
-    State is written with the numbering of one process and read back with it, whatever the number of stages. Where
-    configure_optimizers returns None, Lightning's stand-in for an optimizer has no groups, and an empty `state_dict`.
+    The state of the optimizer is saved and loaded with the numbering that a single process uses. It therefore does not
+    depend on the number of stages. If `configure_optimizers` returns None, Lightning creates a placeholder optimizer
+    that has no parameter groups and an empty `state_dict`.
 
     Args:
-        optimizer: made for the whole module.
-        whole: names of its parameters.
+        optimizer: the optimizer, created for the whole module.
+        whole: the names of all its parameters.
 
     Attributes:
-        local: names of those that it has now.
+        local: the names of the parameters that the optimizer has on this rank.
     """
 
     def __init__(self, optimizer: Optimizer, whole: Groups) -> None:
@@ -80,9 +93,12 @@ class OptimizerLayout:
         self._given_names = [list(group.get("param_names", ())) for group in optimizer.param_groups]
 
     def keep_local(self, foreign: Callable[[torch.Tensor], bool]) -> None:
-        """Restrict the optimizer to parameters of this rank; states of other parameters are dropped.
+        """Restrict the optimizer to the parameters of this rank, and delete the states of other parameters.
 
-        Groups stay, also when they get empty, so that schedulers and learning rates are the same on every rank.
+        Groups without any parameters are kept, so that schedulers and learning rates are the same on every rank.
+
+        Args:
+            foreign: returns whether a parameter is on other ranks only.
         """
         local = []
         for group, names, parameters, given in zip(
@@ -99,10 +115,10 @@ class OptimizerLayout:
         self.local = tuple(local)
 
     def show_whole(self, check: Callable[[torch.Tensor | None], None]) -> None:
-        """Have the optimizer show the parameters of all ranks, the very objects that the module shows in hooks.
+        """Put the parameters of all ranks into the optimizer. They are the same objects that hooks see in the module.
 
         Args:
-            check: of `WholeStates`.
+            check: see `WholeStates`.
         """
         self._hidden = [group["params"] for group in self.optimizer.param_groups]
         self._shown = [list(map(RemoteTensor.find_stand_in, parameters)) for parameters in self._parameters]
@@ -112,7 +128,11 @@ class OptimizerLayout:
             group["params"] = parameters
 
     def show_local(self) -> list[list[torch.Tensor]] | None:
-        """Show the parameters of this rank in the optimizer again; return the shown groups where they have changed."""
+        """Put the parameters of this rank back into the optimizer.
+
+        Returns:
+            the parameters of each group if user code has changed them since `show_whole`; otherwise None.
+        """
         groups, shown = self.optimizer.param_groups, self._shown
         now = [list(group["params"]) for group in groups]
         same = len(groups) == len(shown) and all(
@@ -123,16 +143,17 @@ class OptimizerLayout:
             group["params"] = parameters
         if isinstance(self.optimizer.state, WholeStates):
             self.optimizer.state = self.optimizer.state.own  # type: ignore[assignment]
-        else:  # code of the user's has put another one there
+        else:  # the user's code has assigned another object
             for key in [key for key in self.optimizer.state if isinstance(key, RemoteTensor)]:
                 del self.optimizer.state[key]
         return None if same else now
 
     def take_groups(self, groups: Sequence[Sequence[torch.Tensor]], known: Mapping[int, NamedParameter]) -> None:
-        """Take other groups, as `show_local` has given them; call `keep_local` then.
+        """Adopt changed groups that `show_local` has returned. `keep_local` must be called afterwards.
 
         Args:
-            known: parameters of the whole module, by the id of what hooks see of each.
+            groups: the parameters of each group, as hooks see them.
+            known: the parameters of the whole module, by the id of the object that hooks see.
         """
         self.whole = tuple(tuple(known[id(p)][0] for p in group) for group in groups)
         self._parameters = [[known[id(p)][1] for p in group] for group in groups]
@@ -140,19 +161,26 @@ class OptimizerLayout:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The parameters of this rank."""
+        """The names of the parameters on this rank, over all groups."""
         return tuple(name for group in self.local for name in group)
 
     def whole_state(self, local: Mapping[str, Any], states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return one process's `state_dict`, from that of this rank and the `states_by_name` of all ranks."""
+        """Return the `state_dict` that a single process would have.
+
+        Args:
+            local: the `state_dict` of this rank.
+            states: the results of `states_by_name` of all ranks.
+        """
         if not local:
             return {}
         by_name = {name: state for states_of_rank in states for name, state in states_of_rank.items()}
         return number_state_dict(by_name, self.named_state(local)["param_groups"])
 
     def named_state(self, local: Mapping[str, Any]) -> dict[str, Any]:
-        """Return this rank's `state_dict` with names in place of numbers; groups have the names of all ranks'
-        parameters."""
+        """Return the `state_dict` of this rank with the names of parameters instead of their numbers.
+
+        The groups contain the names of the parameters of all ranks.
+        """
         groups = []
         for settings, names in zip(local.get("param_groups", ()), self.whole, strict=True):
             group = {**settings, "params": list(names)}
@@ -162,15 +190,15 @@ class OptimizerLayout:
         return {"state": self.states_by_name(local), "param_groups": groups}
 
     def states_by_name(self, local: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the states in this rank's `state_dict`, by parameter name."""
+        """Return the states in the `state_dict` of this rank by the names of the parameters."""
         names = self.names
         return {names[number]: state for number, state in local.get("state", {}).items()}
 
     def local_state(self, whole: Mapping[str, Any]) -> dict[str, Any]:
-        """Return this rank's part of one process's `state_dict`.
+        """Return this rank's part of the `state_dict` of a single process.
 
         Raises:
-            PipelineError: it was written for other parameter groups.
+            PipelineError: the `state_dict` was written for other parameter groups.
         """
         if not self.whole:
             return {"state": {}, "param_groups": []}
@@ -203,16 +231,17 @@ class OptimizerLayout:
 
 
 class WholeStates(MutableMapping[Any, Any]):
-    """The states that an optimizer has for the parameters of all ranks, in the order of one process.
+    """The states of an optimizer for the parameters of all ranks, in the order of a single process.
 
-    States of parameters on other ranks are made when they are asked for. They are like those of a parameter here, and
-    their tensors have no values.
+    The state of a parameter on another rank is created when it is first accessed. It has the same entries as the state
+    of a similar parameter on this rank, but its tensors have no values.
 
     Args:
         own: the states of this rank.
         groups: the parameters of all ranks, by group.
-        check: called before code of the user's gets, sets or looks for the state of a parameter, or goes through all
-            states, which is None; raises PipelineError where one process would find another one.
+        check: called with a parameter before user code reads, writes or looks up its state, and with None before user
+            code iterates over all states. It raises PipelineError if a single process would have another state at this
+            time.
     """
 
     def __init__(
@@ -226,8 +255,8 @@ class WholeStates(MutableMapping[Any, Any]):
         self._check = check
         self._made: dict[torch.Tensor, Any] = {}
         self._deleted: set[torch.Tensor] = set()
-        self._number: dict[Any, int] = {}  # of the group of each parameter on another rank
-        self._likes: dict[Any, torch.Tensor] = {}  # parameters here that have states, by group and shape, by group
+        self._number: dict[Any, int] = {}  # the number of the group of each parameter on another rank
+        self._likes: dict[Any, torch.Tensor] = {}  # local parameters with states, by group and shape, and by group
 
     def __getitem__(self, key: Any) -> Any:
         key = RemoteTensor.find_stand_in(key) if isinstance(key, torch.Tensor) else key
@@ -275,18 +304,18 @@ class WholeStates(MutableMapping[Any, Any]):
         return sum(1 for _ in self)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """Return a state, and make none."""
-        return self[key] if key in self else default  # noqa: SIM401  # this is what it is made of
+        """Return the state of a parameter, or `default` if it has none. No state is created."""
+        return self[key] if key in self else default  # noqa: SIM401  # `self.get` would recurse
 
     def clear(self) -> None:
-        """Forget all states."""
+        """Remove all states."""
         self._check(None)
         self.own.clear()
         self._made.clear()
         self._likes.clear()
 
     def _find_like(self, key: RemoteTensor) -> torch.Tensor | None:
-        """Return a parameter here that has a state; of the same group and shape if there is one."""
+        """Return a parameter of this rank that has a state, preferably one of the same group and shape."""
         if not self._likes:
             for number, group in enumerate(self._groups):
                 for p in group:
@@ -301,7 +330,7 @@ class WholeStates(MutableMapping[Any, Any]):
 
 
 def _state_on_other_rank(key: RemoteTensor, state: Any, of: torch.Tensor) -> Any:
-    """Return a state of `key` with the entries that the state of the parameter `of` has."""
+    """Return a state for `key` with the entries of `state`, the state of the parameter `of`, but without values."""
 
     def make(name: Any, value: torch.Tensor) -> RemoteTensor:
         shape = key.shape if value.shape == of.shape else value.shape
@@ -314,14 +343,16 @@ def _state_on_other_rank(key: RemoteTensor, state: Any, of: torch.Tensor) -> Any
 
 
 class OptimizersView:
-    """Shows the user's code the parameters of all ranks in optimizers. Other code sees those of this rank.
+    """Switches optimizers between the parameters of all ranks, for user code, and of this rank, for all other code.
 
     Args:
-        scope: says which hook runs; its `view` is this object until `patches` are closed.
-        why_not: returns why code of the user's can't have the state of a parameter now, or those of all, which is None;
-            empty where it can.
-        parameters: returns those that a hook may give an optimizer, by the id of what hooks see of each.
-        adopt: called when a hook has given optimizers other groups.
+        layouts: the layouts of all optimizers.
+        scope: specifies which hook is running. Its `view` is this object until `patches` is closed.
+        patches: the changes that are reverted when it is closed.
+        why_not: returns the reason why user code can't access the state of a parameter now, or an empty string if it
+            can. None in place of a parameter stands for the states of all parameters.
+        parameters: returns the parameters that a hook may add to an optimizer, by the id of the object that hooks see.
+        adopt: called after a hook has changed the groups of optimizers.
     """
 
     def __init__(
@@ -344,10 +375,11 @@ class OptimizersView:
 
     @contextmanager
     def __call__(self, whole: bool) -> Iterator[None]:
-        """Show the parameters of all ranks, or of this one, in optimizers for the block.
+        """Put the parameters of all ranks (`whole`) or of this rank into the optimizers while the block runs.
 
         Raises:
-            PipelineError: code of the user's has changed which parameters an optimizer has.
+            PipelineError: a hook has changed the parameters of an optimizer, but not all ranks run this hook, or the
+                new parameters are not among `parameters`.
         """
         if whole == self._whole:
             yield
@@ -367,7 +399,7 @@ class OptimizersView:
             for layout in self._layouts:
                 layout.show_whole(self._check)
             return
-        shown = [(layout, layout.show_local()) for layout in self._layouts]  # of all, before anything is raised
+        shown = [(layout, layout.show_local()) for layout in self._layouts]  # for all, before an error
         changed = [(layout, groups) for layout, groups in shown if groups is not None]
         if not changed:
             return
@@ -390,7 +422,12 @@ class OptimizersView:
 
 
 def number_state_dict(states: Mapping[str, Any], named_groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return one process's `state_dict` of an optimizer, from states by parameter name and groups of names."""
+    """Return the `state_dict` of an optimizer on a single process.
+
+    Args:
+        states: the states by the names of the parameters.
+        named_groups: the parameter groups, with the names of the parameters instead of their numbers.
+    """
     state: dict[int, Any] = {}
     groups: list[dict[str, Any]] = []
     number = 0
@@ -403,7 +440,7 @@ def number_state_dict(states: Mapping[str, Any], named_groups: Iterable[Mapping[
 
 
 def parameter_names(module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> list[Groups]:
-    """For each optimizer the names of its parameters; those that are not the module's are numbered."""
+    """Return the names of the parameters of each optimizer. Parameters that are not in the module are numbered."""
     names = {id(p): name for name, p in module.named_parameters()}
     return [
         tuple(
@@ -425,7 +462,10 @@ def refuse_unsuitable(optimizers: Sequence[Optimizer]) -> None:
 
 
 def settings_of(optimizers: Iterable[Optimizer]) -> dict[str, str]:
-    """Return the numbers, words and flags that the optimizers were made with, in words, by where they stand."""
+    """Return the plain settings of the optimizers as text, such as numbers, strings and flags.
+
+    The keys consist of the class and the number of the optimizer, the number of the group, and the name of the setting.
+    """
     found = {}
     for n, optimizer in enumerate(optimizers):
         for g, group in enumerate(optimizer.param_groups):

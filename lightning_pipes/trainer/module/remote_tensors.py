@@ -1,5 +1,7 @@
-"""Weights of other ranks' layers as the user's hooks see them: each can be worked on by itself, and has no values; and
-where the tensors are kept meanwhile."""
+"""Stand-ins without values for the weights of layers on other ranks, with which the user's hooks can work.
+
+This module also stores the places of the original tensors until the layers come back to this rank.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +30,22 @@ _READING = {
     *("item", "tolist", "numpy", "is_nonzero", "equal", "allclose", "data_ptr", "untyped_storage", "storage"),
     *("__array__", "__float__", "__int__", "__bool__", "__index__", "__complex__", "__contains__", "__dlpack__"),
 }
-"""Methods and functions of tensors that give values."""
+"""Methods and functions of tensors that return values of the tensor or give access to its memory."""
 
 _MOVING = ("to", "cpu", "cuda")
 _OF_SHAPE = ("size", "dim", "numel", "nelement", "stride", "is_floating_point", "is_complex", "requires_grad_")
 
 
 class ParameterSlot(NamedTuple):
-    """Where a layer keeps a tensor: the layer's number, the table of the module in it, the name there, the tensor that
-    belongs there, and its key in the state dict."""
+    """The place of a tensor in a layer.
+
+    Attributes:
+        layer: the number of the layer.
+        table: the dict of parameters or buffers of the submodule that has the tensor.
+        name: the name of the tensor in this dict.
+        tensor: the tensor that belongs in this place.
+        key: the key of the tensor in the state dict of the whole module.
+    """
 
     layer: int
     table: dict[str, Any]
@@ -46,18 +55,18 @@ class ParameterSlot(NamedTuple):
 
 
 def no_view(whole: bool) -> AbstractContextManager[None]:
-    """Return the context in which optimizers and modules show their own tensors."""
+    """Return a context that does nothing, so that optimizers and modules keep their own tensors."""
     return nullcontext()
 
 
 class HookScope:
-    """The running hook of the user's, if any, for messages and for the tensors that it sees.
+    """The hook of the user that is currently running, if any, and the settings of the tensors that it sees.
 
     Attributes:
-        hook: its name; empty where none runs.
-        on_all_ranks: whether all ranks run it.
-        device: of this rank.
-        gradients: says whether weights have gradients now.
+        hook: the name of the running hook, for messages. It is empty if no hook is running.
+        on_all_ranks: whether all ranks run the hook.
+        device: the device of this rank.
+        gradients: returns whether weights currently have gradients.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -65,43 +74,51 @@ class HookScope:
         self.on_all_ranks = True
         self.device = device
         self.copies: WeakValueDictionary[int, RemoteTensor] = WeakValueDictionary()
-        """Copies that the user's code has made of stand-ins, as for a running average."""
+        """Copies of stand-ins that the user's code has made, for example for a moving average."""
         self.gradients: Callable[[], bool] = lambda: False
         self.view: Callable[[bool], AbstractContextManager[None]] = no_view
-        """Has optimizers show the parameters of all ranks in its block, or of this rank."""
+        """Returns a context in which optimizers have the parameters of all ranks, or of this rank if passed False."""
         self.module_view: Callable[[bool], AbstractContextManager[None]] = no_view
-        """The same of a module that has no proxy, which would see whether a hook runs."""
+        """The same context for a module that is cut without a proxy. A proxy detects a running hook itself."""
         self.digests: Mapping[str, bytes] = {}
-        """Digests of the weights of all ranks by name, where a hook may compare two of them."""
+        """Digests of the weights of all ranks by name, while a hook may compare two weights."""
         self.writes: Counter[str] = Counter()
-        """How often the user's code has written to the stand-in of each name."""
+        """The number of writes of the user's code to the stand-in of each name."""
         self.on_layers: Callable[[], None] = lambda: None
-        """Called when the hook reaches layers, or a tensor of them that is on another rank."""
+        """Called when the hook accesses layers, or the stand-in of a tensor on another rank."""
         self._thread = 0
 
     @property
     def is_active(self) -> bool:
-        """Whether a hook runs in this thread: siblings of an array have a thread each."""
+        """Whether a hook is running in the current thread. Each job of an array has its own thread."""
         return bool(self.hook) and self._thread == get_ident()
 
     def find_digest(self, tensor: torch.Tensor) -> bytes:
-        """Return the digest of a weight, wherever it is."""
+        """Return the digest of a weight on this rank or on another rank."""
         return self.digests[tensor._name] if isinstance(tensor, RemoteTensor) else digest_of_tensor(tensor)
 
     @contextmanager
     def running(self, hook: str, on_all_ranks: bool, whole: bool = True) -> Iterator[None]:
-        """Mark a hook as running in the block; if `whole`, optimizers show it the parameters of all ranks."""
+        """Mark a hook as running while the block runs.
+
+        Args:
+            hook: the name of the hook.
+            on_all_ranks: whether all ranks run the hook.
+            whole: whether modules and optimizers have the parameters of all ranks in the block.
+        """
         with self._set_hook(hook, on_all_ranks), self.module_view(whole), self.view(whole):
             yield
 
     @contextmanager
     def suspend_hooks(self) -> Iterator[None]:
-        """Mark no hook as running in the block, for calls of ours or of Lightning's about this rank."""
+        """Mark no hook as running while the block runs, for internal code and code of Lightning that only concerns this
+        rank.
+        """
         with self.view(False), self.module_view(False), self._set_hook("", True):
             yield
 
     def bind(self, function: Callable[[], Any]) -> Callable[[], Any]:
-        """Return `function` as it would run now, in the hook that runs now."""
+        """Return a function that runs `function` in the same state of the scope as at the time of this call."""
         hook, on_all_ranks = self.hook, self.on_all_ranks
 
         def run() -> Any:
@@ -122,23 +139,29 @@ class HookScope:
 
 
 class RemoteTensor(torch.Tensor):
-    """A tensor without values: a weight of a layer on another rank, or what was made from one.
-
-    What is computed from it is a RemoteTensor, too. Writing to it does nothing here: the rank with the layer writes the
-    values. So work on each weight by itself, a running average for example, gives what it should.
+    """A tensor without values that represents a weight of a layer on another rank, or a result computed from one.
+    Operations on a RemoteTensor return a RemoteTensor. Writing to it has no effect on this rank, because the rank that
+    has the layer runs the same code and writes the values. Code that processes each weight separately, such as a moving
+    average, therefore has the correct result.
 
     Raises:
-        PipelineError: its values are read, stored, or written to a tensor that is here.
+        PipelineError: code reads or stores the values of a RemoteTensor, or writes them to a tensor of this rank.
     """
 
     _name = "a weight"
     is_weight_or_gradient = False
-    """Whether it is a weight or its gradient, not what was made from one."""
+    """Whether the tensor stands in for a weight or its gradient, not for a result computed from one."""
     _scope = HookScope(torch.device("meta"))
 
     @staticmethod
     def make_like(tensor: torch.Tensor, name: str, scope: HookScope) -> RemoteTensor:
-        """Return a remote tensor `name` with the shape, type and kind of `tensor`."""
+        """Return a RemoteTensor with the shape, type and class (tensor or parameter) of `tensor`.
+
+        Args:
+            tensor: the tensor, which may be sharded.
+            name: the name in messages.
+            scope: the scope of hooks that the RemoteTensor belongs to.
+        """
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if is_distributed(tensor) else tensor
         found = whole.detach().to("meta").as_subclass(RemoteTensor)
         if isinstance(tensor, nn.Parameter):
@@ -150,21 +173,20 @@ class RemoteTensor(torch.Tensor):
 
     @property
     def writes(self) -> int:
-        """How often the user's code has written to it."""
+        """The number of times that the user's code has written to this tensor."""
         return self._scope.writes[self._name]
 
     @property
     def gradient(self) -> RemoteTensor | None:
-        """Return the gradient of a trained weight, shown as `grad`."""
+        """The gradient of a trained weight as a RemoteTensor, or None. User code reads it as `grad`."""
         if not (self.is_weight_or_gradient and self.requires_grad and self._scope.gradients()) or in_grad_norm():
             return None
         return RemoteTensor.make_like(self.detach(), f"the gradient of {self._name}", self._scope)
 
     @staticmethod
     def replace(tensor: torch.Tensor, stand_in: RemoteTensor) -> None:
-        """Have `tensor` behave as `stand_in` wherever code of the user's has kept it, without memory of its own.
-
-        `put_back` undoes it.
+        """Release the memory of `tensor` and make it behave like `stand_in`, because user code may have kept it.
+        `put_back` reverts this change.
         """
         kept = tensor.__class__
         tensor.data = tensor.data.new_empty(()).expand(tensor.shape)
@@ -180,13 +202,13 @@ class RemoteTensor(torch.Tensor):
 
     @staticmethod
     def find_stand_in(tensor: torch.Tensor) -> torch.Tensor:
-        """Return the stand-in that the module shows for a tensor after `replace`, else the tensor."""
+        """Return the stand-in that the module has for `tensor` after `replace`, or `tensor` if there is none."""
         found: torch.Tensor = tensor.__dict__.get("_stand_in", tensor)
         return found
 
     @staticmethod
     def put_back(tensor: torch.Tensor) -> None:
-        """Have a tensor that `replace` was called with be itself, without values; else nothing."""
+        """Revert `replace` for a tensor, which then has no values. Other tensors are left unchanged."""
         kept, _ = tensor.__dict__.pop("_kept_class", None), tensor.__dict__.pop("_stand_in", None)
         if kept is None:
             return
@@ -258,13 +280,19 @@ class RemoteTensor(torch.Tensor):
         return f"{type(self).__name__}({self._name}, {tuple(self.shape)}, {self.dtype})"
 
     def derive(self, like: torch.Tensor, what: str) -> RemoteTensor:
-        """Return a tensor without values that is `what` of this one, of the shape and type of `like`."""
+        """Return a RemoteTensor for a value that belongs to this tensor.
+
+        Args:
+            like: a tensor of the shape and type of the result.
+            what: the first part of the name of the result, such as "an optimizer's 'exp_avg' of". The name of this
+                tensor follows it.
+        """
         found = RemoteTensor.make_like(like, f"{what} {self._name}", self._scope)
         found.__dict__["is_weight_or_gradient"] = False
         return found
 
     def refuse_use(self, what: str) -> NoReturn:
-        """Raise PipelineError, for a hook that does `what` with it."""
+        """Raise PipelineError because the running hook does `what` with this tensor."""
         scope = self._scope
         alone = (
             "" if scope.on_all_ranks else f" {scope.hook} runs on rank 0 only: use another hook, which all ranks run."
@@ -280,8 +308,10 @@ class RemoteTensor(torch.Tensor):
 
 
 class RemoteParameters:
-    """The tensors of layers of other ranks, without memory: stand-ins are in their slots until they come back. The
-    objects stay the same, so that optimizers and the user's code find them again."""
+    """The tensors of layers on other ranks, which have no memory, and whose slots contain stand-ins.
+
+    The objects of the tensors are kept and put back later, so that references of optimizers and user code stay valid.
+    """
 
     def __init__(self, scope: HookScope) -> None:
         self.slots: list[ParameterSlot] = []
@@ -292,7 +322,8 @@ class RemoteParameters:
         """Check that a layer can move back to this rank.
 
         Raises:
-            PlanError: code of the user's has copied it, and the values of the copy are on the rank that has the layer.
+            PlanError: the user's code has copied a weight of the layer, and the values of the copy are on the rank that
+                currently has the layer.
         """
         names = {f"self.{slot.key}" for slot in self.slots if slot.layer == layer}
         for copy in self._scope.copies.values():
@@ -307,7 +338,7 @@ class RemoteParameters:
         return id(tensor) in self._ids
 
     def add(self, slots: Iterable[ParameterSlot]) -> None:
-        """Replace the tensors in these slots, now on other ranks, by stand-ins."""
+        """Replace the tensors in these slots by stand-ins, because their layers are now on other ranks."""
         slots = list(slots)
         stand_ins = {
             id(s.tensor): RemoteTensor.make_like(s.tensor, f"self.{s.key}", self._scope) for s in reversed(slots)
@@ -324,13 +355,18 @@ class RemoteParameters:
         self._ids.update(id(s.tensor) for s in slots)
 
     def put_back(self) -> None:
-        """Have all tensors be themselves again, without values; they stay out of their slots."""
+        """Make all tensors ordinary tensors without values again. They are not put into their slots."""
         for slot in self.slots:
             RemoteTensor.put_back(slot.tensor)
             slot.tensor.requires_grad_(slot.table[slot.name].requires_grad)
 
     def take_back(self, layer: int, values: Mapping[int, torch.Tensor]) -> None:
-        """Put the tensors of a layer back into their slots, with these values by id of their stand-ins."""
+        """Put the tensors of a layer back into their slots.
+
+        Args:
+            layer: the number of the layer.
+            values: the values of each tensor, by the id of its stand-in.
+        """
         for slot in (s for s in self.slots if s.layer == layer):
             stand_in = slot.table[slot.name]
             give_values(slot.tensor, values[id(stand_in)], stand_in)
@@ -341,7 +377,7 @@ class RemoteParameters:
 
 
 def digest_of_tensor(tensor: torch.Tensor) -> bytes:
-    """Return a digest that tensors of equal shape, type and values have."""
+    """Return a digest that is equal for tensors of equal shape, type and values."""
     values = (tensor.detach() + 0).cpu().contiguous()  # -0.0 equals 0.0
     found = blake2b(f"{tuple(values.shape)} {values.dtype}".encode(), digest_size=16)
     found.update(values.reshape(-1).view(torch.uint8).numpy().data)
@@ -349,8 +385,14 @@ def digest_of_tensor(tensor: torch.Tensor) -> bytes:
 
 
 def give_values(tensor: torch.Tensor, values: torch.Tensor, like: torch.Tensor) -> None:
-    """Have a tensor without memory hold these, as `like` would lie in memory."""
-    with NoSubclassFunctions():  # `like` is a stand-in, whose functions take long
+    """Give values to a tensor without memory.
+
+    Args:
+        tensor: the tensor, which stays the same object.
+        values: the values.
+        like: a tensor whose memory layout `tensor` gets.
+    """
+    with NoSubclassFunctions():  # `like` is a stand-in, whose functions are slow
         values = with_layout_of(values, like)
     RemoteTensor.put_back(tensor)
     if tensor.is_meta:
@@ -361,14 +403,20 @@ def give_values(tensor: torch.Tensor, values: torch.Tensor, like: torch.Tensor) 
 
 
 def _one_by_one(func: Any, args: Any, kwargs: Any) -> list[Any] | None:
-    """Apply a function of lists to the n-th entries alone, for each n, for some entries are on other ranks."""
+    """Apply a function of lists of tensors to each position separately, because some entries are on other ranks."""
     rows = [[[a[n]] if isinstance(a, (list, tuple)) else a for a in args] for n in range(len(args[0]))]
     results = [func(*row, **kwargs) for row in rows]
     return None if results[0] is None else [entry for result in results for entry in result]
 
 
 def find_written(name: str, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """Return the tensors that a function of that name writes to."""
+    """Return the tensors that a call of a torch function writes to.
+
+    Args:
+        name: the name of the function.
+        args: the positional arguments of the call.
+        kwargs: the keyword arguments of the call.
+    """
     if kwargs.get("out") is not None:
         return [t for t in pytree.tree_leaves(kwargs["out"]) if isinstance(t, torch.Tensor)]
     in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
@@ -377,7 +425,7 @@ def find_written(name: str, args: Any, kwargs: Any) -> list[torch.Tensor]:
         assigned = True
     if not in_place and not assigned:
         return []
-    target = args[0] if args else kwargs.get("tensor")  # nn.init hands its own on by keyword
+    target = args[0] if args else kwargs.get("tensor")  # nn.init passes the tensor by keyword
     return [t for t in pytree.tree_leaves(target) if isinstance(t, torch.Tensor)]
 
 
@@ -390,11 +438,11 @@ _RANDOM = {
     *("dropout", "dropout_", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "rrelu", "rrelu_"),
     *("kaiming_uniform_", "kaiming_normal_"),
 }
-"""Functions that draw random numbers, with the one of nn.init that dispatch by themselves."""
+"""Functions that draw random numbers, including the functions of `nn.init` that dispatch to `__torch_function__`."""
 
 
 def _draw(func: Any, args: Any, kwargs: Any, device: torch.device) -> None:
-    """Draw the random numbers of `func` for a local tensor, so that later draws are the same."""
+    """Draw the random numbers of `func` for a temporary local tensor, so that later random numbers are not affected."""
 
     kept = {key: value for key, value in kwargs.items() if key != "out"}
     args, kept = pytree.tree_map_only(RemoteTensor, lambda tensor: _make_placeholder(tensor, device), (args, kept))
@@ -402,7 +450,7 @@ def _draw(func: Any, args: Any, kwargs: Any, device: torch.device) -> None:
 
 
 def _draw_as_init(caller: FrameType, device: torch.device) -> None:
-    """The same for a function of nn.init that asks for `is_meta`: it leaves such tensors alone."""
+    """Draw the random numbers of a function of `nn.init` that reads `is_meta`, because it skips tensors on `meta`."""
     code = caller.f_code
     if caller.f_globals is vars(nn.init):
         given = {name: caller.f_locals[name] for name in code.co_varnames[: code.co_argcount]}
@@ -410,7 +458,7 @@ def _draw_as_init(caller: FrameType, device: torch.device) -> None:
 
 
 def _make_placeholder(tensor: RemoteTensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor here like one that is on another rank, with some values."""
+    """Return a tensor on `device` with the shape and type of a remote tensor. All its values are 0.5."""
     like = _without_values(tensor)
     return torch.full(tuple(like.shape), 0.5, dtype=like.dtype, device=device)
 
