@@ -1,4 +1,4 @@
-"""Running the user's step around the pipelined layers: up to their call, or past it with a given answer."""
+"""Execution of the user's step up to its call of the pipelined layers, or in full with a given result of the call."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ Step = Callable[..., Any]
 
 
 class _Reached(BaseException):
-    """Unwinds the user's step once the pipelined module is called; `except Exception` must not stop it."""
+    """Raised to leave the user's step when it calls the pipelined module. `except Exception` must not catch it."""
 
     def __init__(self, x: Any) -> None:
         self.x = x
 
 
 class ChangedInput(NamedTuple):
-    """The output of layers and their in-place changes of the input, as of `nn.ReLU(inplace=True)` as the first layer.
+    """The output of the layers together with their in-place changes of the input, as by `nn.ReLU(inplace=True)`.
 
     Attributes:
-        out: what the last of them returns.
-        changed: the values of the changed tensors of the input, by their numbers in it.
+        out: the output of the last layer.
+        changed: the new values of the changed tensors of the input, by the number of the tensor in the input.
     """
 
     out: Any
     changed: dict[int, torch.Tensor]
 
     def write_changes(self, x: Any) -> Any:
-        """Change the input of the layers as they have changed it on another rank, and return their output."""
+        """Apply the changes that the layers have made on another rank to their input, and return their output."""
         tensors = tensors_in(x)
         for number, value in self.changed.items():
             tensors[number].copy_(value)
@@ -45,11 +45,11 @@ class ChangedInput(NamedTuple):
 
 
 class NoCallError(PipelineError):
-    """A step has ended, and has not called the layers.
+    """Raised if a step has ended without calling the layers.
 
     Attributes:
-        out: what the step returned.
-        calls: what it logged.
+        out: the return value of the step.
+        calls: the logging calls of the step.
     """
 
     def __init__(self, text: str, out: Any) -> None:
@@ -59,12 +59,12 @@ class NoCallError(PipelineError):
 
 
 class Interceptor:
-    """Intercepts calls of the pipelined module, or of a loop over its layers.
+    """Intercepts the call of the pipelined module by the user's step, or the loop of the step over its layers.
 
     Args:
-        name: how the user calls the module, for messages.
-        loop: whether it can only be called layer by layer.
-        around: the context in which steps run, again and again.
+        name: the expression with which user code accesses the module, for messages.
+        loop: whether the module can only be called layer by layer.
+        around: a reusable context in which all steps run.
     """
 
     def __init__(self, name: str, loop: bool = False, around: AbstractContextManager[Any] | None = None) -> None:
@@ -77,14 +77,15 @@ class Interceptor:
 
     @property
     def running(self) -> bool:
-        """Whether a step is running that may make the call."""
+        """Whether a step is running that may call the layers."""
         return self._answer is not None
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Answer the call of the pipelined module by the user's step.
+        """Return the result of the call of the pipelined module by the user's step.
 
         Raises:
-            PipelineError: no step is running, it is the step's second call, or it has not one positional argument.
+            PipelineError: no step is running, the call does not have exactly one positional argument, or the step has
+                called the module before.
         """
         if self._answer is None:
             raise PipelineError(
@@ -101,10 +102,11 @@ class Interceptor:
         return self.call_layers(args[0])
 
     def call_layers(self, x: Any) -> Any:
-        """Answer the call of the layers with `x`.
+        """Return the result of the call of the layers with the input `x`.
 
         Raises:
-            PipelineError: it is the step's second call, and nothing answers that.
+            PipelineError: the step has called the layers before and may call them only once, or it calls them within a
+                transform of torch.func.
         """
         assert self._answer is not None, "no step is running"
         if in_functorch():
@@ -124,11 +126,11 @@ class Interceptor:
         return _with_changes(self._answer(x), x)
 
     def capture(self, step: Step, *args: Any) -> Any:
-        """Return the input with which `step(*args)` calls the layers; the step goes no further.
+        """Run `step(*args)` until it calls the layers, and return the input of this call.
 
         Raises:
-            NoCallError: the step ends without the call.
-            PipelineError: it has caught what the call raised.
+            NoCallError: the step ends without calling the layers.
+            PipelineError: the step has caught the exception that this call raises.
         """
 
         def reached(x: Any) -> Any:
@@ -146,10 +148,10 @@ class Interceptor:
         raise PipelineError(text) if self._calls else NoCallError(text, out)
 
     def run_without(self, step: Step, *args: Any) -> Any:
-        """Return the result of `step(*args)`, which does not call the layers.
+        """Return the result of `step(*args)`, which must not call the layers.
 
         Raises:
-            PipelineError: it does.
+            PipelineError: the step calls the layers.
         """
 
         def refused(x: Any) -> Any:
@@ -168,14 +170,18 @@ class Interceptor:
         apart: bool = False,
         answer_later: Callable[[Any], Any] | None = None,
     ) -> Any:
-        """Return the result of `step(*args)` when its call of the pipelined module gives `answer(x)`.
+        """Return the result of `step(*args)` if its call of the pipelined module with an input `x` returns `answer(x)`.
 
         Args:
-            apart: whether the graph of what `answer` gives does not go on to `x`.
-            answer_later: returns the result of each call after the first one; None if the step may make only one.
+            step: the user's step.
+            answer: returns the result of the first call of the pipelined module.
+            args: the arguments of the step.
+            apart: whether the autograd graph of the result of `answer` is not connected to `x`.
+            answer_later: returns the result of each later call. If None, the step may make only one call.
 
         Raises:
-            PipelineError: the step makes no such call, or takes a gradient from after it by something before it.
+            PipelineError: the step does not call the module, or it computes a gradient of a value after the call with
+                respect to a value before the call.
         """
 
         def watched(x: Any) -> Any:
@@ -204,13 +210,13 @@ class Interceptor:
 
 
 class _GapInGraph:
-    """The gap in the graph of a step between input and output of the layers.
+    """The gap in the autograd graph of a step between the input and the output of the layers.
 
     Args:
-        step: its name.
-        layers: how the user calls them.
-        x: what enters.
-        y: what they return.
+        step: the name of the step.
+        layers: the expression with which user code calls the layers.
+        x: the input of the layers.
+        y: the output of the layers.
     """
 
     def __init__(self, step: str, layers: str, x: Any, y: Any) -> None:
@@ -218,10 +224,11 @@ class _GapInGraph:
         self._entering, self._returned = graph_nodes(tensors_in(x)), graph_nodes(tensors_in(y))
 
     def check(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
-        """Raise PipelineError if a backward is to go from `outputs` over the gap.
+        """Raise PipelineError if a backward pass from `outputs` would have to cross the gap.
 
         Args:
-            inputs: whose gradients are asked for; none for all leaves.
+            outputs: the tensors at which the backward pass starts.
+            inputs: the tensors whose gradients are computed. If empty, these are all leaves of the graph.
         """
         if self._returned and not is_reached(graph_nodes(outputs), self._returned):
             return
@@ -239,7 +246,7 @@ def _with_changes(y: Any, x: Any) -> Any:
 
 
 def named_step(owner: object, name: str) -> Step:
-    """Return a step of a module, with that name; it may be an attribute that has none, such as a functools.partial."""
+    """Return the step `name` of a module. A callable without `__name__`, such as functools.partial, gets this name."""
     step: Step = getattr(owner, name)
     if not hasattr(step, "__name__"):
         step = partial(step)
@@ -248,13 +255,13 @@ def named_step(owner: object, name: str) -> Step:
 
 
 def _name(step: Step) -> str:
-    return getattr(step, "__name__", None) or str(step)  # a bound method's text holds the whole module's: slow
+    return getattr(step, "__name__", None) or str(step)  # the repr includes the whole module and is slow
 
 
 class CacheSwitch:
-    """Switches `use_cache` off in a Hugging Face model's configs while a step runs.
+    """A context manager that disables `use_cache` in the configs of Hugging Face models while a step runs.
 
-    A context manager. Outside of it configs are as the user has them: what is saved or generated there is the same.
+    Outside of the context, the configs are unchanged, so that saving a model and generating with it are not affected.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -264,7 +271,7 @@ class CacheSwitch:
         self._switched: list[Any] = []
 
     def log(self) -> None:
-        """Log one line where a step would fill a cache."""
+        """Log one line if `use_cache` of a config is enabled, because it will be disabled in steps."""
         names = {type(config).__name__: None for config in self._configs if config.use_cache}
         if names:
             rank_zero_info(
@@ -283,6 +290,6 @@ class CacheSwitch:
 
 
 def _has_cache(config: Any) -> bool:
-    """Return whether it is a config of transformers that knows `use_cache`."""
+    """Return whether an object is a config of transformers with the option `use_cache`."""
     libraries = {kind.__module__.partition(".")[0] for kind in type(config).__mro__}
     return "transformers" in libraries and isinstance(getattr(config, "use_cache", None), bool)

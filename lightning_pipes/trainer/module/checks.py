@@ -1,4 +1,7 @@
-"""Checks before training starts, of what can't work, or works differently than on one process; ranks start equal."""
+"""Checks before training for modules and callbacks that a pipeline does not support or runs differently.
+
+This module also makes the weights and the random state of all ranks equal at the start.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +32,12 @@ from lightning_pipes.trainer.ranks.replicas import Replicas
 
 
 def check_run(module: pl.LightningModule, trainer: pl.Trainer, background: bool) -> None:
-    """Raise PipelineError for a module or callbacks that can't be used.
+    """Raise PipelineError for a precision plugin, a module or callbacks that can't be used in a pipeline.
 
     Args:
-        background: checkpoints are written while training goes on.
+        module: the user's module.
+        trainer: the Trainer.
+        background: whether checkpoints are written in the background while training continues.
     """
     fitting = trainer.state.fn == TrainerFn.FITTING
     check_precision(trainer.strategy.precision_plugin)
@@ -42,7 +47,7 @@ def check_run(module: pl.LightningModule, trainer: pl.Trainer, background: bool)
 
 
 def check_precision(plugin: Precision) -> None:
-    """Raise PipelineError for a plugin that needs the same layers on all processes."""
+    """Raise PipelineError for a precision plugin that requires the same layers on all processes."""
     if isinstance(plugin, TransformerEnginePrecision):
         raise PipelineError(
             f"{type(plugin).__name__} can't be used in a pipeline. Transformer Engine reduces the largest values of "
@@ -52,7 +57,7 @@ def check_precision(plugin: Precision) -> None:
 
 
 def check_async(found: Iterable[pl.Callback]) -> None:
-    """Raise PipelineError for a callback that can't have checkpoints written in the background."""
+    """Raise PipelineError for a callback that does not work with checkpoints written in the background."""
     for callback in found:
         if isinstance(callback, cb.ModelCheckpoint) and callback.save_last == "link":
             raise PipelineError(
@@ -62,7 +67,12 @@ def check_async(found: Iterable[pl.Callback]) -> None:
 
 
 def check_module(module: pl.LightningModule, fitting: bool) -> None:
-    """Raise PipelineError for a module that can't be trained in a pipeline."""
+    """Raise PipelineError for a module that can't be run in a pipeline.
+
+    Args:
+        module: the user's module.
+        fitting: whether the module is trained.
+    """
     owner = type(module).__name__
     if fitting and is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise PipelineError(
@@ -91,7 +101,7 @@ def check_module(module: pl.LightningModule, fitting: bool) -> None:
 
 
 def warn_about_microbatch_effects(full: nn.Module) -> None:
-    """Warn of layers that differ where training batches are cut into micro-batches."""
+    """Warn about layers of the pipelined container whose results change if batches are cut into micro-batches."""
     names = [name for name in batch_statistics(full) if full.get_submodule(name).training]
     if names:
         rank_zero_warn(
@@ -108,10 +118,14 @@ def warn_about_microbatch_effects(full: nn.Module) -> None:
 
 
 def warn_about_module(module: pl.LightningModule, full: Layers | None) -> None:
-    """Warn of layers and hooks that see the layers of one stage, or nothing.
+    """Warn about hooks and layers of the user's module that are likely to behave differently in a pipeline.
+
+    These are copies of the pipelined container, trained weights under an adapter of peft, and a `backward` method that
+    is not called.
 
     Args:
-        full: the container that is cut; None where hooks see all weights.
+        module: the user's module.
+        full: the container that is cut; None if hooks see all weights.
     """
     copies = [] if full is None else _copies(module, full)
     if copies:
@@ -132,7 +146,7 @@ def warn_about_module(module: pl.LightningModule, full: Layers | None) -> None:
 
 
 def _names_under_adapters(module: nn.Module) -> Iterator[str]:
-    """Yield names of weights that train in layers that have an adapter of peft; it may train their biases."""
+    """Yield the names of trained weights in layers that have an adapter of peft, except biases, which it may train."""
     for name, part in module.named_modules():
         base = getattr(part, "base_layer", None) if getattr(part, "adapter_layer_names", ()) else None
         for leaf, weight in base.named_parameters() if isinstance(base, nn.Module) else ():
@@ -141,7 +155,7 @@ def _names_under_adapters(module: nn.Module) -> Iterator[str]:
 
 
 def _copies(module: pl.LightningModule, full: nn.Module) -> list[str]:
-    """Return names of modules with the same shapes of parameters as `full`, in the same order."""
+    """Return the names of other modules whose parameters have the same shapes as the parameters of `full`, in order."""
     shapes = [p.shape for p in full.parameters()]
     inside = {id(part) for part in full.modules()}
     others = [(name, part) for name, part in module.named_modules() if name and id(part) not in inside]
@@ -150,13 +164,16 @@ def _copies(module: pl.LightningModule, full: nn.Module) -> list[str]:
 
 
 def warn_about_small_batch(rows: int, stages: int, pieces: int, asked: int) -> None:
-    """Warn of a batch with fewer samples than there are stages, and log if it is cut into fewer micro-batches than
-    `asked`. With one micro-batch nothing is cut, and samples are not counted: a batch of a class of its own counts as
-    one sample.
+    """Warn about a batch with fewer samples than stages, and log if it is cut into fewer micro-batches than requested.
+
+    There is no warning if one micro-batch is requested. Batches are not cut then, so that a batch of an unknown class
+    counts as one sample.
 
     Args:
-        pieces: micro-batches that it is cut into.
-        asked: micro-batches of the setting.
+        rows: the number of samples in the batch.
+        stages: the number of stages.
+        pieces: the number of micro-batches that the batch is cut into.
+        asked: the number of micro-batches in the settings.
     """
     if pieces < asked:
         rank_zero_info(
@@ -175,29 +192,32 @@ def _listed(names: Sequence[str]) -> str:
 
 
 _CHUNK = 1 << 16
-"""Numbers of eight bytes that are summed up at a time, few enough for a processor's cache."""
+"""The number of 8-byte integers that are summed at a time, which fit into the cache of a processor."""
 _PRIME = (1 << 61) - 1
 
 
 def broadcast_random_state(control: Control, device: torch.device) -> None:
-    """Give all ranks the generators of rank 0, which has run what one process would have run.
+    """Set the random generators of all ranks to the state of rank 0, which is the same as on a single process.
 
-    So samplers and `random_split` without a generator of their own choose the same samples on every stage.
+    Samplers and `random_split` without a generator of their own then select the same samples on every stage.
     """
     set_random_state(control.broadcast(random_state(device), control.ranks[0]), device)
 
 
 def equalize_weights(module: nn.Module, control: Control, replicas: Replicas | None = None) -> bool:
-    """Give all ranks the parameters and buffers of rank 0, except tensors on `meta` on any rank.
+    """Set the parameters and buffers of all ranks to the values of rank 0. Collective.
 
-    Of sharded parameters each rank has the shards of the first stage's ranks, and of the first replica where replicas
-    have the same.
-
-    Equal ranks are found by checksums in one exchange. Return whether an earlier run has left the layers of any rank
-    spread out.
+    Tensors that are on `meta` on any rank are skipped. If the checksums of all ranks are equal, no tensors are sent.
+    Each shard of a parameter is set to the shard of the corresponding rank of the first stage, and of the first replica
+    if all replicas have the same shard.
 
     Args:
-        replicas: the ranks with the same stages, where parameters are sharded.
+        module: the module.
+        control: the control channel of the ranks.
+        replicas: the ranks with the same stages, if parameters are sharded.
+
+    Returns:
+        whether an earlier run has left layers of any rank on `meta`.
 
     Raises:
         PipelineError: the ranks have built different modules.
@@ -221,7 +241,7 @@ def equalize_weights(module: nn.Module, control: Control, replicas: Replicas | N
 
 
 def checksum_tensors(tensors: Iterable[torch.Tensor]) -> int:
-    """Return a checksum of tensors; other bits or another order change it but for one case in 2**60."""
+    """Return a checksum of tensors. Other bits or another order give another checksum except in one case of 2**60."""
     total = 1
     for tensor in tensors:
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -241,7 +261,7 @@ def _factors() -> torch.Tensor:
 
 
 def _take_over(tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, object], control: Control) -> None:
-    """Take over what rank 0 has. Collective."""
+    """Check that the ranks have built the same module, and copy the values of rank 0. Collective."""
     expected = control.broadcast(shapes, control.ranks[0])
     different = sorted(n for n in {*shapes, *expected} if shapes.get(n) != expected.get(n))
     if any(control.any(bool(different))):

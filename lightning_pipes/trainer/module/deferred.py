@@ -1,8 +1,9 @@
-"""Weights made on `meta`, as by `with torch.device("meta"):` in configure_model: no rank ever holds all of them.
+"""Initialization of weights on `meta`, as created by `with torch.device("meta"):` in `configure_model`.
 
-A rank makes those of its own layers and of what is outside of the pipelined module. They are read from the files that
-`load_pretrained` was given, or start as `reset_parameters` has them, torch's convention for such modules, or as models
-of transformers initialize their parts. Random numbers depend on the seed and the layer alone.
+No rank ever holds all of these weights. Each rank initializes the weights of its own layers and the weights outside of
+the pipelined module. The values are read from the files that were passed to `load_pretrained`. Otherwise, they are set
+by `reset_parameters`, which is the convention of torch for such modules, or by the initialization of transformers. The
+random numbers depend only on the seed and the layer.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from lightning_pipes.trainer.ranks.ranks import Ranks
 from lightning_pipes.trainer.ranks.replicas import whole_parameters
 
 NOT_SAMPLES = Span(0, 0)
-"""In place of a micro-batch in the seed of the random numbers that weights start from."""
+"""Used instead of the span of a micro-batch in the seed of the random numbers that initialize weights."""
 
 
 def has_meta(module: nn.Module) -> bool:
@@ -51,21 +52,22 @@ def has_meta(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class _Tied:
-    """A tensor in several places, and the last layer that resets it, which has the last word."""
+    """A tensor that several layers share, and the last layer that initializes it, whose values are used."""
 
     tensor: torch.Tensor
     layer: int
 
 
 class DeferredWeights:
-    """The tensors of a whole module that are on `meta`, and how they get values. Made before the module is cut.
+    """The tensors on `meta` of a module and their initialization. It must be created before the module is cut.
 
     Args:
-        module: the user's module, whole.
-        groups: its parts by the number from which their random numbers start. Those of a group are made together.
+        module: the user's whole module.
+        groups: the parts of the module in groups that are initialized together, by the number of the group. The random
+            numbers of a group depend on its number.
 
     Raises:
-        PipelineError: the values are unknown.
+        PipelineError: the values of a tensor are unknown, because it is not in any file and no initializer sets it.
     """
 
     def __init__(self, module: pl.LightningModule, groups: Mapping[int, Iterable[nn.Module]]) -> None:
@@ -73,12 +75,12 @@ class DeferredWeights:
         self._tied: list[_Tied] = []
         self._initializers: dict[int, Initializer] = {}
         self._inside: dict[int, list[torch.Tensor]] = {}
-        """The tensors that the initializer of a part sets in parts inside of it, by the id of the part."""
+        """The tensors of inner parts that the initializer of a part sets, by the id of the part."""
         self._kept: set[int] = set()
-        """The ids of those of them that had values before."""
+        """The ids of the tensors in `_inside` that had values before and keep them."""
         self._adapters: dict[int, list[Callable[[], object]]] = {}
         self._pretrained = take_attached(module)
-        if SPREAD in vars(module) or not has_meta(module):  # an earlier run has made what belongs here
+        if SPREAD in vars(module) or not has_meta(module):  # an earlier run has initialized the weights of this rank
             return
         self._initializers = find_initializers(module)
         self._adapters = _find_adapters(module)
@@ -95,13 +97,15 @@ class DeferredWeights:
         self._tied = list(self._find_tied())
 
     def make_layers(self, local: Iterable[int], positions: Sequence[int], seed: int, ranks: Ranks) -> None:
-        """Give values to the weights of the `local` groups and to those outside. Collective.
+        """Initialize the weights of the `local` groups and the weights outside of the layers. Collective.
 
-        Tensors stay the same objects, so optimizers need no change.
+        The tensors stay the same objects, so that optimizers do not have to be changed.
 
         Args:
-            positions: of each group in the pipeline.
-            seed: what the random numbers start from, besides torch's own seed.
+            local: the numbers of the groups on this rank.
+            positions: the position in the pipeline of the rank that has each group.
+            seed: the seed of the random numbers, which is combined with the initial seed of torch.
+            ranks: the ranks of the run.
         """
         if not self._groups:
             return
@@ -117,9 +121,14 @@ class DeferredWeights:
                 tied.tensor.detach().copy_(value)
 
     def make_tensors(self, is_here: Callable[[torch.Tensor], bool], seed: int, ranks: Ranks) -> None:
-        """Give values to some tensors, which do not depend on what other ranks have. Collective.
+        """Initialize the tensors of this rank to values that do not depend on the distribution over ranks. Collective.
 
-        Each group with one of them is made whole, and what this rank does not have is released at once.
+        Each group with such a tensor is initialized as a whole. The memory of its other tensors is then released.
+
+        Args:
+            is_here: returns whether this rank has a tensor.
+            seed: the seed of the random numbers, which is combined with the initial seed of torch.
+            ranks: the ranks of the run.
         """
         if not self._groups:
             return
@@ -134,7 +143,7 @@ class DeferredWeights:
 
     @staticmethod
     def _agree_on_seeds(seed: int, ranks: Ranks) -> tuple[int, int]:
-        """Return the seed, and the one of torch on the first rank."""
+        """Return the seed and the initial seed of torch on the first rank."""
         return seed, ranks.control.broadcast(torch.initial_seed(), ranks.control.ranks[0])
 
     def _make_group(self, number: int, seeds: tuple[int, int], device: torch.device) -> None:
@@ -171,7 +180,7 @@ class DeferredWeights:
                 raise PipelineError(explain_unknown_values(where, part))
 
     def _leave_out_crossing(self, module: nn.Module) -> None:
-        """Leave out initializers that set tensors of several groups, which no rank has together, and warn of them."""
+        """Skip initializers that set tensors of several groups, which are on several ranks, and warn about them."""
         paths = {id(part): path for path, part in module.named_modules()}
         for group in self._groups.values():
             held = {id(t) for part in group for t in own_meta_tensors(part)}
@@ -209,12 +218,15 @@ class DeferredWeights:
                     if id(module) in self._initializers and not self._is_in_files(tensor):
                         resetting[id(tensor)] = (tensor, number)
         for key, (tensor, last) in resetting.items():
-            if len(having[key]) > 1 and last != BEFORE_LAYERS:  # what is outside starts equal on all ranks
+            if len(having[key]) > 1 and last != BEFORE_LAYERS:  # weights outside start equal on all ranks
                 yield _Tied(tensor, last)
 
 
 def group_layers(module: nn.Module, path: str) -> dict[int, Iterable[nn.Module]]:
-    """Return the parts of each layer of a container, and those outside of it, in the order of their initialization."""
+    """Return the parts of each layer of a container in the order of their initialization, by the number of the layer.
+
+    The parts outside of the container have the number `BEFORE_LAYERS`.
+    """
     layers = module.get_submodule(path)
     inside = {id(m) for m in layers.modules()}
     outside = [m for m in list_parts_first(module) if id(m) not in inside]
@@ -225,9 +237,9 @@ def group_layers(module: nn.Module, path: str) -> dict[int, Iterable[nn.Module]]
 
 
 def group_owners(module: nn.Module) -> dict[int, Iterable[nn.Module]]:
-    """Return each part of a module by itself, so that its values depend on no cut.
+    """Return a separate group for each part of a module, so that its initial values do not depend on the cut.
 
-    Adapters are with their like, and a part whose weights another one initializes is with that.
+    A layer of peft and its adapters are in one group. Parts that one initializer sets together are also in one group.
     """
     group_of = {id(part): number for number, part in enumerate(module.modules())}
     for part in module.modules():
@@ -244,7 +256,10 @@ def group_owners(module: nn.Module) -> dict[int, Iterable[nn.Module]]:
 
 
 def _find_adapters(module: nn.Module) -> dict[int, list[Callable[[], object]]]:
-    """Return what sets the first values of LoRA's adapters, by the id of the last part of each; some of them are 0."""
+    """Return functions that initialize the adapters of LoRA, by the id of the last part of each adapter.
+
+    They are needed in addition to `reset_parameters`, because some of the initial values are zero.
+    """
     configs = [vars(part).get("peft_config") for part in module.modules()]
     kinds = {name: config for found in configs if isinstance(found, dict) for name, config in found.items()}
     adapters: dict[int, list[Callable[[], object]]] = defaultdict(list)
@@ -257,7 +272,7 @@ def _find_adapters(module: nn.Module) -> dict[int, list[Callable[[], object]]]:
 
 
 def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Raise PipelineError for state that an optimizer has made of weights without values."""
+    """Raise PipelineError if an optimizer has created state from weights without values."""
     for optimizer in optimizers:
         for state in optimizer.state.values():
             for name, value in state.items():
@@ -269,10 +284,13 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
 
 
 def check_same_cut(module: pl.LightningModule, cut: tuple[Any, ...], control: Control) -> None:
-    """Raise PipelineError on all ranks if an earlier run has left other layers on any of them. Collective.
+    """Raise PipelineError on all ranks if an earlier run has cut the module differently. Collective.
 
     Args:
-        cut: what the attribute `SPREAD` of the module would be after this run: first the path and the local layers.
+        module: the user's module.
+        cut: the value of the module's attribute `SPREAD` after this run. It begins with the path of the container and
+            the numbers of the local layers.
+        control: the control channel of the ranks.
     """
     before = vars(module).get(SPREAD)
     if control.any(before is not None and before != cut)[0]:

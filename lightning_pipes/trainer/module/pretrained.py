@@ -1,4 +1,4 @@
-"""Weights of modules on `meta` from safetensors files: each rank reads the tensors that it holds, and no others."""
+"""Loading of safetensors files into modules on `meta`. Each rank reads only the tensors of its own layers."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from lightning_pipes.trainer.module.initializers import InitialWrites, find_init
 from lightning_pipes.trainer.ranks.replicas import copy_whole
 
 _ATTACHED = "_lightning_pipes_pretrained"
-"""The attribute of a module that holds its `PretrainedWeights` until ranks read them."""
+"""The attribute of a module that stores its `PretrainedWeights` until ranks read them."""
 _INDEX = ".index.json"
 _SHOWN = 5
-"""The most names in a message."""
+"""The maximum number of names in a message."""
 
 _reads_later: ContextVar[bool] = ContextVar("reads_later", default=False)
 
@@ -34,19 +34,22 @@ _reads_later: ContextVar[bool] = ContextVar("reads_later", default=False)
 def load_pretrained(module: nn.Module, path: str | Path, *, strict: bool = True) -> None:
     """Fill the weights of a module on `meta` from safetensors files.
 
-    Call it in `configure_model`, after the module was made under `torch.device("meta")`. Under `PipelineStrategy` each
-    rank reads the tensors of its own layers, when the module is cut. With any other strategy all are read at once.
-    Names in the files are those of `module.state_dict()`. For models of transformers, the library's own table of
-    renames and conversions is applied. Values take the dtype of the module.
+    Call this function in `configure_model`, after the module was created under `torch.device("meta")`. With
+    `PipelineStrategy`, each rank reads the tensors of its own layers when the module is cut. With any other strategy,
+    all tensors are read immediately. The keys in the files must be the keys of `module.state_dict()`. For models of
+    transformers, the renames and conversions of that library are applied. Values are converted to the dtype of the
+    module.
 
     Args:
-        module: the module, or a part of it, whose tensors are all on `meta`.
-        path: a `.safetensors` file, or a folder as `save_pretrained` writes it: one file, or several with an index.
-        strict: raises InputError for tensors without a value in the files and for keys without a tensor. Otherwise such
-            tensors are initialized, and such keys are left out.
+        module: a module, or a part of one, whose tensors are all on `meta`.
+        path: a `.safetensors` file, or a folder in the format of `save_pretrained`, which contains one file, or several
+            files with an index.
+        strict: whether to raise InputError for tensors without a value in the files and for keys without a tensor. If
+            False, such tensors are initialized, and such keys are ignored.
 
     Raises:
-        InputError: there is no such file, a name or a shape differs, or a tensor is not on `meta`.
+        InputError: the file does not exist, a name or a shape differs, a tensor is not on `meta`, or the values of a
+            tensor are unknown because it is not in the files and its part can't initialize it.
     """
     real = [name for name, tensor in _named_tensors(module) if not tensor.is_meta]
     if real:
@@ -79,7 +82,7 @@ def load_pretrained(module: nn.Module, path: str | Path, *, strict: bool = True)
 
 @contextmanager
 def reads_later() -> Iterator[None]:
-    """Let `load_pretrained` leave the reading to the ranks of a pipeline."""
+    """Make `load_pretrained` defer reading while the block runs, so that the ranks of a pipeline read their tensors."""
     token = _reads_later.set(True)
     try:
         yield
@@ -88,12 +91,12 @@ def reads_later() -> Iterator[None]:
 
 
 def find_attached(module: nn.Module) -> list[PretrainedWeights]:
-    """Return the weights that `load_pretrained` has left for later."""
+    """Return the weights that `load_pretrained` has deferred."""
     return [part.__dict__[_ATTACHED] for part in module.modules() if _ATTACHED in part.__dict__]
 
 
 def take_attached(module: nn.Module) -> list[PretrainedWeights]:
-    """Return the weights that `load_pretrained` has left for later, and detach them from the module."""
+    """Return the weights that `load_pretrained` has deferred, and remove them from the module."""
     found = find_attached(module)
     for part in module.modules():
         part.__dict__.pop(_ATTACHED, None)
@@ -102,11 +105,11 @@ def take_attached(module: nn.Module) -> list[PretrainedWeights]:
 
 @dataclass(frozen=True)
 class _Source:
-    """The keys of the files that make one tensor, or several at once.
+    """The entries of the files from which one tensor, or several tensors together, are made.
 
     Attributes:
-        keys: in the files.
-        converted: whether transformers converts their values, for instance merges experts.
+        keys: the keys of the entries in the files.
+        converted: whether transformers converts the values, for instance by merging experts.
     """
 
     keys: tuple[str, ...]
@@ -114,14 +117,14 @@ class _Source:
 
 
 class PretrainedWeights:
-    """The values of a module's tensors in safetensors files.
+    """The values of the tensors of a module in safetensors files.
 
     Args:
-        module: whose tensors are filled; on `meta`.
-        path: a file or a folder.
+        module: the module, whose tensors are on `meta`.
+        path: a file or a folder, see `load_pretrained`.
 
     Raises:
-        InputError: there is no such file.
+        InputError: the file does not exist.
     """
 
     def __init__(self, module: nn.Module, path: Path) -> None:
@@ -129,7 +132,7 @@ class PretrainedWeights:
         self._files = _find_keys(path)
         self._where = type(module).__name__
         self._names: dict[int, list[str]] = defaultdict(list)
-        """The names of a tensor, by its id: tied ones have several."""
+        """The names of each tensor by the id of the tensor. Tied tensors have several names."""
         self._tensors: dict[int, Tensor] = {}
         for name, tensor in _named_tensors(module):
             self._names[id(tensor)].append(name)
@@ -142,14 +145,14 @@ class PretrainedWeights:
         return any(name in self._sources for name in self._names.get(id(tensor), ()))
 
     def replace_tensor(self, old: Tensor, new: Tensor) -> None:
-        """Fill another tensor in the place of one."""
+        """Register the tensor `new` to be filled instead of `old`, with the same names."""
         if id(old) in self._tensors:
             self._names[id(new)] = self._names.pop(id(old))
             self._tensors[id(new)] = new
             del self._tensors[id(old)]
 
     def check_names(self) -> None:
-        """Raise InputError for persistent tensors without a value, and for keys without a tensor."""
+        """Raise InputError if a tensor of the state dict has no value in the files, or if a key has no tensor."""
         missing = [names[0] for key, names in self._names.items() if self._tensors[key] not in self]
         missing = [name for name in missing if name in self._persistent]
         used = {key for source in self._sources.values() for key in source.keys}
@@ -163,12 +166,13 @@ class PretrainedWeights:
             )
 
     def fill(self, tensors: Collection[Tensor]) -> None:
-        """Copy values into tensors with a source; their memory is allocated already.
+        """Copy the values from the files into tensors that already have memory.
 
-        One source is in memory at a time besides.
+        Tensors on `meta` and tensors without a source are skipped. Only one source is in memory at a time in addition
+        to the tensors.
 
         Raises:
-            InputError: a shape differs.
+            InputError: the shape of a value differs from the shape of its tensor.
         """
         wanted = {id(tensor): tensor for tensor in tensors if not tensor.is_meta and tensor in self}
         converted: dict[_Source, None] = {}
@@ -218,7 +222,12 @@ class PretrainedWeights:
 
 
 def explain_unknown_values(where: str, part: nn.Module) -> str:
-    """Return the text of an error: a part on `meta` has tensors whose values are not known."""
+    """Return the message of an error about a part on `meta` whose tensors have no known values.
+
+    Args:
+        where: the path of the part in the module.
+        part: the part.
+    """
     return (
         f"{where} is a {type(part).__name__} with weights on meta and has no reset_parameters(), so their values are "
         "unknown; add that method, which fills them in, call load_pretrained with files that have them, or make this "
@@ -227,17 +236,20 @@ def explain_unknown_values(where: str, part: nn.Module) -> str:
 
 
 def own_tensors(module: nn.Module) -> list[Tensor]:
-    """Return the parameters and buffers that a module holds itself."""
+    """Return the parameters and buffers of a module without the tensors of its submodules."""
     return [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
 
 
 def own_meta_tensors(module: nn.Module) -> list[Tensor]:
-    """Return the parameters and buffers on `meta` that a module holds itself."""
+    """Return the parameters and buffers on `meta` of a module without the tensors of its submodules."""
     return [t for t in own_tensors(module) if t.is_meta]
 
 
 def give_memory(module: nn.Module, tensors: Iterable[Tensor], device: torch.device) -> None:
-    """Give tensors of a module memory without values, or none on `meta`; they stay the same objects."""
+    """Allocate uninitialized memory on a device for tensors of a module, or release it if the device is `meta`.
+
+    The tensors stay the same objects.
+    """
     with without_weak_references(module):
         for tensor in tensors:
             empty = torch.empty_like(tensor, device=device)
@@ -251,7 +263,7 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _find_keys(path: Path) -> Mapping[str, str]:
-    """Return the file of each key."""
+    """Return the path of the file that contains each key."""
     if path.is_dir():
         index = sorted(path.glob(f"*.safetensors{_INDEX}"))
         if index:
@@ -272,7 +284,7 @@ def _find_keys(path: Path) -> Mapping[str, str]:
 
 
 def _check_inside(folder: Path, names: Collection[str]) -> None:
-    """Raise InputError for names in an index that lead out of its folder, or to files that are not there."""
+    """Raise InputError if an index names a file outside of its folder, or a file that does not exist."""
     for name in dict.fromkeys(names):
         if Path(name).name != name:
             raise InputError(f"the index in {folder} names the file {name!r}, which is outside of that folder")
@@ -292,6 +304,6 @@ def _open_safetensors(path: str) -> Any:
 
 
 def list_names(names: Sequence[str]) -> str:
-    """Return the first names, and how many more there are."""
+    """Return a text with the first names and the number of further names."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
