@@ -1,4 +1,4 @@
-"""Functions by which parts of a module on `meta` get their initial values, and the tensors that they set."""
+"""The functions that initialize the parts of a module on `meta`, and detection of the tensors that they set."""
 
 from __future__ import annotations
 
@@ -21,11 +21,15 @@ _RESET = "reset_parameters"
 
 @dataclass(frozen=True)
 class Initializer:
-    """The function that gives a part of a module its initial values.
+    """The function that initializes a part of a module.
+
+    If the function is `reset_parameters` of the part, its calls of `reset_parameters` of inner parts without arguments
+    have no effect, because inner parts are initialized before.
 
     Attributes:
-        model: the model of transformers around the part, whose `_init_weights` it is; None for `reset_parameters`. In
-            that, calls of `reset_parameters` of parts inside do nothing, for these have been initialized before.
+        part: the part of the module.
+        model: the model of transformers that contains the part, whose `_init_weights` is the function; None if the
+            function is `reset_parameters` of the part.
     """
 
     part: nn.Module
@@ -35,7 +39,11 @@ class Initializer:
         self.run(_skip_plain_call)
 
     def run(self, change: Callable[[Any], Any]) -> None:
-        """Run it; parts inside have what `change` returns for their `reset_parameters`."""
+        """Initialize the part.
+
+        Args:
+            change: takes the `reset_parameters` of an inner part and returns the function that replaces it meanwhile.
+        """
         if self.model is not None:
             private.initialize(self.model, self.part)
             return
@@ -57,7 +65,7 @@ def _skip_plain_call(reset: Any) -> Any:
 
 
 def _can_reset(part: nn.Module) -> bool:
-    """Return whether a part has a `reset_parameters` that needs no arguments."""
+    """Return whether a part has a `reset_parameters` that can be called without arguments."""
     reset = getattr(part, _RESET, None)
     if not callable(reset):
         return False
@@ -69,7 +77,7 @@ def _can_reset(part: nn.Module) -> bool:
 
 
 def find_initializers(module: nn.Module) -> dict[int, Initializer]:
-    """Return the initializer of each part of a module that has one, by the part's id."""
+    """Return the initializers of the parts of a module by the id of the part. Some parts have no initializer."""
     found: dict[int, Initializer] = {}
 
     def visit(part: nn.Module, model: nn.Module | None) -> None:
@@ -84,7 +92,7 @@ def find_initializers(module: nn.Module) -> dict[int, Initializer]:
 
 
 def list_parts_first(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the parts of a module in the order in which they get values: those inside of a part before it."""
+    """Yield the parts of a module in the order of their initialization: inner parts before the part around them."""
     seen: set[int] = set()
 
     def visit(part: nn.Module) -> Iterator[nn.Module]:
@@ -98,11 +106,15 @@ def list_parts_first(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class InitialWrites:
-    """The tensors that initializers set, found by running them without values.
+    """The tensors that initializers set, which are found by running the initializers on `meta`.
+
+    Args:
+        module: the module.
+        initializers: the initializers of its parts, see `find_initializers`.
 
     Attributes:
-        inside: the tensors that the initializer of a part sets in parts inside of it, by the id of the part.
-        lost: names of tensors on `meta` that something else than initializers has set.
+        inside: the tensors of inner parts that the initializer of a part sets, by the id of the part.
+        lost: the names of tensors on `meta` that code outside of initializers has set.
     """
 
     def __init__(self, module: nn.Module, initializers: Mapping[int, Initializer]) -> None:
@@ -126,16 +138,17 @@ class InitialWrites:
             with mode:
                 initializer.run(mode.pause_in)
             changed = [t for t in inside if storage_key(t) in mode.found]
-        except Exception:  # of the user's code, which needs values: it may set all of them
+        except Exception:  # the user's code needs values; it may set any tensor
             changed = inside
         if changed:
             self.inside[id(initializer.part)] = [originals[key] for key in dict.fromkeys(map(id, changed))]
 
 
 def _list_lost(part: nn.Module, originals: Mapping[int, Tensor]) -> list[str]:
-    """Return the names of tensors of a part that were set more often than initializers set them.
+    """Return the names of tensors of a part that were changed more often than initializers change them.
 
-    Torch counts changes in place, also without values. A part may initialize itself several times when it is made.
+    Torch counts in-place changes also for tensors on `meta`. A part may call its initializer several times when it is
+    created.
     """
     inits = [vars(kind)["__init__"] for kind in type(part).__mro__ if "__init__" in vars(kind)]
     times = sum(_RESET in getattr(getattr(init, "__code__", None), "co_names", ()) for init in inits)
@@ -145,7 +158,11 @@ def _list_lost(part: nn.Module, originals: Mapping[int, Tensor]) -> list[str]:
 
 
 class _ChangedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the memory that operations change in its block."""
+    """A mode that records the storages that operations change.
+
+    Attributes:
+        found: the keys of the changed storages, see `storage_key`.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -153,7 +170,7 @@ class _ChangedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._is_paused = False
 
     def pause_in(self, reset: Any) -> Any:
-        """Wrap `reset`: without arguments, its changes are not noted."""
+        """Return a wrapper of `reset` whose changes are not recorded if it is called without arguments."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             before, self._is_paused = self._is_paused, not (args or kwargs)
@@ -176,7 +193,11 @@ def _tensors_of(part: nn.Module) -> list[Tensor]:
 
 @contextmanager
 def _without_values(module: nn.Module) -> Iterator[dict[int, Tensor]]:
-    """Replace the tensors of a module by ones on `meta` in the block; yields the originals by the ids of these."""
+    """Replace the tensors of a module by tensors on `meta` while the block runs.
+
+    Yields:
+        the original tensors by the ids of their replacements.
+    """
     stands: dict[int, Tensor] = {}
     originals: dict[int, Tensor] = {}
     tables = [table for part in module.modules() for table in (part._parameters, part._buffers)]

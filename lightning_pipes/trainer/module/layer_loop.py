@@ -1,7 +1,7 @@
-"""A loop of the user's code over the layers, `for layer in self.layers: h = layer(h, mask)`, taken as one call.
+"""Execution of a loop of user code over the layers, `for layer in self.layers: h = layer(h, mask)`, as one call.
 
-While a step runs, the layers are stand-ins. Calls of all but the last are written down and return a `PendingResult`.
-The call of the last one is the call of the pipeline, and returns what the last layer does.
+While a step runs, its layers are replaced by stand-ins. A call of any layer but the last is recorded and returns a
+`PendingResult`. The call of the last layer calls the pipeline and returns the result of the last layer.
 """
 
 from __future__ import annotations
@@ -33,11 +33,17 @@ from lightning_pipes.trainer.private_lightning import needed_layer_outputs
 
 
 class NotHereError(PipelineError, AttributeError):
-    """Raised when the user's code reads the output of a layer on another rank; `hasattr` takes it for a no."""
+    """Raised if user code reads the output of a layer on another rank. It makes `hasattr` return False."""
 
 
 class PendingResult:
-    """A result that a layer will return: it and its entries can be handed to later layers, and nothing else."""
+    """The future result of a layer. The result and its entries can only be passed to later layers.
+
+    Args:
+        recording: the recording of the loop.
+        layer: the number of the layer.
+        path: the indices and keys that lead to an entry of the result.
+    """
 
     def __init__(self, recording: LoopRecording, layer: int, path: Path = ()) -> None:
         self.__dict__.update(_recording=recording, _layer=layer, _path=path)
@@ -97,8 +103,15 @@ def _pending(tree: Any) -> Iterator[PendingResult]:
 
 @lru_cache
 def _count_unpacked(code: CodeType, at: int) -> int | None:
-    """Return into how many names the instruction of the caller unpacks, as in `h, weights = layer(h)`; None if it does
-    not."""
+    """Return the number of variables in an unpacking assignment such as `h, weights = layer(h)`.
+
+    Args:
+        code: the code of the caller.
+        at: the offset of the current instruction.
+
+    Returns:
+        the number of variables; None if the instruction is not an unpacking assignment.
+    """
     for instruction in dis.get_instructions(code):
         if instruction.offset == at:
             return instruction.arg if instruction.opname == "UNPACK_SEQUENCE" else None
@@ -106,10 +119,10 @@ def _count_unpacked(code: CodeType, at: int) -> int | None:
 
 
 class LoopRecording:
-    """One run of the loop up to now.
+    """The recorded calls of one run of the loop.
 
     Args:
-        name: how the user's code calls the layers, for messages.
+        name: the expression with which user code accesses the layers, for messages.
     """
 
     def __init__(self, name: str) -> None:
@@ -118,17 +131,17 @@ class LoopRecording:
         self.values: dict[Key, Any] = {}
         self._last_use: dict[Key, int] = {}
         self._numbers: dict[int, int] = {}
-        self._alive: list[Any] = []  # what is numbered by its id
+        self._alive: list[Any] = []  # keeps the objects in `_numbers` alive, so that their ids stay unique
 
     def add(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Write down the call of the next layer."""
+        """Record the call of the next layer with these arguments."""
         entries = tuple(self._lower_value(a, f"argument {n}") for n, a in enumerate(args))
         call = LayerCall(entries, {key: self._lower_value(a, key) for key, a in kwargs.items()})
         same = bool(self.calls) and call == self.calls[-1]
-        self.calls.append(self.calls[-1] if same else call)  # what is the same object is pickled once
+        self.calls.append(self.calls[-1] if same else call)  # the same object is pickled only once
 
     def tape(self) -> tuple[Tape, dict[Key, Any]]:
-        """Return the calls, and the values that they need from outside."""
+        """Return the recorded calls, and the values from outside of the loop that they need."""
         return Tape(self.calls, self._last_use), self.values
 
     def _lower_value(self, thing: Any, where: str) -> Any:
@@ -138,7 +151,7 @@ class LoopRecording:
                 raise thing._not_here("another loop")
             self._last_use[thing._layer, thing._path] = number
             return Output(number - thing._layer, thing._path)
-        # A list of plain values may have one for each sample: it is a value, and cut like a tensor.
+        # A list of plain values may have one entry for each sample. It is sent as a value and cut like a tensor.
         shared = is_shared_dict(thing)
         if shared:
             refuse_objects(dict(thing), f"{where} of layer {number} of {self.name}")
@@ -161,13 +174,13 @@ class LoopRecording:
 
 
 class LayerLoop:
-    """Takes the calls of all layers in a loop for one call of the pipeline.
+    """Combines the calls of all layers in a loop into one call of the pipeline.
 
     Args:
-        name: how the user's code calls the layers.
-        full: the container of all of them; those of other ranks may be on `meta`.
-        running: whether a step of the user's runs that may call the layers.
-        reach: the call of the pipeline.
+        name: the expression with which user code accesses the layers.
+        full: the container of all layers. The layers of other ranks may be on `meta`.
+        running: returns whether a step is running that may call the layers.
+        reach: calls the pipeline with the recorded calls and their values.
     """
 
     def __init__(
@@ -187,15 +200,26 @@ class LayerLoop:
 
     @property
     def shown(self) -> nn.Sequential | nn.ModuleList | None:
-        """The container of stand-ins that the user's step sees; None if no step runs. A slice of it can be called."""
+        """The container of stand-ins that the user's step sees, or None if no step is running.
+
+        Slices of the container can be called, too.
+        """
         return self._shown if self._running() else None
 
     def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Answer the call of one layer by the user's step, with its stand-in.
+        """Return the result of a call of one layer by the user's step.
+
+        Args:
+            number: the number of the layer.
+            args: the positional arguments of the call.
+            kwargs: the keyword arguments of the call.
+
+        Returns:
+            the output of the last layer; a `PendingResult` for all other layers.
 
         Raises:
-            PipelineError: no step is running, layers are skipped or called out of order, or their arguments can't
-                travel.
+            PipelineError: no step is running, layers are skipped or called out of order, their arguments can't be sent
+                to other ranks, or the model collects the outputs of all layers.
         """
         if not self._running():
             raise PipelineError(
@@ -226,7 +250,7 @@ class LayerLoop:
 
 
 class StandIn:
-    """A layer as the user's step sees it: calls are those of the loop, all else is the layer's."""
+    """A layer as the user's step sees it. Calls are passed to the loop, and all other accesses to the layer."""
 
     def __init__(self, loop: LayerLoop, number: int, layer: nn.Module) -> None:
         self.__dict__.update(_loop=loop, _number=number, _layer=layer)
@@ -255,5 +279,5 @@ class StandIn:
         return bool(self._layer)
 
     @property  # type: ignore[misc]
-    def __class__(self) -> type:  # so that `isinstance` answers as for the layer
+    def __class__(self) -> type:  # so that `isinstance` works as for the layer
         return type(self._layer)

@@ -1,8 +1,9 @@
-"""Where tensors hold the samples of a batch, found by comparing a whole batch with its micro-batches.
+"""Detection of the axis of samples in tensors by comparing a whole batch with its micro-batches.
 
-Most tensors count samples on axis 0. Transformers that put the sequence first count them on axis 1, two augmented
-views of a batch lie one after the other on axis 0, and a mask or a rotary table has no samples, even if it has as many
-rows as a micro-batch. Two sizes decide: the axis of samples is the one whose length changes with their number.
+In most tensors, axis 0 is the axis of samples. In transformers that put the sequence first, it is axis 1. Two augmented
+views of a batch may be concatenated on axis 0. A mask or a rotary table has no samples, even if its number of rows is
+the number of samples of a micro-batch. The shapes for two batch sizes are compared: the axis of samples is the axis
+whose length depends on the number of samples.
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ from lightning_pipes.ir import Span
 from lightning_pipes.trainer.module.batches import weighted_sum
 
 _MAX_GUESSES = 6
-"""Layouts of all tensors that are tried if only the sizes of micro-batches are known."""
+"""The maximum number of combinations of layouts that are tried if only the shapes for micro-batches are known."""
 
 
 class Layout(NamedTuple):
-    """The place of samples in a tensor.
+    """The position of samples in a tensor.
 
     Attributes:
-        axis: the axis that counts samples, or several entries for each; None for a tensor that all micro-batches share.
-        groups: how many groups, each with entries of all samples, lie one after the other, such as views of a batch.
-        before: the first entries of the axis that all micro-batches share.
-        after: the same of the last ones.
+        axis: the axis of samples, which may have several entries for each sample; None for a tensor that all
+            micro-batches share.
+        groups: the number of groups along the axis, each of which has entries for all samples, such as the views of a
+            batch.
+        before: the number of entries at the start of the axis that all micro-batches share.
+        after: the number of entries at the end of the axis that all micro-batches share.
     """
 
     axis: int | None = 0
@@ -37,11 +40,11 @@ class Layout(NamedTuple):
     after: int = 0
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the tensor of a whole batch from those of its micro-batches, in their order."""
+        """Join the tensors of the micro-batches, in their order, to the tensor of the whole batch."""
         if self.axis is None:
             return parts[0]
         if self.groups == 1 and not self.before + self.after:
-            return torch.cat([*parts], self.axis)  # which keeps the order of axes in memory
+            return torch.cat([*parts], self.axis)  # keeps the memory format
         cut = [self._of_samples(part) for part in parts]
         joined = torch.cat(cut, self.axis + 1).flatten(self.axis, self.axis + 1)
         ends = [parts[0].narrow(self.axis, 0, self.before), joined]
@@ -49,9 +52,12 @@ class Layout(NamedTuple):
         return torch.cat(ends, self.axis) if self.before or self.after else joined
 
     def split(self, whole: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-        """Return the tensors of micro-batches, which are so long along the axis, from the tensor of a whole batch.
+        """Split the tensor of a whole batch into the tensors of micro-batches.
 
-        There are no entries that micro-batches share.
+        The layout must not have entries that all micro-batches share.
+        Args:
+            whole: the tensor of the whole batch.
+            lengths: the length of the axis of samples of each micro-batch.
         """
         assert self.axis is not None
         sizes = [length // self.groups for length in lengths]
@@ -59,7 +65,17 @@ class Layout(NamedTuple):
         return [part.flatten(self.axis, self.axis + 1) for part in found]
 
     def select_from(self, whole: torch.Tensor, first: int, rows: int) -> torch.Tensor | None:
-        """Return the entries of all samples from `first` on, of `rows`; None if entries are not equally many."""
+        """Return the entries of the last samples of a batch, with a separate axis for the groups.
+
+        Args:
+            whole: the tensor of the whole batch.
+            first: the first sample.
+            rows: the number of samples in the batch.
+
+        Returns:
+            the entries of the samples `first` to `rows - 1`; None if the number of entries is not a multiple of `rows`.
+            A tensor that all micro-batches share is returned unchanged.
+        """
         if self.axis is None:
             return whole
         found = self._of_samples(whole)
@@ -69,7 +85,7 @@ class Layout(NamedTuple):
         return found.narrow(self.axis + 1, length // rows * first, length // rows * (rows - first))
 
     def _of_samples(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the entries of samples, with an axis for groups in front of that for samples."""
+        """Return the entries of samples, with an additional axis for the groups before the axis of samples."""
         assert self.axis is not None
         length = tensor.size(self.axis) - self.before - self.after
         inner = tensor.narrow(self.axis, self.before, length)
@@ -78,10 +94,15 @@ class Layout(NamedTuple):
 
 
 def list_layouts(whole: Sequence[int], parts: Sequence[Sequence[int]], spans: Sequence[Span]) -> list[Layout]:
-    """Return the possible layouts of a tensor by its shapes for a whole batch and for micro-batches.
+    """Return the possible layouts of a tensor according to its shapes.
 
-    No layout is returned if the shapes differ on several axes, as those of a matrix of all pairs of samples do, or if
-    the length does not grow with the number of samples.
+    No layout is returned if the shapes differ on several axes, as for a matrix of all pairs of samples, or if the
+    length of the axis does not increase with the number of samples.
+
+    Args:
+        whole: the shape for the whole batch.
+        parts: the shape for each micro-batch.
+        spans: the samples of each micro-batch.
     """
     if any(len(part) != len(whole) for part in parts):
         return []
@@ -102,9 +123,10 @@ def list_layouts(whole: Sequence[int], parts: Sequence[Sequence[int]], spans: Se
 
 
 def is_padded(whole: Sequence[int], parts: Sequence[Sequence[int]]) -> bool:
-    """Return whether an axis of the whole batch is as long as the longest one of its micro-batches, which differ.
+    """Return whether a tensor seems to be padded to the longest sequence of its batch or micro-batch.
 
-    So are sequences that a step pads to the longest one. Their tensors can't be compared.
+    This is assumed if the lengths of an axis differ between micro-batches, and the length for the whole batch is the
+    maximum of these lengths. Such tensors can't be compared.
     """
     return any(
         length == max(part[axis] for part in parts) and any(part[axis] != length for part in parts)
@@ -114,13 +136,13 @@ def is_padded(whole: Sequence[int], parts: Sequence[Sequence[int]]) -> bool:
 
 
 class TensorComparison(NamedTuple):
-    """What micro-batches show of one tensor.
+    """The comparison of a tensor of a whole batch with the tensors of its micro-batches.
 
     Attributes:
         whole: the tensor of the whole batch.
         parts: the tensors of its micro-batches.
-        layouts: the possible layouts; one that reproduces the whole tensor is the first.
-        is_different: whether no layout reproduces it.
+        layouts: the possible layouts. If a layout reproduces the whole tensor, it is the first one.
+        is_different: whether no layout reproduces the whole tensor.
     """
 
     whole: torch.Tensor
@@ -137,14 +159,17 @@ class TensorComparison(NamedTuple):
 def compare_tensors(
     whole: Any, parts: Sequence[Any], spans: Sequence[Span], differ: Callable[[torch.Tensor, torch.Tensor], bool]
 ) -> list[TensorComparison] | None:
-    """Compare each tensor of a whole batch with those of its micro-batches.
+    """Compare each tensor of a whole batch with the tensors of its micro-batches.
 
     Args:
-        differ: compares the values of two tensors of one shape.
+        whole: a tree of tensors for the whole batch.
+        parts: the corresponding tree for each micro-batch.
+        spans: the samples of each micro-batch.
+        differ: returns whether the values of two tensors of one shape differ.
 
     Returns:
-        one comparison for each tensor of the flattened `whole`; None if the structures differ, as of lists with an
-        entry for each sample.
+        one comparison for each tensor of the flattened `whole`; None if the structures of the trees differ, as for
+        lists with one entry for each sample.
     """
     leaves, spec = trees.flatten(whole)
     flat = [trees.flatten(part) for part in parts]
@@ -178,9 +203,15 @@ def _differs(
 
 
 def join_tensors(parts: Sequence[Any], spans: Sequence[Span], layouts: Sequence[Layout]) -> Any:
-    """Return the values of a whole batch from those of its micro-batches.
+    """Join the values of the micro-batches to the values of the whole batch.
 
-    Numbers without samples, such as auxiliary losses, are averaged; what is not a tensor is that of the first one.
+    Floating-point tensors without samples that differ between micro-batches, such as auxiliary losses, are averaged
+    over the samples. For objects that are not tensors, the object of the first micro-batch is returned.
+
+    Args:
+        parts: a tree of tensors for each micro-batch.
+        spans: the samples of each micro-batch.
+        layouts: the layout of each tensor.
     """
     given, rows = iter(layouts), sum(span.rows for span in spans)
 
@@ -197,9 +228,13 @@ def join_tensors(parts: Sequence[Any], spans: Sequence[Span], layouts: Sequence[
 
 
 def guess_layouts(parts: Sequence[Any], spans: Sequence[Span]) -> Iterator[list[Layout]]:
-    """Yield layouts of all tensors that the sizes of micro-batches allow, the most usual ones first.
+    """Yield combinations of layouts of all tensors that are compatible with the shapes for micro-batches.
 
-    Nothing is yielded if the micro-batches have different structures.
+    The most common layouts are yielded first. Nothing is yielded if the micro-batches have different structures.
+
+    Args:
+        parts: a tree of tensors for each micro-batch.
+        spans: the samples of each micro-batch.
     """
     flat = [trees.flatten(part) for part in parts]
     if any(spec != flat[0][1] for _, spec in flat):

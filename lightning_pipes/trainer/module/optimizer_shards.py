@@ -1,7 +1,7 @@
 """Optimizer states sharded over the replicas of a stage (ZeRO, Rajbhandari et al. 2020, arXiv:1910.02054, stage 1).
 
-Every replica steps an equal part of the elements of each parameter, and has the states of these elements only. The
-parts are gathered after the step. Gradients stay whole, so that clipping and hooks see what they see without shards.
+Every replica steps an equal part of the elements of each parameter, and stores the optimizer states of only these
+elements. The parts are gathered after the step. Gradients are not sharded, so that clipping and hooks work as usual.
 """
 
 from __future__ import annotations
@@ -25,24 +25,27 @@ from lightning_pipes.trainer.ranks.replicas import Replicas
 
 _WAY_OUT = "use one that treats every element alone, such as AdamW or SGD, or leave shard_optimizer out"
 _TOLERANCE = 1e-4
-"""Relative difference of two steps in float32 that differ by rounding only."""
+"""The maximum relative difference between two steps in float32 that differ only by rounding errors."""
 
 
 class OptimizerShards:
-    """Has optimizers step this replica's part of each parameter, until `patches` are closed.
+    """Makes optimizers step only this replica's part of each parameter, until `patches` is closed.
 
-    Parameters with fewer elements than there are replicas, and those that are not contiguous, are stepped by all.
+    Parameters that have fewer elements than there are replicas, or that are not contiguous, are not sharded. All
+    replicas step them.
 
     Args:
-        optimizers: of this rank; their states become those of the parts.
-        scope: says which hook runs.
+        optimizers: the optimizers of this rank, whose states are replaced by their parts.
+        replicas: the ranks with the same stages.
+        scope: specifies which hook is running.
+        patches: the changes to the optimizers, which are reverted when it is closed.
     """
 
     def __init__(self, optimizers: Iterable[Optimizer], replicas: Replicas, scope: HookScope, patches: Patches) -> None:
         self._replicas = replicas
         self._scope = scope
         self._whole: list[tuple[nn.Parameter, Tensor, Tensor]] = []
-        """Each parameter that has a part in its place, with its values and gradient."""
+        """Each parameter that is currently replaced by its part, with its whole values and gradient."""
         for optimizer in optimizers:
             self.shard_states(optimizer)
             before = optimizer.register_step_pre_hook(self._before_step)
@@ -52,7 +55,7 @@ class OptimizerShards:
             patches.callback(after.remove)
 
     def shard_states(self, optimizer: Optimizer) -> None:
-        """Reduce an optimizer's states of whole parameters to this replica's parts."""
+        """Reduce the states of an optimizer for whole parameters to this replica's parts."""
         for parameter, state in optimizer.state.items():
             optimizer.state[parameter] = self._shard_state(parameter, state)
 
@@ -79,14 +82,14 @@ class OptimizerShards:
 
     @contextmanager
     def restore_after(self) -> Iterator[None]:
-        """Around a step: whole parameters are back in place also where it fails."""
+        """Return a context for a step that restores whole parameters even if the step fails."""
         try:
             yield
         finally:
             self._restore()
 
     def _restore(self) -> None:
-        """Put whole parameters and gradients back in place of parts."""
+        """Replace the parts of parameters and gradients by the whole tensors again."""
         for parameter, values, gradient in self._whole:
             parameter.grad = None
             parameter.data = values
@@ -94,7 +97,7 @@ class OptimizerShards:
         self._whole = []
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Put parts in place of parameters as soon as the gradients are there."""
+        """Replace parameters by their parts once the gradients are available, which is after the closure if any."""
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._enter(optimizer)
@@ -110,7 +113,7 @@ class OptimizerShards:
         return args, {**kwargs, "closure": run}
 
     def _enter(self, optimizer: Optimizer) -> None:
-        self._restore()  # a closure that is called twice
+        self._restore()  # an optimizer may call the closure twice
         with self._scope.suspend_hooks():
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for parameter in parameters:
@@ -129,7 +132,7 @@ class OptimizerShards:
             self._gather(stepped)
 
     def _gather(self, tensors: Sequence[Tensor]) -> None:
-        """Give each tensor the parts of all replicas; each replica has its own part of it. Collective over replicas."""
+        """Copy the parts of the other replicas into each tensor. Collective over replicas."""
         replicas, own = self._replicas.grid.replicas, self._replicas.grid.replica
         for group in group_by_bytes(tensors):
             length = sum(-(-t.numel() // replicas) for t in group)
@@ -144,7 +147,7 @@ class OptimizerShards:
                     self._cut(tensor, replica).copy_(part)
 
     def _shard_state(self, parameter: Tensor, state: Any) -> Any:
-        """Return this replica's part of a state that a parameter has."""
+        """Return this replica's part of the state of a parameter."""
         if not self._is_sharded(parameter) or not isinstance(state, Mapping):
             return state
         return {
@@ -156,7 +159,7 @@ class OptimizerShards:
         return parameter.dim() > 0 and parameter.numel() >= self._replicas.grid.replicas and parameter.is_contiguous()
 
     def _part(self, tensor: Tensor, replica: int) -> range:
-        """Return the elements of a tensor that a replica steps."""
+        """Return the range of elements of a flattened tensor that a replica steps."""
         elements, replicas = tensor.numel(), self._replicas.grid.replicas
         return range(elements * replica // replicas, elements * (replica + 1) // replicas)
 
@@ -170,10 +173,18 @@ def _has_shape(value: object, shape: Sequence[int]) -> bool:
 
 
 def check_shardable(optimizers: Iterable[Optimizer], device: torch.device) -> None:
-    """Step small copies of parameters, whole and in two parts each, and compare.
+    """Check that optimizers can step the parts of a parameter separately.
+
+    For each parameter group, the values of a parameter after some steps are compared with the values of its two halves
+    that are stepped separately. The parameter is small, unless the optimizer has states already.
+
+    Args:
+        optimizers: the optimizers.
+        device: the device on which the steps are computed.
 
     Raises:
-        PipelineError: an optimizer gives the parts other values than the whole has.
+        PipelineError: the values of the halves differ from the values of the whole parameter, or an optimizer can't
+            step a flat part of a parameter.
     """
     for optimizer in optimizers:
         for number, group in enumerate(optimizer.param_groups):
@@ -185,7 +196,7 @@ def check_shardable(optimizers: Iterable[Optimizer], device: torch.device) -> No
 
 
 def _find_difference(optimizer: Optimizer, group: Mapping[str, Any], device: torch.device) -> str:
-    """Return why the parts of a parameter can't be stepped apart; empty if they can."""
+    """Return the reason why the parts of a parameter can't be stepped separately, or an empty string."""
     like = max(group["params"], key=lambda p: (min(p.dim(), 2), -p.numel()))
     has_state = bool(optimizer.state.get(like))
     shape = like.shape if has_state or like.dim() != 2 else (4, 6)
@@ -198,7 +209,7 @@ def _find_difference(optimizer: Optimizer, group: Mapping[str, Any], device: tor
     try:
         whole = _step_copy(optimizer, group, values, state, gradients, lambda t: t)
         parts = [_step_copy(optimizer, group, values, state, gradients, piece) for piece in pieces]
-    except Exception as error:  # whatever an optimizer of the user's raises of flat tensors
+    except Exception as error:  # a user's optimizer may raise any error for flat tensors
         return f"a flat part of a parameter can't be stepped ({type(error).__name__}: {error})"
     moved = (whole - values).abs().max()
     apart = (torch.cat(parts) - whole.reshape(-1)).abs().max()
@@ -215,9 +226,18 @@ def _step_copy(
     gradients: Sequence[Tensor],
     piece: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Return the values of a piece of a parameter after some steps by these settings."""
+    """Return the values of a piece of a parameter after one step with each of the gradients.
+
+    Args:
+        optimizer: the optimizer, of which a copy is used.
+        group: the settings of the parameter group.
+        values: the values of the whole parameter.
+        state: the state of the whole parameter; empty for none.
+        gradients: the gradients of the whole parameter for each step.
+        piece: selects the piece of a tensor.
+    """
     parameter = nn.Parameter(piece(values).clone())
-    own = copy.copy(optimizer)  # with all its settings, and without its hooks and the step that a scheduler has bound
+    own = copy.copy(optimizer)  # has all settings, but no hooks and no `step` of a scheduler
     own.param_groups = [{**group, "params": [parameter]}]
     own.state = defaultdict(dict)
     if state:

@@ -1,4 +1,4 @@
-"""The proxy that stands where the pipelined module stood: the layers of this rank, under their old names."""
+"""The proxy that replaces the pipelined container and has the layers of this rank under their original names."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from lightning_pipes.trainer.module.layer_loop import LayerLoop
 from lightning_pipes.trainer.module.remote_tensors import HookScope
 
 Layers = nn.Sequential | nn.ModuleList
-"""Modules that can be cut: called as a whole, or layer by layer in a loop of the user's code."""
+"""Containers that can be cut, which user code calls either as a whole or layer by layer in a loop."""
 
 
 class StageProxy(nn.Module):
-    """Registers only the layers that live here, so `parameters()`, `state_dict()` and `train()` see those; its length,
-    order, indices and type are those of the whole module. Layers of other ranks can be looked at, with weights on
-    `meta`; while a step of the user's runs, stand-ins are in their place.
+    """A proxy of the pipelined container in which only the layers of this rank are registered.
+
+    Therefore, `parameters()`, `state_dict()` and `train()` only concern these layers. The length, order, indices and
+    type of the proxy are the same as for the whole container. The layers of other ranks can be accessed, but their
+    weights have no values. While a step of the user runs, all layers are replaced by stand-ins.
 
     Args:
-        full: the whole module; not registered.
-        local: numbers of the layers that live here.
-        interceptor: what a call does, and a loop over the layers.
-        name: how the user calls the module.
-        scope: while it names a hook, all layers are there.
+        full: the whole container, which is not registered.
+        local: the numbers of the layers on this rank.
+        interceptor: handles a call of the proxy, or a loop over its layers.
+        name: the expression with which user code accesses the container.
+        scope: specifies whether a hook is running. While a hook runs, the layers of all ranks are visible.
     """
 
     def __init__(
@@ -42,12 +44,12 @@ class StageProxy(nn.Module):
         super().__init__()
         loop = LayerLoop(name, full, lambda: interceptor.running, interceptor.call_layers)
         hidden = {"_full": full, "_call": interceptor, "_loop": loop, "_name": name, "_scope": scope}
-        self.__dict__.update(hidden)  # past nn.Module, which would register the whole module
+        self.__dict__.update(hidden)  # bypasses nn.Module, which would register `full`
         self.hold_layers(local)
-        self.training = full.training  # layers keep their own modes, as Lightning has it
+        self.training = full.training  # layers keep their own modes, as in Lightning
 
     def hold_layers(self, local: Iterable[int]) -> None:
-        """Register these layers, and no others."""
+        """Register these layers instead of the current ones."""
         full = self.__dict__["_full"]
         names = list(full._modules)
         self._modules.clear()
@@ -56,7 +58,7 @@ class StageProxy(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self.__dict__["_full"], nn.ModuleList):
-            return self.__dict__["_full"](*args, **kwargs)  # torch says that a list can't be called
+            return self.__dict__["_full"](*args, **kwargs)  # torch raises its own error for lists
         return self.__dict__["_call"](args, kwargs)
 
     def __len__(self) -> int:
@@ -73,10 +75,11 @@ class StageProxy(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Iterate over submodules; a hook sees the layers of all ranks.
+        """Yield the submodules and their names. A hook sees the layers of all ranks.
 
         Raises:
-            PipelineError: a step needs the layers of all ranks, as a penalty on all weights does.
+            PipelineError: a step iterates over all modules or parameters, for example for a penalty on all weights, but
+                some layers are on other ranks.
         """
         call = self.__dict__["_call"]
         if self._reach_layers():
@@ -98,12 +101,12 @@ class StageProxy(nn.Module):
             )
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """Iterate over the layers; a hook sees those of all ranks, and a step the stand-ins of all."""
+        """Yield the layers and their names. A hook sees the layers of all ranks, and a step sees all stand-ins."""
         shown = self.__dict__["_full"] if self._reach_layers() else self.__dict__["_loop"].shown
         yield from super().named_children() if shown is None else shown.named_children()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state of the layers; a hook sees those of all ranks."""
+        """Return the state dict of the layers. A hook sees the layers of all ranks."""
         return (
             self.__dict__["_full"].state_dict(*args, **kwargs)
             if self._reach_layers()
@@ -111,14 +114,14 @@ class StageProxy(nn.Module):
         )
 
     def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
-        """Drop the entries of other ranks' layers, which load them themselves, from a state dict."""
+        """Load a state dict. In a hook, entries of layers on other ranks are removed, because those ranks load them."""
         remote = tuple(f"{prefix}{n}." for n in self.__dict__["_full"]._modules if n not in self._modules)
         for key in [key for key in state if key.startswith(remote)] if self._in_hook else ():
             del state[key]
         super()._load_from_state_dict(state, prefix, *args)
 
     def _reach_layers(self) -> bool:
-        """Return whether a hook runs, and tell its scope that it reaches layers."""
+        """Return whether a hook is running, and if so, notify the scope that it accesses layers."""
         in_hook = self._in_hook
         if in_hook:
             self.__dict__["_scope"].on_layers()
@@ -130,7 +133,7 @@ class StageProxy(nn.Module):
         return scope is not None and bool(scope.hook) and not self.__dict__["_call"].running
 
     def _refuse(self, what: str) -> NoReturn:
-        """Raise PipelineError: the layers are those that training began with."""
+        """Raise PipelineError because the layers can't be changed while they are on several ranks."""
         call, scope, name = (self.__dict__[key] for key in ("_call", "_scope", "_name"))
         caller = (scope.hook if scope is not None else "") or ("a step" if call.running else "code outside of a step")
         raise PipelineError(
@@ -169,11 +172,13 @@ class StageProxy(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["_full"], name)  # attributes of a subclass, foreign layers
+            return getattr(self.__dict__["_full"], name)  # an attribute of a subclass, or a layer on another rank
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layers:
-        """Return a copy of the whole module with the weights of this rank, which can be paired with those here; those
-        of other ranks have none. It can't be called, unless all are here."""
+        """Return a copy of the whole container, whose parameters correspond to the parameters of the original.
+
+        Only the layers of this rank have values. The copy can't be called unless this rank has all layers.
+        """
         copied: Layers = copy.deepcopy(self.__dict__["_full"], memo)
         if len(self._modules) < len(self):
             copied.register_forward_pre_hook(partial(_refuse_call, self.__dict__["_name"]))
@@ -187,7 +192,7 @@ class StageProxy(nn.Module):
         )
 
     @property  # type: ignore[misc]
-    def __class__(self) -> type:  # so that `isinstance` answers as for the whole module
+    def __class__(self) -> type:  # so that `isinstance` works as for the container
         return type(self.__dict__["_full"])
 
     def __repr__(self) -> str:

@@ -1,8 +1,9 @@
-"""Checks that an optimizer steps each parameter by itself, as ranks step their own layers only.
+"""Checks that the step of an optimizer updates each parameter independently of all others.
 
-Optimizers of torch do. Of any other a copy steps a few small parameters, and another copy some of these alone: what
-comes of them must be the same. An optimizer may couple parameters late, by a sum over all of them that it keeps. So
-values that such a sum has changed are distorted, and no later step may depend on that.
+This is required because each rank only steps the parameters of its own layers. Optimizers of torch satisfy it. For any
+other optimizer, one copy steps a few small parameters, other copies step only some of these parameters, and the results
+must be equal. An optimizer may also store a sum over all parameters and use it only in a late step. Therefore, stored
+values that depend on several parameters are distorted, and later steps must not depend on the distorted values.
 """
 
 from __future__ import annotations
@@ -23,25 +24,30 @@ from lightning_pipes.engine.private_torch import Clipping, step_hooks
 from lightning_pipes.ir import PipelineError
 
 _STEPS = 24
-"""Steps that are compared. An optimizer may couple parameters only after some."""
+"""The number of steps that are compared, because an optimizer may couple parameters only after some steps."""
 _LATE_STEPS = 1000
-"""Steps that are compared of an optimizer that keeps a value of several parameters, which it may use later."""
+"""The number of further steps for an optimizer that stores a value that depends on several parameters."""
 _DISTORTION = 1e3
-"""The factor by which a value that depends on several parameters is changed, to see whether steps depend on it."""
+"""The factor that distorts a stored value that depends on several parameters, to detect whether steps depend on it."""
 _TENSORS = 4
-"""Parameters of a group that are stepped."""
+"""The number of small parameters that are stepped for each parameter group."""
 _SIZE = 2
-"""Entries along each axis of such a parameter."""
+"""The number of entries along each axis of a small parameter."""
 
 
 def check_steps_apart(optimizers: Sequence[Optimizer], is_asynchronous: bool) -> None:
-    """Refuse optimizers with a step for one parameter that depends on others.
+    """Check that the step of one parameter does not depend on other parameters.
 
-    What a step takes by torch's `clip_grad_norm_` or `get_total_norm` is that of all ranks, unless stages step apart.
+    If stages step together, the step may use norms from torch's `clip_grad_norm_` and `get_total_norm`, because these
+    are norms over all ranks. If an optimizer can't step small parameters, a warning is issued instead.
+
+    Args:
+        optimizers: the optimizers of the user.
+        is_asynchronous: whether stages step at different times.
 
     Raises:
-        PipelineError: an optimizer computes something from all parameters, or draws random numbers for one after
-            another.
+        PipelineError: the step of an optimizer depends on several parameters, or it draws random numbers for one
+            parameter after another.
     """
     for optimizer in optimizers:
         first = next((p for group in optimizer.param_groups for p in group["params"]), None)
@@ -51,7 +57,7 @@ def check_steps_apart(optimizers: Sequence[Optimizer], is_asynchronous: bool) ->
         try:
             with _equal_norms(not is_asynchronous), forked_rng(first.device):
                 found = _compare(optimizer)
-        except Exception as error:  # one that steps nothing but what it was made for
+        except Exception as error:  # an optimizer may only support its own parameters
             rank_zero_warn(
                 f"it is unknown whether {name} steps each parameter by itself: it does not step small ones "
                 f"({type(error).__name__}: {error}). Every rank steps the parameters of its layers, so an optimizer "
@@ -78,10 +84,12 @@ def check_steps_apart(optimizers: Sequence[Optimizer], is_asynchronous: bool) ->
 
 
 def check_skips_unused(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers that change parameters without gradients, for batches that step some layers only.
+    """Check that optimizers do not change parameters without gradients, because some batches step only some layers.
+
+    If an optimizer can't step small parameters, a warning is issued instead.
 
     Raises:
-        PipelineError: an optimizer changes such a parameter.
+        PipelineError: an optimizer changes a parameter without a gradient.
     """
     for optimizer in optimizers:
         first = next((p for group in optimizer.param_groups for p in group["params"]), None)
@@ -117,7 +125,7 @@ def _is_of_torch(optimizer: Optimizer) -> bool:
 
 
 def _compare(optimizer: Optimizer) -> str:
-    """Return the other inputs of a parameter's step: "random" numbers, "all" parameters, or ""."""
+    """Return the unsupported inputs of a parameter's step: "random" numbers, "all" parameters, or "" for none."""
     whole, again, distorted = (_Probe(optimizer, range(_TENSORS)) for _ in range(3))
     halves = [_Probe(optimizer, range(start, _TENSORS, 2)) for start in (0, 1)]
     whole.step(_STEPS)
@@ -148,13 +156,14 @@ def _close(value: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class _Probe:
-    """A copy of an optimizer with small parameters in place of its own.
+    """A copy of an optimizer that has small parameters instead of the original ones.
 
     Args:
-        kept: numbers of the parameters that it has, of each group.
+        optimizer: the original optimizer.
+        kept: the numbers of the small parameters of each group that the copy has.
 
     Attributes:
-        skipped: numbers of the parameters that get no gradients.
+        skipped: the numbers of the parameters of each group that get no gradients.
     """
 
     def __init__(self, optimizer: Optimizer, kept: Sequence[int]) -> None:
@@ -179,19 +188,20 @@ class _Probe:
         self._optimizer = _copy(optimizer, chosen, memo)
 
     def step(self, steps: int, seed: int = 0) -> None:
-        """Step several times."""
+        """Run several steps of the optimizer after setting the random seed."""
         seed_all(seed, next(iter(self._small.values())).device)
         for _ in range(steps):
-            self._factor = 1.0 + (self._factor % 3)  # else gradients of late steps would be zero
+            self._factor = 1.0 + (self._factor % 3)  # varies, so that gradients of late steps are not zero
             self._optimizer.step(self._set_gradients)  # type: ignore[arg-type]
 
     def values(self) -> dict[tuple[int, int], torch.Tensor]:
-        """Return the parameters as they are now, by group and number."""
+        """Return copies of the current parameters by the numbers of group and parameter."""
         return {(g, n): p.detach().clone() for (g, n), p in self._small.items() if n in self._kept}
 
     def distort(self, whole: _Probe, half: _Probe) -> bool:
-        """Change the values by which `half`, with some of the parameters of `whole`, differs from it; return whether
-        there are any."""
+        """Distort the stored values of this optimizer that differ between `whole` and `half`, and return whether there
+        are any. `half` has a subset of the parameters of `whole`.
+        """
         found = False
         for own, of_whole, of_half in zip(self._tables(), whole._tables(), half._tables(), strict=True):
             for key in own.keys() & of_whole.keys() & of_half.keys():
@@ -201,7 +211,7 @@ class _Probe:
         return found
 
     def _tables(self) -> list[dict[Any, Any]]:
-        """Return the dicts in which the optimizer keeps values: of itself, of each group and of each parameter."""
+        """Return the dicts in which the optimizer stores values for itself, for each group, and for each parameter."""
         made = self._optimizer
         states = [made.state.get(p) for p in self._small.values()]
         return [vars(made), *made.param_groups, *(state if isinstance(state, dict) else {} for state in states)]
@@ -227,8 +237,13 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 
 def _copy(optimizer: Optimizer, chosen: dict[int, list[nn.Parameter]], memo: dict[int, Any]) -> Optimizer:
-    """Return a copy of an optimizer without state and hooks, and of those inside of it, with the `chosen` parameters
-    of each group."""
+    """Return a copy of an optimizer, and of all optimizers inside of it, without state and hooks.
+
+    Args:
+        optimizer: the optimizer.
+        chosen: the parameters of each group of the copy.
+        memo: the memo of `copy.deepcopy`, with the replacements of other objects.
+    """
     made: Optimizer = object.__new__(type(optimizer))
     memo[id(optimizer)] = made
     for g, group in enumerate(optimizer.param_groups):
@@ -236,7 +251,7 @@ def _copy(optimizer: Optimizer, chosen: dict[int, list[nn.Parameter]], memo: dic
     memo[id(optimizer.state)] = defaultdict(dict)
     for hooks in step_hooks(optimizer):
         memo[id(hooks)] = OrderedDict[int, Any]()
-    own = {key: value for key, value in vars(optimizer).items() if key != "step"}  # which schedulers and we replace
+    own = {key: value for key, value in vars(optimizer).items() if key != "step"}  # schedulers replace `step`, too
     for value in own.values():
         if isinstance(value, Optimizer) and id(value) not in memo:
             _copy(value, chosen, memo)
@@ -246,7 +261,10 @@ def _copy(optimizer: Optimizer, chosen: dict[int, list[nn.Parameter]], memo: dic
 
 @contextmanager
 def _equal_norms(equal: bool) -> Iterator[None]:
-    """Fix torch's norm over several tensors for the block, if `equal`, as all ranks will have one norm."""
+    """If `equal`, make the norms that torch computes over several tensors constant while the block runs.
+
+    This imitates norms over all ranks, which do not depend on the parameters that a rank has.
+    """
 
     def one(original: Callable[..., torch.Tensor], tensors: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         return torch.ones(())

@@ -1,6 +1,7 @@
-"""A loop over layers as data: what each layer is called with. It travels from stage to stage with the values.
+"""The recorded calls of a loop over layers, which are sent from stage to stage together with the values.
 
-Layers that take the same time are recognised by their structure: modules, settings, shapes and input.
+This module also describes the structure of layers (modules, settings, shapes and input), because layers with the same
+structure take the same time.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from lightning_pipes.engine import trees
 from lightning_pipes.ir import PipelineError
 
 Path = tuple[int | str, ...]
-"""How to get from what a layer returned to a part of it: indices and keys."""
+"""The indices and keys that lead from the output of a layer to a part of it."""
 
 Key = int | tuple[int, Path]
-"""Of a value on its way: the number of one from outside of the loop, or a layer and a path into what it returned."""
+"""The key of a value that is passed between layers: the number of a value from outside of the loop, or the number of a
+layer and the path of a part of its output.
+"""
 
 Around = Callable[[int, nn.Module], AbstractContextManager[None] | None]
 
@@ -32,14 +35,14 @@ PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.Size, s
 
 @dataclass(frozen=True)
 class OuterValue:
-    """Stands for a value that comes from outside of the loop."""
+    """A placeholder for a value from outside of the loop."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Output:
-    """A reference to the output of the layer `back` layers ago, or to its part at `path`."""
+    """A placeholder for the output of the layer `back` layers before the current one, or for its part at `path`."""
 
     back: int
     path: Path = ()
@@ -47,17 +50,18 @@ class Output:
 
 @dataclass(frozen=True)
 class LayerCall:
-    """Arguments of one layer, with Given and Output in place of values that travel."""
+    """The arguments of the call of one layer, with OuterValue and Output in place of the values that are sent."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
 class Tape(trees.SentWhole):
-    """The calls of all layers of a loop, in order, and which values they still need. Not a tree: it travels whole.
+    """The calls of all layers of a loop. A tape is not flattened like a tree of tensors, but sent as one object.
 
     Args:
-        last_use: for each value the number of the last layer that needs it.
+        calls: the calls in the order of the layers.
+        last_use: the number of the last layer that needs each value.
     """
 
     def __init__(self, calls: Sequence[LayerCall], last_use: dict[Key, int]) -> None:
@@ -70,7 +74,7 @@ class Tape(trees.SentWhole):
     __hash__ = None  # type: ignore[assignment]
 
     def describe_call(self, number: int) -> str:
-        """Return the arguments of one layer as text, without the values of tensors."""
+        """Return the arguments of one layer as text, with the shapes of tensors instead of their values."""
 
         def text(entry: Any) -> Any:
             return str(tuple(entry.shape)) if isinstance(entry, torch.Tensor) else map_container(entry, text)
@@ -79,14 +83,23 @@ class Tape(trees.SentWhole):
         return repr((text(call.args), text(call.kwargs)))
 
     def run(self, number: int, layer: nn.Module, held: dict[Key, Any]) -> Any:
-        """Run one layer on the values that have arrived: itself and the values for the layers after it, or
-        after the last layer what that returned.
+        """Run one layer on the values that have been received.
+
+        Args:
+            number: the number of the layer.
+            layer: the layer.
+            held: the values that this layer and later layers need.
+
+        Returns:
+            the output of the last layer; for any other layer, a tuple of the tape and the values that later layers
+            need.
 
         Raises:
-            PipelineError: the layer returned something that can't travel and is needed later.
+            PipelineError: a later layer needs an object that can't be sent, from the output of the layer or from a dict
+                that it has filled.
         """
         call = self._calls[number]
-        held = {key: dict(value) if type(value) is dict else value for key, value in held.items()}  # it may be filled
+        held = {key: dict(value) if type(value) is dict else value for key, value in held.items()}  # layers may fill it
 
         def value(slot: OuterValue | Output) -> Any:
             return held[slot.number if isinstance(slot, OuterValue) else (number - slot.back, slot.path)]
@@ -107,11 +120,12 @@ class Tape(trees.SentWhole):
 
 
 class TapedLayer(nn.Module):
-    """A layer as a stage runs it: on a tape and its values where it was called in a loop, else on its input.
+    """A layer that accepts either its own input or, if user code calls it in a loop, a tape and its values.
 
     Args:
-        number: the layer's place in the whole model.
-        around: makes what is entered, with number and layer, around its forward, if anything is.
+        layer: the layer.
+        number: the number of the layer in the whole model.
+        around: called with the number and the layer. It returns a context in which the forward pass runs, or None.
     """
 
     _run: nn.Module
@@ -121,12 +135,12 @@ class TapedLayer(nn.Module):
         self.layer = layer
         self.number = number
         self._around = around
-        self.__dict__["_run"] = layer  # nn.Module takes its time to find what is registered
+        self.__dict__["_run"] = layer  # faster than the lookup of a registered module
 
     def forward(self, x: Any) -> Any:
         layer = self._run
         around = self._around(self.number, layer)
-        if around is None and not isinstance(x, tuple):  # each call more takes its time between layers
+        if around is None and not isinstance(x, tuple):  # further calls would take time between layers
             return layer(x)
         with around or nullcontext():
             if isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], Tape):
@@ -137,14 +151,14 @@ class TapedLayer(nn.Module):
 
 
 def fill_tree(tree: Any, value: Callable[[OuterValue | Output], Any]) -> Any:
-    """Return the tree with values where Given and Output stand for them."""
+    """Return the tree with each OuterValue and Output replaced by its value."""
     if isinstance(tree, (OuterValue, Output)):
         return value(tree)
     return map_container(tree, lambda entry: fill_tree(entry, value))
 
 
 def map_container(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """Return the container with its entries changed; what is no container comes back as it is."""
+    """Return a copy of a list, tuple or dict with `change` applied to its entries. Other objects are returned as is."""
     if type(tree) in (list, tuple):
         return type(tree)([change(entry) for entry in tree])
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -155,13 +169,20 @@ def map_container(tree: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def is_shared_dict(thing: Any) -> bool:
-    """Return whether layers may leave something in a dict for later ones: it begins empty, or is a library's own."""
+    """Return whether an object is a dict in which layers may store values for later layers.
+
+    This is the case for an empty dict, and for a UserDict of a library.
+    """
     return isinstance(thing, UserDict) or (type(thing) in (dict, OrderedDict) and not thing)
 
 
 def refuse_objects(thing: Any, where: str) -> None:
-    """Raise PipelineError unless `thing` is made of tensors and plain values only, so that it means the same on
-    another rank."""
+    """Raise PipelineError unless `thing` consists of tensors and plain values, which are equivalent on another rank.
+
+    Args:
+        thing: a value, or a container of values.
+        where: the place of the value, for the message.
+    """
     if isinstance(thing, (torch.Tensor, *PLAIN)):
         return
 
@@ -177,10 +198,11 @@ def refuse_objects(thing: Any, where: str) -> None:
 
 
 def _part(out: Any, path: Path, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the part of a layer's output that the loop passes on.
+    """Return the part of a layer's output that the loop passes to later layers.
 
-    A loop that hands on all of it may have looked whether it is a tuple, which it could not see yet. Then the first
-    entry is meant, unless the layer was given a tuple itself.
+    If the loop passes on the whole output, it may contain a branch for tuples, which it could not take during the
+    recording. Therefore, if the output is a tuple or list, its first entry is returned, unless the first argument of
+    the layer was also a tuple or list.
     """
     if not path:
         given = next(iter((*args, *kwargs.values())), None)
@@ -191,25 +213,29 @@ def _part(out: Any, path: Path, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 _OWN = set(vars(nn.Module()))
-"""Names that nn.Module keeps for itself."""
+"""The names of the attributes that nn.Module defines."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.Size)
 _NUMBER = "number of the layer"
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def describe_layer(layer: nn.Module, number: int = -1) -> tuple[Any, ...]:
-    """Return types, settings and shapes of all modules of a layer, equal in every process for layers alike.
+    """Return types, settings and shapes of all modules of a layer. They are equal in all processes for equal layers.
 
-    A setting that is the layer's own number is no difference, as models have it that tell their layers apart.
+    A setting that is equal to `number` is ignored, because some models store the number of each layer in the layer.
     """
     return tuple(_describe_module(part, number) for part in layer.modules())
 
 
 def identify_layer(layer: nn.Module, number: int, x: Any) -> tuple[Any, ...]:
-    """Return what layers of this process have in common that take the same time: structure, objects and input.
+    """Return a key that is equal for layers of this process that take the same time.
+
+    It consists of the structure of the layer, the ids of its objects, its hooks, and the shapes of its input.
 
     Args:
-        x: the layer's input, a tree of tensors or a tape with the values that are on their way.
+        layer: the layer.
+        number: the number of the layer.
+        x: the input of the layer, which is a tree of tensors, or a tape with its values.
     """
     objects = tuple(id(value) for part in layer.modules() for _, value in _settings(part) if not _is_plain(value))
     hooked = tuple(id(part) for part in layer.modules() if any(vars(part)[name] for name in _OWN if "hooks" in name))
@@ -218,7 +244,7 @@ def identify_layer(layer: nn.Module, number: int, x: Any) -> tuple[Any, ...]:
         call, x = x[0].describe_call(number), x[1]
     leaves, spec = trees.flatten(x)
     values = tuple(_shape(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
-    shape = str(spec) if not call else ""  # values of a tape are named by the layers that returned them
+    shape = str(spec) if not call else ""  # the keys of a tape's values include layer numbers
     return describe_layer(layer, number), objects, hooked, call, shape, values
 
 

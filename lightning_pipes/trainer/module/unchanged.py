@@ -1,4 +1,4 @@
-"""Running a user's module without leaving a trace in it."""
+"""A context in which a user's module can be run, and which restores the module afterwards."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def state_of(generator: Any) -> Any:
 
 
 def set_state(generator: Any, state: Any) -> None:
-    """Give a generator what `state_of` has returned."""
+    """Set the state of a random generator to a result of `state_of`."""
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     elif isinstance(generator, random.Random):
@@ -44,16 +44,23 @@ def set_state(generator: Any, state: Any) -> None:
 def keep_unchanged(
     root: nn.Module, skip: nn.Module | None = None, weights: bool = True
 ) -> Iterator[list[nn.Parameter]]:
-    """Afterwards a module, and what can be reached from it, is as it was: weights, buffers and gradients, bit by bit
-    and as the same objects; attributes of its parts; random generators of its own; what lists, dicts and objects of the
-    user's hold. The part `skip` of it, which the block does not run, is not looked at.
+    """Restore a module, and the objects that can be reached from it, after the block.
 
-    Weights on the CPU are copied meanwhile, unless `weights` is false, and so are buffers. Weights that the block moves
-    to another device come back without a copy. Objects of libraries are left alone, as are those that hold more than
-    10 000 others.
+    The same objects are restored, bit by bit: weights, buffers and gradients, the attributes of all submodules, random
+    generators, and the contents of the user's lists, dicts and other objects. Objects of libraries are not restored,
+    and the search for objects ends after 10 000 of them.
+
+    Weights on the CPU and buffers are copied for the duration of the block. Weights on another device are not copied,
+    so that their values are not restored if the block changes them. If the block moves weights to another device, the
+    original tensors are restored.
+
+    Args:
+        root: the module.
+        skip: a submodule that the block does not run, and that is not restored.
+        weights: whether to copy the weights on the CPU.
 
     Yields:
-        a list that has the parameters with other values in it when the block has ended.
+        a list to which parameters whose values have changed in the block are added when the block has ended.
     """
     skipped = set() if skip is None else set(skip.modules())
     found = (
@@ -65,14 +72,14 @@ def keep_unchanged(
     left_out = set() if skip is None else set(skip.parameters())
     own = [p for p in root.parameters() if p not in left_out]
     parameters = [(p, p.data, p.grad, _copy(p) if weights and not is_distributed(p) else None) for p in own]
-    kept += [(p, _content(p)) for p in own if not is_distributed(p)]  # quantised weights have their scales there
+    kept += [(p, _content(p)) for p in own if not is_distributed(p)]  # the scales of quantized weights are there
     states = [(generator, state_of(generator)) for generator in _generators(things.values())]
     tensors = {id(t): (t, _copy(t)) for thing in things.values() for t in _tensors(thing)}
     for parameter, *_ in parameters:
         parameter.grad = None
     changed: list[nn.Parameter] = []
     try:
-        with alone():  # other replicas may not run it
+        with alone():  # other replicas may not run the block
             yield changed
     finally:
         for thing, content in kept:
@@ -89,34 +96,37 @@ def keep_unchanged(
 
 
 def find_generators(root: nn.Module, skip: nn.Module | None = None) -> list[Any]:
-    """Return the random generators that a module, or what can be reached from it without `skip`, has for itself."""
+    """Return the random generators of a module and of the objects that can be reached from it, except through `skip`."""
     return _generators([thing for _, thing in list_reachable(root, "self", skip)])
 
 
 def _generators(things: Iterable[Any]) -> list[Any]:
     entries = [entry for thing in things for _, entry in list_entries(thing)]
-    for entry in entries:  # it grows
+    for entry in entries:  # the list grows in the loop
         if isinstance(entry, tuple):
             entries += entry
     return list({id(entry): entry for entry in entries if isinstance(entry, GENERATORS)}.values())
 
 
 def _tensors(thing: Any) -> Iterable[torch.Tensor]:
-    """Yield tensors of an object and of its lists and dicts, except parameters."""
+    """Yield the tensors, but not the parameters, of an object and of its lists and dicts."""
     for _, entry in list_entries(thing):
         inside = [part for _, part in list_entries(entry)] if isinstance(entry, CONTAINERS) else [entry]
         yield from (t for t in inside if isinstance(t, torch.Tensor) and not isinstance(t, nn.Parameter))
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return a copy of a tensor; None for weights on a device, which may have no room, and for `meta`."""
+    """Return a copy of a tensor, or None for tensors on `meta` and for weights on a device that may lack memory."""
     if tensor.is_meta or (isinstance(tensor, nn.Parameter) and tensor.device.type != "cpu"):
         return None
     return tensor.detach().clone()
 
 
 def _write(tensor: torch.Tensor, before: torch.Tensor | None) -> bool:
-    """Return whether the tensor had changed; else nothing is written, for autograd counts that."""
+    """Write the earlier values to a tensor if it has changed, and return whether it has.
+
+    An unchanged tensor is not written, because autograd counts writes.
+    """
     if before is None or _equal(tensor, before):
         return False
     tensor.copy_(before)
@@ -131,7 +141,7 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _content(thing: Any) -> Any:
-    """Return a copy of an object's content, one level deeper for the tables of a module."""
+    """Return a copy of the content of an object, including the content of its lists, dicts and sets."""
     if isinstance(thing, CONTAINERS):
         return copy.copy(thing)
     return {name: (value, _copy_table(value) if _is_table(value) else None) for name, value in vars(thing).items()}
@@ -146,7 +156,7 @@ def _is_table(value: Any) -> bool:
 
 
 def _put_back(thing: Any, content: Any) -> None:
-    """Restore changed entries; other entries are not touched, as other threads may use them."""
+    """Restore the changed entries of an object. Other entries are not written, because other threads may use them."""
     if _is_table(thing):
         _refill(thing, content)
         return

@@ -1,5 +1,4 @@
-"""Lightning's callbacks that work on the weights of all layers, where each rank has its own: running averages, layers
-that train later than others, and pruning."""
+"""Adaptation of Lightning's callbacks that access the weights of all layers: averaging, finetuning and pruning."""
 
 from __future__ import annotations
 
@@ -29,7 +28,9 @@ from lightning_pipes.trainer.ranks.ranks import Grid, Ranks
 from lightning_pipes.trainer.ranks.replica_world import in_hook
 
 GatherState: TypeAlias = Callable[[Mapping[str, Any]], dict[str, Any]]
-"""Return the state dict of the whole module where a checkpoint is written, from that of this rank. Collective."""
+"""A collective function that takes the state dict of this rank and returns the state dict of the whole module on ranks
+that write a checkpoint.
+"""
 
 
 def check_callbacks(
@@ -40,16 +41,19 @@ def check_callbacks(
     is_sharded: bool,
     stays: bool,
 ) -> None:
-    """Refuse callbacks that work on the weights of all layers under settings in which they can't.
+    """Check that callbacks that access the weights of all layers are compatible with the settings.
 
     Args:
-        asynchronous_schedule: name of a schedule whose batches overlap; None for one that flushes.
+        found: the callbacks of the Trainer.
+        module: the user's module.
+        asynchronous_schedule: the name of the schedule if its batches overlap; None for a schedule that flushes.
         saves_parts: whether checkpoints are written in parts.
         is_sharded: whether `configure_model` has sharded layers.
-        stays: whether the module is cut in layers of a container, which stay where they are.
+        stays: whether the module is cut into the layers of a container that do not move between ranks.
 
     Raises:
-        PipelineError: names the callback, the setting and a way out.
+        PipelineError: a callback is not supported with these settings, or not in a pipeline at all. The message names
+            the callback, the setting and a solution.
     """
     parts = "with checkpoint='sharded', whose parts have one state of each layer: use checkpoint='full'"
     moved = "of layers that may move or are cut by units: leave replan out, and name a container, module=..."
@@ -84,10 +88,10 @@ def check_callbacks(
 
 
 def limit_writers(callbacks: Iterable[pl.Callback], grid: Grid, patches: Patches) -> None:
-    """Let writers of predictions write on the first rank of each pipeline alone, until `patches` are closed.
+    """Make callbacks that write predictions write only on the first rank of each pipeline, until `patches` is closed.
 
-    All ranks of a pipeline have the same predictions, so that a file for each rank would have each sample several
-    times.
+    All ranks of a pipeline have the same predictions. If every rank wrote a file, each sample would be in several
+    files.
     """
     writes = grid.position == 0 and grid.shard == 0
     for callback in callbacks:
@@ -104,16 +108,23 @@ def _write(method: Callable[..., None], *args: Any, **kwargs: Any) -> None:
 
 
 def _write_nothing(*args: Any, **kwargs: Any) -> None:
-    """Stand for a method that another rank calls."""
+    """Replace a method of a callback on ranks that do not write."""
 
 
 def localize_callbacks(
     found: Iterable[pl.Callback], cut: CutModule, gather: GatherState, ranks: Ranks, patches: Patches
 ) -> None:
-    """Have callbacks that work on the weights of all layers work on this rank's layers, as the module has been cut.
+    """Restrict callbacks that access the weights of all layers to the layers of this rank, after the module was cut.
 
-    Each rank updates the average of its own layers. A checkpoint gets the whole average, as in one process. A callback
-    that unfreezes layers may compare weights of several ranks, as Lightning's does.
+    Each rank updates the average of its own layers, but a checkpoint contains the whole average, as on a single
+    process. A callback that unfreezes layers may compare weights of several ranks, as `BaseFinetuning` does.
+
+    Args:
+        found: the callbacks of the Trainer.
+        cut: the module that has been cut.
+        gather: returns the state dict of the whole module from the state dicts of all ranks.
+        ranks: the ranks of the run.
+        patches: the changes to the callbacks, which are reverted when it is closed.
     """
     module, scope = cut.module, cut.scope
     for callback in found:
@@ -130,8 +141,9 @@ def localize_callbacks(
 def _localize_average(callback: Averaging, module: pl.LightningModule, scope: HookScope) -> None:
     """Replace the average of each tensor on another rank by a stand-in.
 
-    The others become the module's until something has been averaged: a rank may have drawn other weights than the
-    first, before all ranks got its weights. So do those that a run before had on another rank.
+    As long as nothing has been averaged, the averages of local tensors are set to the current weights of the module.
+    The callback copied the weights before they were made equal on all ranks, and the ranks may have initialized them
+    differently. An average on `meta`, which was on another rank in an earlier run, is also set to the current weights.
     """
     begins = private.count_averaged(callback) == 0
     made: dict[int, torch.Tensor] = {}  # tied weights have one average
@@ -147,7 +159,7 @@ def _localize_average(callback: Averaging, module: pl.LightningModule, scope: Ho
 
 
 def _prune_own_layers(callback: cb.ModelPruning, cut: CutModule, control: Control, patches: Patches) -> None:
-    """Have the callback prune what is here, and begin anew from the copies of the first rank where it does so."""
+    """Restrict the callback to the layers of this rank, and use the copies of weights of the first rank."""
     pruned, copies = private.pruned_layers(callback)
     equalize_weights(nn.ModuleList(each["data"] for each in copies.values()), control)
     remote = {id(part) for n, layer in enumerate(cut.full) if n not in cut.local for part in layer.modules()}
@@ -159,7 +171,7 @@ def _prune_own_layers(callback: cb.ModelPruning, cut: CutModule, control: Contro
 def _compare_everywhere(
     callback: cb.BaseFinetuning, module: pl.LightningModule, scope: HookScope, pipeline: Control, patches: Patches
 ) -> None:
-    """Let the callback compare weights of other ranks, too, when it looks for the weights of its optimizer."""
+    """Provide digests of the weights of all ranks while the callback compares weights to add a parameter group."""
     unfreeze = callback.unfreeze_and_add_param_group
 
     def unfreeze_everywhere(*args: Any, **kwargs: Any) -> None:
@@ -175,9 +187,10 @@ def _compare_everywhere(
 
 
 def restore_averages(found: Iterable[pl.Callback], module: pl.LightningModule) -> None:
-    """Have each average be whole again, now that `module` is.
+    """Make the averages of callbacks complete again after the whole module has been restored.
 
-    Training that ends gives the module its average. Where it has not, the layers of other ranks have lost theirs.
+    When training has ended normally, the weights of the module are the averages, and the missing averages are copied
+    from them. Otherwise, the averages of layers on other ranks are lost, and the average is removed with a warning.
     """
     for callback in found:
         if not isinstance(callback, Averaging) or private.find_average(callback) is None:
@@ -203,13 +216,13 @@ def restore_averages(found: Iterable[pl.Callback], module: pl.LightningModule) -
 
 
 def _with_values(average: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of `tensor` of the type of `average`."""
+    """Return a copy of `tensor` with the dtype of `average`."""
     values = tensor.detach().clone().to(average.dtype)
     return nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
 
 
 def _save_whole(callback: Averaging | cb.ModelPruning, gather: GatherState, patches: Patches) -> None:
-    """Have the callback put the average, or the pruned weights, of all ranks into a checkpoint."""
+    """Make the callback save the averaged or pruned weights of all ranks in checkpoints."""
     if not isinstance(callback, cb.StochasticWeightAveraging):
         save = callback.on_save_checkpoint
 
@@ -229,7 +242,7 @@ def _save_whole(callback: Averaging | cb.ModelPruning, gather: GatherState, patc
 
 
 def _averaged_tensors(callback: Averaging, module: nn.Module) -> Iterator[tuple[torch.Tensor, dict[str, Any], str]]:
-    """Yield each tensor of the module that is averaged, the table that has its average, and the name there."""
+    """Yield each averaged tensor of the module, the dict that contains its average, and its name in this dict."""
     average = private.find_average(callback)
     assert average is not None
     whole = isinstance(average, AveragedModel)
