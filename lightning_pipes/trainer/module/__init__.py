@@ -1,1 +1,1 @@
-"""The user's module: cut, and run around its layers."""
+"""The user's module in a pipeline: the cut into layers, the weights, batches and optimizers, and their checks."""

@@ -52,7 +52,12 @@ def has_meta(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class _Tied:
-    """A tensor that several layers share, and the last layer that initializes it, whose values are used."""
+    """A tensor that several layers share.
+
+    Attributes:
+        tensor: the tensor.
+        layer: the number of the last layer that initializes the tensor. Its values are used on all ranks.
+    """
 
     tensor: torch.Tensor
     layer: int

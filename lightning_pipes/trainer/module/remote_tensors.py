@@ -308,9 +308,9 @@ class RemoteTensor(torch.Tensor):
 
 
 class RemoteParameters:
-    """The tensors of layers on other ranks, which have no memory, and whose slots contain stand-ins.
+    """The tensors of layers on other ranks, which have no memory and are replaced by stand-ins in their slots.
 
-    The objects of the tensors are kept and put back later, so that references of optimizers and user code stay valid.
+    The original objects are kept and later put back, so that references of optimizers and user code stay valid.
     """
 
     def __init__(self, scope: HookScope) -> None:

@@ -1,7 +1,8 @@
-"""Modules that `configure_model` has sharded, by `fully_shard` or `parallelize_module` on the mesh of the run.
+"""Support for modules that `configure_model` shards by `fully_shard` or `parallelize_module` on the mesh of the run.
 
-Every rank shards all layers, each over the ranks of its own stage, as under Lightning's ModelParallelStrategy. Then it
-keeps the layers of its stages. What is around the layers is held whole over `data_parallel`, as without shards.
+As under Lightning's ModelParallelStrategy, every rank shards all layers over the ranks of its own stage. It then keeps
+only the layers of its stages. The parameters around the layers are not sharded over `data_parallel`, so that every
+replica has them as without sharding.
 """
 
 from __future__ import annotations
@@ -35,17 +36,21 @@ from lightning_pipes.trainer.ranks.replicas import (
 
 
 def holds_own_part(parameter: torch.Tensor, grid: Grid) -> bool:
-    """Return whether this rank counts its part of a parameter in a sum over all replicas and shards."""
+    """Return whether this rank contributes its part of a parameter to a sum over all replicas and shards."""
     in_replicas = is_sharded_over(parameter, DATA_PARALLEL) or grid.replica == 0
     return in_replicas and (is_sharded_over(parameter, TENSOR_PARALLEL) or grid.shard == 0)
 
 
 def check_shards(module: pl.LightningModule, mesh: DeviceMesh | None) -> None:
-    """Refuse shards that do not fit the mesh or the layers.
+    """Check that the sharded parameters of a module are compatible with the mesh of the run.
+
+    Args:
+        module: the user's module.
+        mesh: the mesh of the run, if any.
 
     Raises:
-        PipelineError: a parameter is sharded over another mesh, over stages, over the other dimension of the mesh, or
-            unevenly over tensor-parallel ranks.
+        PipelineError: a parameter is sharded over another mesh, over the stages, over the wrong dimension of the mesh
+            for its function, or unevenly over tensor-parallel ranks.
     """
     owner = type(module).__name__
     units = [part for part in module.modules() if is_fully_sharded(part)]
@@ -82,7 +87,7 @@ def check_shards(module: pl.LightningModule, mesh: DeviceMesh | None) -> None:
 
 
 def _check_columns(name: str, columns: int, shards: int) -> None:
-    """Check that shards of columns with sharded inputs have one size. DTensors take that for granted."""
+    """Check that the shards of the columns of a weight have equal sizes, which DTensor assumes for sharded inputs."""
     if columns % shards:
         raise PipelineError(
             f"tensor_parallel={shards} does not divide axis 1 of {name}, which has {columns} entries; take a number of "
@@ -91,9 +96,9 @@ def _check_columns(name: str, columns: int, shards: int) -> None:
 
 
 def _check_heads(name: str, part: nn.Module) -> None:
-    """Check that tensor-parallel ranks have whole heads of an attention.
+    """Check that each tensor-parallel rank has a whole number of heads of an attention module.
 
-    Its `head_dim` divides the axis of a projection that has heads.
+    A sharded axis of a projection is considered to consist of heads if its length is a multiple of `head_dim`.
     """
     size = getattr(part, "head_dim", None)
     if type(size) is not int or size < 1:
@@ -116,10 +121,15 @@ def _check_heads(name: str, part: nn.Module) -> None:
 
 
 def unshard_outside(module: pl.LightningModule, path: str) -> None:
-    """Make whole what `fully_shard` has sharded around the container of layers. Collective over replicas.
+    """Gather the parameters that `fully_shard` has sharded around the container of layers. Collective over replicas.
+
+    Args:
+        module: the user's module.
+        path: the path of the container in the module.
 
     Raises:
-        PipelineError: it has sharded layers of several stages as one, or has made several parameters of one.
+        PipelineError: one unit of `fully_shard` contains layers of several stages, or a parameter that was shared
+            belongs to two units, which makes it two parameters.
     """
     names = {id(part): name for name, part in module.named_modules()}
     units = dict.fromkeys(part for part in module.modules() if is_fully_sharded(part))
@@ -153,9 +163,14 @@ def unshard_outside(module: pl.LightningModule, path: str) -> None:
 
 
 def leave_spread(module: pl.LightningModule, path: str, local: Iterable[int]) -> None:
-    """Free the layers of other ranks in a sharded module: their tensors are on `meta`, the same objects.
+    """Release the memory of the layers of other ranks in a sharded module.
 
-    Nothing is done where an earlier run has done it.
+    Their tensors are moved to `meta` and stay the same objects. Nothing is done if an earlier run has done this.
+
+    Args:
+        module: the user's module.
+        path: the path of the container in the module.
+        local: the numbers of the layers on this rank.
     """
     if SPREAD in vars(module):
         return

@@ -1,4 +1,4 @@
-"""Training data that one rank of a pipeline loads for all its ranks."""
+"""Loading of data on one rank of a pipeline for all its ranks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from lightning_pipes.trainer.module.batches import checksum_batch
 from lightning_pipes.trainer.ranks.control import Control
 
 Data = Literal["auto", "each", "one"]
-"""The ranks of a pipeline that load batches: each, one for all, or one where they would load different ones."""
+"""The ranks of a pipeline that load batches: each rank, one rank for all ranks, or automatically one rank if the ranks
+would load different batches.
+"""
 
 _CPU = torch.device("cpu")
 _END = "the pass has ended"
 
 
 class SharedLoader(DataLoader[Any]):
-    """A DataLoader that gives the batches of one rank of a pipeline, made by `share_loader`."""
+    """A DataLoader that returns the batches that one rank of a pipeline loads. `share_loader` creates it."""
 
     _sharing: BatchSharing
 
@@ -31,12 +33,16 @@ class SharedLoader(DataLoader[Any]):
 
 
 class BatchSharing:
-    """The rank that loads for the others, and whether it does.
+    """Exchange of batches between the ranks of a pipeline, if one of them loads for all.
 
     Args:
-        control: of the ranks of the pipeline.
-        source: the global rank that loads.
-        decided: whether it loads for all; otherwise the first batch decides.
+        control: the control channel of the ranks of the pipeline.
+        source: the global rank that loads the batches.
+        decided: whether this rank loads for all ranks in any case. Otherwise, the first batch decides.
+
+    Attributes:
+        is_shared: whether one rank loads for all ranks; None as long as this is not decided.
+        loads: whether this rank is the rank that loads.
     """
 
     def __init__(self, control: Control, source: int, decided: bool) -> None:
@@ -45,16 +51,21 @@ class BatchSharing:
         self.loads = control.ranks[control.position] == source
 
     def __deepcopy__(self, _: dict[int, Any]) -> BatchSharing:
-        return self  # the copy of a Trainer that has run makes loaders of its own when it runs
+        return self  # a copied Trainer creates its own loaders when it runs
 
     def load(self, batches: Iterator[Any], is_first: bool) -> Any:
-        """Return the next batch of a pass.
+        """Return the next batch of a pass over the data.
 
-        Random numbers of the CPU are those of the loading rank afterwards.
+        If the batch is shared, the random state of the CPU is set to the state of the rank that loads. Collective,
+        unless each rank loads its own batches.
+
+        Args:
+            batches: the iterator of this rank.
+            is_first: whether this is the first batch of the pass.
 
         Raises:
             StopIteration: the pass has ended.
-            PipelineError: another rank loads, and failed.
+            PipelineError: another rank loads the batches and has raised an error.
         """
         if self.is_shared is None:
             return self._compare(batches)
@@ -84,7 +95,7 @@ class BatchSharing:
         return batch
 
     def _compare(self, batches: Iterator[Any]) -> Any:
-        """Return the first batch of all, and decide by it."""
+        """Return the first batch, and decide whether one rank loads for all by comparing the batches of all ranks."""
         batch = next(batches, _END)
         found = self.control.all_gather(_END if batch is _END else checksum_batch(batch))
         self.is_shared = len(set(found)) > 1 and _END not in found
@@ -105,7 +116,7 @@ class BatchSharing:
 
 
 class SharedPass(Iterator[Any]):
-    """One pass over the data."""
+    """One pass over the data of a SharedLoader."""
 
     def __init__(self, batches: Iterator[Any], sharing: BatchSharing) -> None:
         self._batches, self._sharing = batches, sharing
@@ -117,18 +128,21 @@ class SharedPass(Iterator[Any]):
 
 
 def share_loader(loader: object, data: Data, control: Control, source: int, replicas: int) -> object:
-    """Return a loader that gives all ranks of a pipeline the same batches. Collective.
+    """Return a loader that returns the same batches on all ranks of a pipeline. Collective.
 
-    What is no DataLoader stays as it is.
+    An object that is not a DataLoader is returned unchanged.
 
     Args:
-        data: "one", or "auto", with which the first batch decides. It leaves loaders alone that are of different
-            lengths: their ranks were to load parts of the data.
+        loader: the loader of this rank.
+        data: "each" returns the loader unchanged, and with "one", the rank `source` loads for all ranks. With "auto",
+            the first batch decides, but if the loaders of the ranks have different lengths or split the data, each rank
+            is assumed to load its own part, and the loader is returned unchanged.
+        control: the control channel of the ranks of the pipeline.
         source: the global rank that loads.
-        replicas: pipelines with data of their own.
+        replicas: the number of pipelines, each of which has its own part of the data.
 
     Raises:
-        PipelineError: a sampler gives each rank of the pipeline another part of the data.
+        PipelineError: a sampler selects another part of the data on each rank of the pipeline.
     """
     if control.size == 1 or not isinstance(loader, DataLoader):
         return loader
@@ -150,13 +164,13 @@ def share_loader(loader: object, data: Data, control: Control, source: int, repl
         kind = type(f"Shared{kind.__name__}", (SharedLoader, kind), {})
     made: SharedLoader = object.__new__(kind)
     made.__dict__.update(vars(loader), _sharing=sharing)
-    if data == "one" and not sharing.loads:  # its passes are begun, for their random numbers, and give nothing
+    if data == "one" and not sharing.loads:  # its passes are started for their random numbers only
         made.__dict__.update(num_workers=0, prefetch_factor=None, persistent_workers=False, _iterator=None)
     return made
 
 
 def _distributed_sampler(loader: DataLoader[Any], replicas: int) -> Any:
-    """Return the sampler that splits the data into more parts than there are replicas; None if there is none."""
+    """Return the sampler that splits the data into more parts than there are replicas, or None."""
     batches = loader.batch_sampler
     samplers = (loader.sampler, batches, getattr(batches, "sampler", None))
     return next((each for each in samplers if getattr(each, "num_replicas", 1) > replicas), None)
@@ -165,5 +179,5 @@ def _distributed_sampler(loader: DataLoader[Any], replicas: int) -> Any:
 def _length(loader: DataLoader[Any]) -> int | None:
     try:
         return len(loader)
-    except TypeError:  # of an iterable dataset
+    except TypeError:  # an iterable dataset has no length
         return None

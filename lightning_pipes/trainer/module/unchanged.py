@@ -96,7 +96,7 @@ def keep_unchanged(
 
 
 def find_generators(root: nn.Module, skip: nn.Module | None = None) -> list[Any]:
-    """Return the random generators of a module and of the objects that can be reached from it, except through `skip`."""
+    """Return the random generators that can be reached from a module, except through the submodule `skip`."""
     return _generators([thing for _, thing in list_reachable(root, "self", skip)])
 
 
