@@ -288,7 +288,7 @@ def list_reachable(root: nn.Module | None, name: str, skip: nn.Module | None = N
 
 
 def can_change(thing: Any) -> bool:
-    """Return whether an object is mutable and belongs to the user, so that layers may share it."""
+    """Return whether an object may contain mutable state of the user, which excludes objects of libraries."""
     if isinstance(thing, (nn.Module, *CONTAINERS, SimpleNamespace)):
         return True
     if isinstance(thing, pl.Callback) and any(map(_is_ours, type(thing).__mro__)):

@@ -176,7 +176,8 @@ def check_shardable(optimizers: Iterable[Optimizer], device: torch.device) -> No
     """Check that optimizers can step the parts of a parameter separately.
 
     For each parameter group, the values of a parameter after some steps are compared with the values of its two halves
-    that are stepped separately. The parameter is small, unless the optimizer has states already.
+    that are stepped separately. This parameter has the shape of a small parameter of the group, or a smaller fixed
+    shape if the optimizer has no state for it.
 
     Args:
         optimizers: the optimizers.

@@ -343,7 +343,7 @@ def _state_on_other_rank(key: RemoteTensor, state: Any, of: torch.Tensor) -> Any
 
 
 class OptimizersView:
-    """Switches optimizers between the parameters of all ranks, for user code, and of this rank, for all other code.
+    """Shows user code the parameters of all ranks in optimizers, while all other code sees the parameters of this rank.
 
     Args:
         layouts: the layouts of all optimizers.

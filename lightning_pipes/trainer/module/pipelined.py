@@ -33,8 +33,8 @@ numbers of the layers that have values in this process.
 MEASURABLE = 1e-3
 """Minimum time in seconds of a container for its time to be considered, because shorter times are mostly noise."""
 CLEARLY_LARGER = 1.5
-"""Minimum ratio between the largest container and every other one, in parameters or in seconds, for the largest one to
-be selected if the user names none.
+"""Minimum ratio between the parameters, or seconds, of the largest container and every other container. If the ratio is
+smaller, the largest container is not selected automatically.
 """
 
 _CPU = torch.device("cpu")
@@ -49,9 +49,10 @@ def find_pipelined(module: pl.LightningModule, path: str | None, seconds: Mappin
     nn.ModuleList.
 
     The size of a container is its number of parameters without embeddings. If several containers have similar sizes,
-    the largest nn.Sequential that is a child of the module is selected. A container that the pipeline plan of a Hugging
-    Face model names is preferred if there is no such child, or if no times were measured. If times were measured and
-    one container takes clearly longer than the others, this container is selected regardless of its size.
+    the largest nn.Sequential that is a child of the module is selected, or if there is none, the container that the
+    pipeline plan of a Hugging Face model names. If one container is clearly the largest and no times were measured, a
+    container that the pipeline plan of a surrounding model names is preferred. If times were measured and another
+    container takes clearly longer than the container of this choice, it is selected regardless of its size.
 
     Args:
         module: the user's whole module.
@@ -237,7 +238,8 @@ class CutModule:
     """A LightningModule whose pipelined container is replaced by a proxy with only the layers of this rank.
 
     The memory of the layers of other ranks is released, and tensors without values stand in for their weights.
-    `restore` puts the whole container back, with the same Parameter objects as before.
+    `restore` puts the whole container back, with the same Parameter objects as before unless the run has failed or
+    `stays_spread` is True.
 
     Attributes:
         stays_spread: whether the layers of other ranks remain on `meta` when the run ends. This is the case if a tensor
@@ -495,7 +497,7 @@ class CutModule:
                     yield ParameterSlot(number, part._buffers, name, buffer, f"{key}.{name}")
 
     def _modules_of(self, layers: Collection[int]) -> Iterator[tuple[int, str, nn.Module]]:
-        """Yield the layer's number, the name in the whole module and the module, for all modules of these layers."""
+        """Yield all modules of these layers, each with the number of its layer and its name in the whole module."""
         for number, (layer_name, layer) in enumerate(self.full._modules.items()):
             if number in layers:
                 assert layer is not None
