@@ -286,7 +286,13 @@ def make_cutter(
 ) -> Callable[[Span], Any]:
     """Return a function that selects samples from one batch like `take_samples`.
 
-    The search for the parts that must be cut is done once, for all calls of the function.
+    The search for the parts that must be cut is done only once, not in each call of the function.
+
+    Args:
+        batch: the batch.
+        rows: see `take_samples`.
+        whole: see `take_samples`.
+        samples: see `take_samples`.
     """
     lists = set(_sample_lists(batch, rows, samples))
 

@@ -208,8 +208,8 @@ def equalize_weights(module: nn.Module, control: Control, replicas: Replicas | N
     """Set the parameters and buffers of all ranks to the values of rank 0. Collective.
 
     Tensors that are on `meta` on any rank are skipped. If the checksums of all ranks are equal, no tensors are sent.
-    Each shard of a parameter is set to the shard of the corresponding rank of the first stage, and of the first replica
-    if all replicas have the same shard.
+    Each shard of a parameter is set to the shard on the first rank of its pipeline, and on the first replica if all
+    replicas have the same shard.
 
     Args:
         module: the module.

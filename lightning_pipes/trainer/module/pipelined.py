@@ -26,16 +26,14 @@ INCOMPLETE = "_lightning_pipes_incomplete"
 """Attribute of a module whose last run failed. The layers of other ranks have no values in such a module."""
 
 SPREAD = "_lightning_pipes_spread"
-"""Attribute of a module that was created on `meta` and has been trained: a tuple of the path of its container and the
+"""Attribute of a module that was created on `meta` and has been run: a tuple of the path of its container and the
 numbers of the layers that have values in this process.
 """
 
 MEASURABLE = 1e-3
 """Minimum time in seconds of a container for its time to be considered, because shorter times are mostly noise."""
 CLEARLY_LARGER = 1.5
-"""Minimum ratio between the parameters, or seconds, of the largest container and every other container. If the ratio is
-smaller, the largest container is not selected automatically.
-"""
+"""Minimum ratio of the parameters, or of the seconds, of two containers for one to be clearly larger than the other."""
 
 _CPU = torch.device("cpu")
 
@@ -45,9 +43,7 @@ class NoContainerError(PipelineError):
 
 
 def find_pipelined(module: pl.LightningModule, path: str | None, seconds: Mapping[str, float] | None = None) -> str:
-    """Return the path of the container to cut: `path`, or by default the largest outermost nn.Sequential or
-    nn.ModuleList.
-
+    """Return the path of the container to cut: `path`, or the largest outermost nn.Sequential or nn.ModuleList.
     The size of a container is its number of parameters without embeddings. If several containers have similar sizes,
     the largest nn.Sequential that is a child of the module is selected, or if there is none, the container that the
     pipeline plan of a Hugging Face model names. If one container is clearly the largest and no times were measured, a

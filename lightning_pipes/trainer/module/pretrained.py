@@ -249,6 +249,11 @@ def give_memory(module: nn.Module, tensors: Iterable[Tensor], device: torch.devi
     """Allocate uninitialized memory on a device for tensors of a module, or release it if the device is `meta`.
 
     The tensors stay the same objects.
+
+    Args:
+        module: the module. If it is recurrent, its weak references to weights are renewed.
+        tensors: the tensors of the module.
+        device: the device.
     """
     with without_weak_references(module):
         for tensor in tensors:

@@ -92,6 +92,11 @@ def limit_writers(callbacks: Iterable[pl.Callback], grid: Grid, patches: Patches
 
     All ranks of a pipeline have the same predictions. If every rank wrote a file, each sample would be in several
     files.
+
+    Args:
+        callbacks: the callbacks of the Trainer.
+        grid: the coordinates of this rank and all other ranks.
+        patches: the changes to the callbacks, which are reverted when it is closed.
     """
     writes = grid.position == 0 and grid.shard == 0
     for callback in callbacks:
