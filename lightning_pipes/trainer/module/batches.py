@@ -302,8 +302,8 @@ def make_cutter(
                 return part
             if part.is_nested:
                 return _take_nested(part, span, rows)
-            # A view of `data` has its own version counter. Otherwise, autograd would treat an in-place operation on
-            # one view as a change of all views.
+            # `data` returns a tensor with its own version counter. Otherwise, autograd would treat an in-place
+            # operation on one view as a change of all views.
             return (part if part.requires_grad else part.data)[span.start : span.stop]
         if id(part) in lists:
             return part[span.start : span.stop]

@@ -47,9 +47,6 @@ class ChangedInput(NamedTuple):
 class NoCallError(PipelineError):
     """Raised if a step has ended without calling the layers.
 
-    Args:
-        text: the message.
-        out: the return value of the step.
     Attributes:
         out: the return value of the step.
         calls: the logging calls of the step.

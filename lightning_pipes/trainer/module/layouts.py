@@ -55,6 +55,7 @@ class Layout(NamedTuple):
         """Split the tensor of a whole batch into the tensors of micro-batches.
 
         The layout must not have entries that all micro-batches share.
+
         Args:
             whole: the tensor of the whole batch.
             lengths: the length of the axis of samples of each micro-batch.

@@ -44,6 +44,7 @@ class NoContainerError(PipelineError):
 
 def find_pipelined(module: pl.LightningModule, path: str | None, seconds: Mapping[str, float] | None = None) -> str:
     """Return the path of the container to cut: `path`, or the largest outermost nn.Sequential or nn.ModuleList.
+
     The size of a container is its number of parameters without embeddings. If several containers have similar sizes,
     the largest nn.Sequential that is a child of the module is selected, or if there is none, the container that the
     pipeline plan of a Hugging Face model names. If one container is clearly the largest and no times were measured, a
@@ -383,6 +384,7 @@ class CutModule:
 
     def tensors(self, layers: Collection[int]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield key and value of each parameter and saved buffer of these layers, in the order of the whole module.
+
         A tensor that is used in several places is yielded once. Tensors of layers on other ranks have no values.
         """
         seen: set[int] = set()

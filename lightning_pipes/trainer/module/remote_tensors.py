@@ -140,6 +140,7 @@ class HookScope:
 
 class RemoteTensor(torch.Tensor):
     """A tensor without values that represents a weight of a layer on another rank, or a result computed from one.
+
     Operations on a RemoteTensor return a RemoteTensor. Writing to it has no effect on this rank, because the rank that
     has the layer runs the same code and writes the values. Code that processes each weight separately, such as a moving
     average, therefore has the correct result.
@@ -186,6 +187,7 @@ class RemoteTensor(torch.Tensor):
     @staticmethod
     def replace(tensor: torch.Tensor, stand_in: RemoteTensor) -> None:
         """Release the memory of `tensor` and make it behave like `stand_in`, because user code may have kept it.
+
         `put_back` reverts this change.
         """
         kept = tensor.__class__
