@@ -86,13 +86,14 @@ def compiling(path: Path) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def elsewhere() -> Iterator[None]:
-    """Remove the rendezvous address from the environment after each test file.
+    """Remove the rendezvous address and the seed from the environment after each test file.
 
     A training in this process leaves the address and port of its ranks in the environment, and another program may use
-    the port by the time the next test runs.
+    the port by the time the next test runs. With the seed of `seed_everything`, samplers of later tests would shuffle
+    in another order.
     """
     yield
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
+    for name in ("MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
         os.environ.pop(name, None)
 
 

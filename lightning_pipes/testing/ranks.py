@@ -88,6 +88,10 @@ class RanksFailedError(AssertionError):
     """A rank raised an exception, died, or missed the deadline. The message contains every traceback."""
 
 
+SEED_VARIABLES = "PL_GLOBAL_SEED", "PL_SEED_WORKERS"
+"""The environment variables by which Lightning passes the seed of `seed_everything` to samplers and workers."""
+
+
 def run_ranks(
     fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60.0, env: dict[str, str] | None = None
 ) -> list[Any]:
@@ -222,6 +226,8 @@ def _rank_main(
     # With other start methods, locks (for example of progress bars) leave files behind if a process is killed.
     multiprocessing.set_start_method("fork", force=True)
     launched = {"TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}
+    for name in SEED_VARIABLES:  # the fork server has them if seed_everything ran in the test before which it started
+        os.environ.pop(name, None)
     os.environ.update(rank_environment(rank, n, "127.0.0.1", port) | launched | env)
     torch.set_num_threads(1)
     gc.freeze()  # loaded modules are not garbage, and scanning them at exit takes a second

@@ -73,9 +73,8 @@ def check(death: Death, place: str, victim: int, wanted: dict[int, set[str]]) ->
             waited = ["a collective call"]  # a rank may be in one between the instructions of two batches
             if place in ("forward", "backward", "validation"):
                 waited.append("instruction")
-            # the failure was noticed outside of any wait
-            between = place in ("step", "save") and "while waiting for" not in o.error
-            assert between or any(f"while waiting for {what}" in o.error for what in waited), o.error
+            _, *waits = o.error.split("while waiting for ")  # none if the rank noticed it outside of any wait
+            assert all(wait.startswith(tuple(waited)) for wait in waits), o.error
     assert wanted.keys() == set(range(EPOCHS * STEPS))
     assert death.losses == wanted
 

@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+
+
+SEEDED = """
+import os
+
+os.environ["PL_GLOBAL_SEED"] = "3"  # as lightning.seed_everything(3) does
+from lightning_pipes.testing.ranks import run_ranks
+from tests.testing.test_ranks import find_seed
+
+print(run_ranks(find_seed, 1))
+"""
+
+
+def find_seed(rank: int) -> str | None:
+    """Return the seed by which the samplers of Lightning shuffle."""
+    return os.environ.get("PL_GLOBAL_SEED")
+
+
+def test_ranks_do_not_inherit_a_seed_from_earlier_tests() -> None:
+    """Start the fork server after seed_everything, as it happens if an earlier test of the process calls it."""
+    found = subprocess.run([sys.executable, "-c", SEEDED], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert found.stdout == "[None]\n", found.stderr
 
 
 def test_no_semaphore_is_left() -> None:
