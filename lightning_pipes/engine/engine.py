@@ -195,8 +195,9 @@ class Engine:
             )
         if item.use is not None and item.use.delays and isinstance(self._program, Program):
             raise PlanError(
-                f"a batch reads layer {item.use.delays[0][0]!r} late, and this schedule's order is fixed before "
-                "that is known: take a policy that waits for what batches read, or no delay"
+                f"a batch reads layer {item.use.delays[0][0]!r} late, but this schedule fixes its order before the "
+                "layers of a batch are known. Use a policy that waits for the layers that each batch reads, or remove "
+                "the delay"
             )
         for stage in self._stages:
             if item.use is not None:

@@ -195,7 +195,10 @@ def _collect(
             for rank in sentinels.values():
                 processes[rank].join()
                 where = _stacks(os.path.join(folder, str(rank)))
-                error = f"no end after {time.monotonic() - started:.0f} s; where it was after {timeout} s:\n{where}"
+                error = (
+                    f"the process did not end within {time.monotonic() - started:.0f} s. "
+                    f"Its stacks after {timeout} s:\n{where}"
+                )
                 results[rank] = RankResult(rank, None, error, None, time.monotonic() - started)
             break
     return [results[rank] for rank in sorted(results)]

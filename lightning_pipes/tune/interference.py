@@ -228,8 +228,8 @@ def collect_windows(quick: bool, seconds: float, progress: Callable[[str, float]
     core, other = cores[-1], cores[0] if len(cores) > 1 else None
     all_cores = set(cores)
     chance, collected, why = random.Random(0), CollectedObservations(), why_no_quota()
-    beside_others = f"beside the other work of this machine: {why}"
-    progress("in front of the other work of this machine" if why is None else beside_others, 0.0)
+    beside_others = f"with the same priority as the other work on this machine: {why}"
+    progress("with a higher priority than the other work on this machine" if why is None else beside_others, 0.0)
     beside = settings(quick, core, other)
     made = stages((1,) if quick else (1, 2))
     try:

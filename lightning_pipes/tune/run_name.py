@@ -79,8 +79,8 @@ def _torchrun_name(now: str) -> str:
         now = _kept_in_folder(folder, now)
     if seal is None and not one_host:
         _log.warning(
-            "the hosts of this run share no secret: another user who reaches the store of torchrun can choose "
-            "which time names the run's directory; set %s to the same long random text on all hosts",
+            "the hosts of this run share no secret, so other users with access to the store of torchrun can choose the "
+            "time in the name of the run's directory. Set %s to the same long random text on all hosts",
             SECRET,
         )
     store: Any = launcher_store(_TIMEOUT)

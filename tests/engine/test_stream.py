@@ -282,7 +282,7 @@ def test_a_program_can_not_read_late() -> None:
     assert isinstance(schedule, Schedule)
     plan, layers = adapt_plan(planned(1, 2), schedule), model()
     pipe = Loopback(plan, schedule.program(plan), lambda r: stages_of(plan, r, layers))
-    with pytest.raises(PlanError, match=r"reads layer '.*' late, and this schedule's order is fixed"):
+    with pytest.raises(PlanError, match=r"reads layer '.*' late, but this schedule fixes its order"):
         pipe.inject(lambda: item(next(n for n in range(9) if "1" in chosen(n)), plan, some))
 
 

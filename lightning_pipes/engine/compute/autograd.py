@@ -108,9 +108,9 @@ def leave_stage(tree: Any, saved: SavedForward, flags: Flags | None = None) -> t
     found = sum(isinstance(leaf, torch.Tensor) for leaf in leaves)
     if flags is not None and found != len(flags):
         raise PlanError(
-            f"a stage ran the forward of samples {saved.span.start}:{saved.span.stop} a second time for its gradients, "
-            f"and sent {found} tensors in place of {len(flags)}. Both runs have to give the same. Let layers depend on "
-            "their inputs and buffers only, or leave recompute=True out"
+            f"a stage ran the forward of samples {saved.span.start}:{saved.span.stop} a second time to compute their "
+            f"gradients, and its output had {found} tensors instead of {len(flags)}. Both runs must return the same "
+            "output. Make layers depend only on their inputs and buffers, or remove recompute=True"
         )
     own: list[bool] = []
     for at, leaf in enumerate(leaves):

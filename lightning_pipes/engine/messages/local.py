@@ -129,7 +129,7 @@ def connect_to(name: str, rank: int) -> socket.socket:
         made.settimeout(GREETING_SECONDS)
         made.connect(name)
         if not same_user(made):
-            raise ForgedError(f"{name!r} is no socket of this run's user")
+            raise ForgedError(f"{name!r} is not a socket of this run's user")
         made.sendall(HELLO.pack(rank))
         made.setblocking(False)
     except BaseException:

@@ -208,7 +208,8 @@ class Monitor:
             if source.name not in self._failed:
                 self._failed.add(source.name)
                 _log.warning(
-                    "%s: %s can't be read (%s: %s); its metrics are missing until it can. Training goes on",
+                    "%s: %s can't be read (%s: %s). Training continues, and its metrics are missing until it can be "
+                    "read again",
                     self._label,
                     source.name,
                     type(error).__name__,

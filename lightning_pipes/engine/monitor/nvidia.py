@@ -252,7 +252,7 @@ class GpmSource(Source):
         api, handle = self._device.api, self._device.handle
         try:
             if not api.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
-                raise SourceError("the device has no such counters; those of Hopper and newer do")
+                raise SourceError("the device does not have these counters, which exist on Hopper and newer devices")
             self._samples = [api.nvmlGpmSampleAlloc(), api.nvmlGpmSampleAlloc()]
             api.nvmlGpmSampleGet(handle, self._samples[0])
             self._at = read_seconds()

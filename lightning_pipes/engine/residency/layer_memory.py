@@ -150,8 +150,8 @@ class LayerMemory:
         if not self._swap.has_room(*map(_key, parts)):
             names = ", ".join(sorted(parts)[:6])
             raise PlanError(
-                f"no room on the device for layers {names}, which are used at once, beside those that stay there; give "
-                "MemorySwap more device_bytes, or cut the model into more stages"
+                f"no room on the device for layers {names}, which are used at the same time, in addition to the layers "
+                "that always stay there. Give MemorySwap more device_bytes, or cut the model into more stages"
             )
         for name in parts:
             self._leases[name] += 1

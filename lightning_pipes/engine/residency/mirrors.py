@@ -394,9 +394,9 @@ class MirroredLayers:
             self._mirrors.replace_buffers(number, names, {at: given[f"{prefix}{at}"] for at in buffers})
         if any(tensor.is_meta for tensor in trees.tensors_in(out)):
             raise PlanError(
-                f"layer {number} ran on stage {self._stage}, where it is for this batch only, and used weights that "
-                f"the batch does not name: it names {', '.join(names) or 'none'}. Let layers_of_batch name all that a "
-                "batch uses"
+                f"layer {number} is on stage {self._stage} for this batch only, and used weights of layers that are "
+                f"not listed for the batch. The list is: {', '.join(names) or 'none'}. Return all layers that a batch "
+                "uses from layers_of_batch"
             )
         return out
 

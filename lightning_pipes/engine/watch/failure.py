@@ -552,7 +552,7 @@ class FailureWatch:
     def _exit_note(self, other: int) -> str:
         if not self._heartbeat.has_exited(other):
             return ""
-        return " by itself, while others were in a run, in which all ranks must take part"
+        return " because its interpreter exited, although other ranks were in a run, in which all ranks must take part"
 
     def _run_watchdog(self) -> None:
         """Detect a store that does not answer, and end this process if it is blocked. This thread does not block."""

@@ -40,9 +40,9 @@ def explain_missing_tasks() -> str:
     if tasks == "1" or "SLURM_STEP_ID" in os.environ or launcher_hosts_store():
         return ""
     return (
-        f". This process is in a job of SLURM with {tasks} tasks, of which each is a rank, but it was not started by "
-        "srun, so that the others do not exist. Start the script by `srun python ...`. To let it start its ranks by "
-        "itself, give the job the name 'interactive'"
+        f". This process is in a SLURM job with {tasks} tasks, each of which is a rank, but it was not started by "
+        "srun, so the other ranks do not exist. Start the script with `srun python ...`. If the script should start "
+        "its ranks itself, set the name of the job to 'interactive'"
     )
 
 

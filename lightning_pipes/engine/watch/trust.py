@@ -76,7 +76,9 @@ class Seal:
         """
         data = bytes(signed[_CODE_BYTES:])
         if not hmac.compare_digest(bytes(signed[:_CODE_BYTES]), self._code(data, name)):
-            raise ForgedError(f"{name or 'a message'} was not written by a rank that has this run's secret")
+            raise ForgedError(
+                f"{name or 'a message'} is not signed with the secret of this run, so none of its ranks has written it"
+            )
         return data
 
     def _code(self, data: bytes, name: str) -> bytes:

@@ -38,8 +38,8 @@ def _show_orders(layer: str, a: TrainingRecord, b: TrainingRecord) -> None:
 
 COMMAND = Command(
     "compare",
-    "Finds the first batch and layer in which two trainings differ, to the bit; exits with 1 where they do.\n"
-    "RUN is a folder into which the callback ReproducibilityLog wrote.",
+    "Finds the first batch and layer in which two trainings are not bitwise equal, and exits with 1 if there is one.\n"
+    "RUN is a folder that the callback ReproducibilityLog has written to.",
     [
         "lightning-pipes compare runs/two_stages runs/eight_stages",
         "lightning-pipes compare runs/a runs/b --layer 5.2      (the batches that read (F) and step (B) it, in order)",

@@ -45,9 +45,9 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
 
 COMMAND = Command(
     "interference",
-    "Measures stages beside processes that compete for a core of this machine, and trains the forest that predicts\n"
-    "how much a neighbour slows a stage down (DynPipe, S V-A), for schedule.predictor. Linux; some minutes, with\n"
-    "--quick about one. Nothing else should run meanwhile.",
+    "Measures stages while other processes compete for a core of this machine, and trains the forest that predicts\n"
+    "how much a neighbor slows down a stage (DynPipe, Section V-A), for schedule.predictor. The command needs Linux.\n"
+    "It takes a few minutes, or about one minute with --quick. No other work should run on the machine meanwhile.",
     [
         "lightning-pipes interference",
         "lightning-pipes interference --data windows.npz --forest forest.npz",
@@ -56,7 +56,7 @@ COMMAND = Command(
     run,
     flags={
         "--forest": ("FILE", f"where to write the forest; {FOREST} by default"),
-        "--data": ("FILE", "what was measured: read if the file exists, else written"),
-        "--quick": ("", "fewer neighbours and stages"),
+        "--data": ("FILE", "the measurements; if the file exists, it is read, and otherwise it is written"),
+        "--quick": ("", "fewer neighbors and stages"),
     },
 )

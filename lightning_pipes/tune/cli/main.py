@@ -17,16 +17,16 @@ from lightning_pipes.tune.messages import plain_errors
 from lightning_pipes.tune.schema import register
 
 COMMANDS = {
-    "schedules": "what is installed, with settings, bubble and memory on a small example",
+    "schedules": "the installed schedules, with settings, bubble and memory on a small example",
     "simulate": "step time, bubble, memory and a timeline of a schedule",
     "profile": "measure the layers of a model on this device",
     "plan": "choose schedule, micro-batches and partition for a model on a cluster",
-    "stages": "choose how many stages a training without flushes has, and how many replicas",
-    "interference": "measure what neighbours cost a stage, and train the predictor of dynpipe",
+    "stages": "choose the numbers of stages and replicas of a training without flushes",
+    "interference": "measure how much neighbors slow down a stage, and train the predictor of dynpipe",
     "report": "one HTML page about a run, with advice",
-    "verify": "train the first batches of a script in one plain process, too, and compare",
-    "consolidate": "one checkpoint, or safetensors files, of a checkpoint that ranks have written",
-    "compare": "the first batch and layer in which two trainings differ, to the bit",
+    "verify": "also train the first batches of a script in one plain process, and compare",
+    "consolidate": "one checkpoint, or safetensors files, from a checkpoint that ranks have written",
+    "compare": "the first batch and layer in which two trainings are not bitwise equal",
 }
 
 

@@ -78,8 +78,8 @@ def _with_profile(record: RunRecord, path: str) -> RunRecord:
 
 COMMAND = Command(
     "report",
-    "Writes one HTML page about a run, which opens without a network: timeline, bubble, memory, and what to change.\n"
-    "RUN is the directory that strategy.report.save(directory) wrote into, such as one of examples/train.py.",
+    "Writes one HTML page about a run, with its timeline, bubble, memory, and advice. The page needs no network.\n"
+    "RUN is a directory that strategy.report.save(directory) has written to, such as a directory of examples/train.py.",
     [
         "lightning-pipes report outputs/2026-01-31/12-00-00",
         "lightning-pipes report outputs/2026-01-31/12-00-00 --open",
@@ -88,8 +88,8 @@ COMMAND = Command(
     run,
     positionals=("RUN",),
     flags={
-        "--out": ("FILE", "the page; by default report.html beside what was saved"),
-        "--profile": ("FILE", "what lightning-pipes profile wrote of the model"),
+        "--out": ("FILE", "the page to write; by default report.html in the directory of the run"),
+        "--profile": ("FILE", "the profile of the model, which lightning-pipes profile has written"),
         "--open": ("", "open the page in the browser"),
     },
 )

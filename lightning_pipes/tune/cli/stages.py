@@ -97,11 +97,12 @@ def _theory(text: str | None) -> dict[str, float]:
 
 COMMAND = Command(
     "stages",
-    "Chooses how many stages a training without flushes has, and how many replicas each (DynPipe, Algorithm 1): the\n"
-    "least product of batches until the target, which rise with staler gradients, and seconds from one batch to the\n"
-    "next. Batches are fitted to measured runs (--batches) or come from the theory (--theory, with constants that the\n"
-    "callback GradientProbe measures); without either they count the same. There are ranks x replicas devices, and\n"
-    "batch counts the samples of all replicas together.",
+    "Chooses the number of stages of a training without flushes, and the number of replicas of each stage (DynPipe,\n"
+    "Algorithm 1). It minimizes the seconds until the target, which are the number of batches times the seconds per\n"
+    "batch. The number of batches rises with the staleness of gradients. It is fitted to measured runs (--batches) or\n"
+    "computed from the theory (--theory, with constants that the callback GradientProbe measures). Without either, it\n"
+    "is the same for all options. There are ranks x replicas devices, and batch is the number of samples of all\n"
+    "replicas together.",
     [
         "lightning-pipes stages profile=profile.json ranks=8 batch=64 --batches 1:196,4:222",
         "lightning-pipes stages model=BERT-48 device=A100-40G ranks=8 batch=32 memory=40GiB "
@@ -110,11 +111,11 @@ COMMAND = Command(
     run,
     config="plan",
     flags={
-        "--batches": ("S:N,...", "batches until the target that runs took, for two numbers of stages or more"),
+        "--batches": ("S:N,...", "measured batches until the target, for at least two numbers of stages"),
         "--theory": ("NAME=X,...", "loss, lipschitz, noise, lr and target of Theorem 1"),
-        "--sharded": ("", "also shards of layers, alike on all stages, for modules whose configure_model makes them"),
+        "--sharded": ("", "also shards of layers, equal on all stages, for modules whose configure_model creates them"),
         "--cached": ("", "devices keep two weight versions, as with MemorySwap; by default stage s of p keeps p - s"),
-        "--all-shapes": ("", "also shards of layers that differ between stages, which are planned only"),
+        "--all-shapes": ("", "also shards of layers that differ between stages, which can be planned but not run"),
     },
     translate=translate_model_override,
     defaults=frozenset({"schedule=auto", "schedule=null", "cluster=null"}),

@@ -50,8 +50,8 @@ def subject_from_example(cfg: DictConfig, rows: Sequence[int]) -> Subject:
     folder = Path(__file__).resolve().parents[3] / "examples"
     if not (folder / "models.py").exists():
         raise InputError(
-            f"model={cfg.model.name} is a model of the examples, which are not installed here; run in a "
-            "checkout of lightning_pipes, or name a function of yours: model=package.module:factory"
+            f"model={cfg.model.name} is a model of the examples, which are not installed here. Run the command in a "
+            "checkout of lightning_pipes, or specify your own function with model=package.module:factory"
         )
     sys.path.insert(0, str(folder))
     train = import_module("train")

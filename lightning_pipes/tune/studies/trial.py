@@ -147,7 +147,7 @@ class ArrayTrial(BaseTrial):
         if self._trial is None:
             reply = self._leader_store.get(key, until=lambda: self._leader_store.has_key(self._ended))
             if reply is None:
-                raise SiblingFailure(f"trial {self._number} has ended on rank 0, and goes on here with {what!r}")
+                raise SiblingFailure(f"trial {self._number} has ended on rank 0, but continues here with {what!r}")
         else:
             reply = (what, *_answer(self._trial, ask))
             self._leader_store.put(key, reply)

@@ -127,7 +127,7 @@ def test_saved_and_loaded(tmp_path):
     found.save(tmp_path / "profile.json")
     assert ModelProfile.load(tmp_path / "profile.json") == found
     (tmp_path / "other.json").write_text('{"a": 1}')
-    with pytest.raises(PlanError, match="is no profile"):
+    with pytest.raises(PlanError, match="is not a profile"):
         ModelProfile.load(tmp_path / "other.json")
 
 

@@ -173,7 +173,8 @@ def test_a_source_that_disappears_and_comes_back(caplog, clock):
     assert curves.values["host.runnable_count"] == (0.0, 1.0, 2.0, 3.0, 4.0)
     assert monitor.features()["gpu.busy_share"] == 1.75  # the first value counts for 0.25 s, the second for 0.75 s
     assert [r.message for r in caplog.records] == [
-        "this rank: fake can't be read (OSError: gone); its metrics are missing until it can. Training goes on"
+        "this rank: fake can't be read (OSError: gone). Training continues, and its metrics are missing until it can "
+        "be read again"
     ]
 
 

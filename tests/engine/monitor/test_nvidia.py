@@ -97,7 +97,7 @@ def test_a_device_with_counters(tmp_path):
 @pytest.mark.parametrize(
     ("flag", "why"),
     [
-        ("-DNO_GPM_DEVICE", "no such counters; those of Hopper"),
+        ("-DNO_GPM_DEVICE", "does not have these counters, which exist on Hopper"),
         ("-DOLD_DRIVER", "the driver is older"),
         ("-DFORBIDDEN", "keeps counters for administrators"),
     ],

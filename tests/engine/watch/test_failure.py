@@ -180,10 +180,12 @@ def test_a_task_that_srun_has_not_started_is_explained_at_once(
     monkeypatch.setattr(FailureWatch, "missing_ranks", lambda _: [] if store.check([]) else [1])
     monkeypatch.setenv("SLURM_NTASKS", "2")
     monkeypatch.delenv("SLURM_STEP_ID", raising=False)
-    with pytest.raises(PeerFailure, match=r"rank 1 did not connect .* within 100 s\. This process .* by `srun python"):
+    with pytest.raises(
+        PeerFailure, match=r"rank 1 did not connect .* within 100 s\. This process .* with `srun python"
+    ):
         FailureWatch(None, 0, 2).wait_for_ranks(100.0, lambda: None)
     first, *later = [record.getMessage() for record in caplog.records]
-    assert first.startswith("[rank 0] waits for rank 1 to connect. This process is in a job of SLURM with 2 tasks")
+    assert first.startswith("[rank 0] waits for rank 1 to connect. This process is in a SLURM job with 2 tasks")
     assert len(later) == 4  # one message every 30 s, and the failure
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     with pytest.raises(PeerFailure, match=r"within 100 s$"):

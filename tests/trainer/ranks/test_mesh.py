@@ -105,6 +105,6 @@ def test_what_was_sent_before_the_end_still_comes(meshes: dict[int, Mesh]) -> No
 def test_a_stranger_gets_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     listener = PeerListener()
     monkeypatch.setattr(local, "same_user", lambda made: False)
-    with pytest.raises(ForgedError, match="no socket of this run's user"):
+    with pytest.raises(ForgedError, match="is not a socket of this run's user"):
         Mesh(1, {0: listener.name, 1: ""}, listener, FailureWatch(None, 1))
     listener.close()
