@@ -321,7 +321,10 @@ class MemorySwap(SiblingMemory, PipelineCallback):
         finally:
             copier.close()
         if not near:
-            rank_zero_info(f"MemorySwap: states wait on the host, which is no farther from {device} than peer {peer}")
+            rank_zero_info(
+                f"MemorySwap: states wait in the memory of the host, because copies to {device} from peer {peer} are "
+                "not faster"
+            )
         return peer if near else None
 
     @property

@@ -143,13 +143,13 @@ class FromIterable(Explorer):
             found = self.space.check(next(self._producing))
         except StopIteration:
             raise InputError(
-                f"training asks for subnet {number}, and what produces subnets has ended; let it give one for each "
-                "batch of all epochs, or train for fewer batches"
+                f"training requested subnet {number}, but the iterable of subnets has ended. It must contain one "
+                "subnet for each batch of all epochs. Extend it, or train for fewer batches"
             ) from None
         except Exception as error:
             raise InputError(
-                f"what produces subnets has failed at subnet {number}: {type(error).__name__}: {error}; the batches "
-                "before are trained, and a checkpoint resumes there once this is mended"
+                f"the iterable of subnets has failed at subnet {number}: {type(error).__name__}: {error}. The batches "
+                "before it have been trained. Fix the iterable, and resume the training from a checkpoint"
             ) from error
         self._given += 1
         return found

@@ -55,12 +55,12 @@ class ChoiceBlock(nn.ModuleList):
         x, subnet = split_input(given)
         if self.place < 0:
             raise InputError(
-                "a ChoiceBlock does not know which of a subnet's choices is its own: put it into a Supernet"
+                "a ChoiceBlock outside of a Supernet has no position in the choices of a subnet; put it into a Supernet"
             )
         if not self.place < len(subnet):
             raise InputError(
                 f"a subnet of {len(subnet)} choices reaches block {self.place}; it needs one for each block, from 0. "
-                "Where batches are cut into micro-batches take Subnet(choices): a plain list is cut with them"
+                "If batches are cut into micro-batches, use Subnet(choices), because a plain list is cut with them"
             )
         choice = subnet[self.place]
         if not 0 <= choice < len(self):

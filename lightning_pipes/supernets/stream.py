@@ -148,9 +148,10 @@ class ExplorerFeedback(pl.Callback):
         replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
         if replicas > 1 and self.stream.explorer.learns:
             raise PipelineError(
-                f"{type(self.stream.explorer).__name__} learns from losses, and each of {replicas} replicas has those "
-                "of its own batches: they would choose different subnets, and average gradients of different layers. "
-                "Take data_parallel=1 and more stages, or an explorer that does not learn, such as Uniform"
+                f"{type(self.stream.explorer).__name__} learns from losses, but each of {replicas} replicas has only "
+                "the losses of its own batches. The replicas would choose different subnets, and average the gradients "
+                "of different layers. Use data_parallel=1 and more stages, or an explorer that does not learn, such as "
+                "Uniform"
             )
         run = _overlapping_run(trainer)
         if run is not None:

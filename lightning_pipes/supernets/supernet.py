@@ -223,11 +223,14 @@ def measure_layer_costs(net: Supernet, x: Any, repeats: int = 3) -> dict[str, fl
     check_count("repeats", repeats, most=MAX_REPEATS)
     rows = next((t.size(0) for t in pytree.tree_leaves(x) if isinstance(t, torch.Tensor) and t.ndim), 0)
     if not rows:
-        raise InputError("costs are measured by what enters the first layer: x needs a tensor with samples on axis 0")
+        raise InputError(
+            "the costs of layers are measured with x, which has no samples. Pass an input of the first layer that "
+            "contains a tensor with samples on axis 0"
+        )
     if any(t.is_meta for t in (*net.parameters(), *net.buffers())):
         raise InputError(
-            "some layers are on meta, as those of other ranks are; measure costs where the network is whole, such as "
-            "in __init__"
+            "some layers are on the meta device, as the layers of other ranks are in a pipeline. Costs can be measured "
+            "only if the network is complete. Measure them earlier, for example in __init__ of the module"
         )
     device = next((t.device for t in (*net.parameters(), *net.buffers())), torch.device("cpu"))
     found: dict[str, float] = {}

@@ -108,6 +108,6 @@ def test_replicas_would_learn_from_different_losses() -> None:
     """Check that explorers that learn from losses are refused with several replicas."""
     trainer: Any = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": 2}, strategy=None)
     for explorer in (made(), RoundRobin(Uniform(SPACE), made())):
-        with pytest.raises(PipelineError, match="learns from losses, and each of 2 replicas"):
+        with pytest.raises(PipelineError, match="learns from losses, but each of 2 replicas"):
             ExplorerFeedback(SubnetStream(explorer)).on_train_start(trainer, pl.LightningModule())
     ExplorerFeedback(SubnetStream(RoundRobin(Uniform(SPACE)))).on_train_start(trainer, pl.LightningModule())

@@ -75,7 +75,7 @@ def wrong() -> Iterator[tuple[int, ...]]:
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        (ending, "training asks for subnet 2, and what produces subnets has ended"),
+        (ending, "training requested subnet 2, but the iterable of subnets has ended"),
         (failing, "has failed at subnet 2: OSError: the line is down"),
         (wrong, "candidate 3 of block 1"),
     ],

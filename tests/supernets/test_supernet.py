@@ -254,7 +254,7 @@ def test_nothing_changes():
     [
         (lambda: measure_layer_costs(network(), torch.tensor(1.0)), "samples on axis 0"),
         (lambda: measure_layer_costs(network(), torch.randn(2, 4), repeats=0), "repeats"),
-        (lambda: measure_layer_costs(network().to("meta"), torch.randn(2, 4)), "where the network is whole"),
+        (lambda: measure_layer_costs(network().to("meta"), torch.randn(2, 4)), "only if the network is complete"),
     ],
 )
 def test_bad_input(make, words):

@@ -78,9 +78,9 @@ def test_one_that_fails_on_a_rank_before_any_rank_trains_ends_alone(case: str, v
 @pytest.mark.parametrize(
     ("case", "says"),
     [
-        ("returns", "sibling 1 of the array has returned on rank 1, in its turn 1, and goes on here, in its turn 1"),
-        ("returns first", "sibling 0 of the array has returned on rank 1, in its turn 1, and goes on here"),
-        ("fits again", "sibling 1 of the array has returned on rank 1, in its turn 19, and goes on here"),
+        ("returns", "sibling 1 of the array has returned on rank 1, in its turn 1, but continues here, in its turn 1"),
+        ("returns first", "sibling 0 of the array has returned on rank 1, in its turn 1, but continues here"),
+        ("fits again", "sibling 1 of the array has returned on rank 1, in its turn 19, but continues here"),
         ("fewer jobs", "rank 1 has 2 jobs for the array, and rank 0 has begun another one"),
     ],
 )

@@ -178,8 +178,9 @@ def _agreed(batch: int, answer: PendingGather[list[bool]]) -> list[bool]:
     *found, some_go_on = answer()
     if found[0] and some_go_on:
         raise PipelineError(
-            f"trainer.should_stop was set on some ranks only after batch {batch}; in a job array every rank must "
-            "want it, so decide by what all have, such as logged metrics, or by trainer.strategy.broadcast"
+            f"trainer.should_stop was set on some ranks only after batch {batch}. In a job array, all ranks must set "
+            "it after the same batch. Decide with values that are equal on all ranks, such as logged metrics, or send "
+            "the decision of one rank to all ranks with trainer.strategy.broadcast"
         )
     check_ends(found, batch)
     return found
@@ -235,9 +236,10 @@ def with_default_microbatches(request: RunRequest, sibling: Sibling[object], ran
     chosen = sibling.array.count_default_microbatches(stages)
     if sibling.array.shared.facts.setdefault("default_microbatches", sibling.index) == sibling.index:
         rank_zero_info(
-            f"JobArray: PipelineStrategy(microbatches=...) is left out, and the array cuts each batch into {chosen}. A "
-            "run alone may cut it into another number, which changes last digits, dropout masks and what BatchNorm "
-            f"sees. Set microbatches={chosen} in both if results have to be equal bit for bit"
+            f"JobArray: PipelineStrategy(microbatches=...) is not set, so the array cuts each batch into {chosen} "
+            "micro-batches. A run outside of the array may use a different number, which changes the last digits of "
+            f"results, dropout masks and the statistics of BatchNorm. Set microbatches={chosen} in both if their "
+            "results must be bitwise equal"
         )
     return replace(request, microbatches=chosen)
 

@@ -87,8 +87,8 @@ class SharedConnections:
         if len(set(sizes)) > 1:
             each = ", ".join(f"{size} on rank {rank}" for rank, size in enumerate(sizes))
             raise InputError(
-                f"the array has size {each}; all ranks need the same number of siblings at a time, so it can't depend "
-                "on what one of them finds"
+                f"the array has size {each}. All ranks must run the same number of siblings at a time. Compute the "
+                "size from values that are equal on all ranks"
             )
         common = set.intersection(*map(set, free))
         self._free = {number: control for number, control in self._free.items() if number in common}

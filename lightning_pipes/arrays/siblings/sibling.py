@@ -185,8 +185,9 @@ class Sibling(Generic[T]):
         """
         if self.has_failed:
             raise InputError(
-                f"sibling {self.index} of the array has failed, and its function goes on to train: ranks are not at "
-                "one place any more. Return, or raise, and try again in another job, or trial"
+                f"sibling {self.index} of the array has failed, but its function continues to train. The ranks may "
+                "have stopped at different places, so the sibling can't continue. Return from the function or raise "
+                "the error, and try again in another job or trial"
             )
         board = self.array.shared.board
         self._meetings += 1
@@ -339,9 +340,9 @@ class Sibling(Generic[T]):
             self.next_turn > news.turn or self._meetings > news.meetings or seconds > RETURN_SECONDS
         ):
             raise InputError(
-                f"sibling {self.index} of the array has returned on rank {rank}, in its turn {news.turn}, and goes on "
-                f"here, in its turn {self.next_turn}. Its function must do the same on all ranks. Calls of a Trainer "
-                "can't depend on the rank, the time, or unseeded random numbers"
+                f"sibling {self.index} of the array has returned on rank {rank}, in its turn {news.turn}, but "
+                f"continues here, in its turn {self.next_turn}. Its function must do the same on all ranks. Make sure "
+                "that its calls of a Trainer do not depend on the rank, the time, or unseeded random numbers"
             )
 
     def end_by_error(self, error: BaseException) -> None:

@@ -154,7 +154,9 @@ class PeerStore:
         except RuntimeError as error:
             assert self._watch is not None
             self._watch.raise_reason()
-            raise PeerFailure(f"the store through which ranks know of each other does not answer ({error})") from error
+            raise PeerFailure(
+                f"the store through which the ranks exchange messages does not answer ({error})"
+            ) from error
 
 
 def _packed(rank: int, news: News) -> str:
@@ -222,7 +224,7 @@ def _made(packed: bytes) -> Exception:
     for part in name.split("."):
         kind = getattr(kind, part)
     if not (isinstance(kind, type) and issubclass(kind, Exception)):
-        raise TypeError(f"{module}.{name} is no error")
+        raise TypeError(f"{module}.{name} is not a class of exceptions")
     error: Exception = kind(*args) if module == "builtins" else kind.__new__(kind, *args)
     vars(error).update(state)
     return error

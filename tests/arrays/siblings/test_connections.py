@@ -108,7 +108,7 @@ def test_the_default_number_of_micro_batches_is_told_once(monkeypatch: pytest.Mo
     found = [connections.with_default_microbatches(request, sibling, 4) for sibling in siblings]
     assert [each.microbatches for each in found] == [2, 2]
     (text,) = told
-    assert "cuts each batch into 2." in text
+    assert "cuts each batch into 2 micro-batches." in text
     assert "Set microbatches=2 in both" in text
     named = replace(request, microbatches=3)
     assert connections.with_default_microbatches(named, siblings[0], 4) == named

@@ -163,7 +163,9 @@ def test_one_error_on_all_ranks() -> None:
         assert found[1:7] == ["DivergedError: loss 0.5 in step 1"] * 6
         assert found[7:12] == ["diverged in step 1"] * 5
         assert found[12:] == ["trained", "trained", "diverged in step 1", found[-2], "trained"]
-        assert found[-2].startswith("InputError: sibling 15 of the array has failed, and its function goes on to train")
+        assert found[-2].startswith(
+            "InputError: sibling 15 of the array has failed, but its function continues to train"
+        )
 
 
 @pytest.mark.parametrize(
