@@ -70,7 +70,7 @@ class Cluster:
             raise InputError("a cluster needs at least one device, got none")
         for pair in self.links:
             if not 0 <= min(pair) <= max(pair) < n:
-                raise InputError(f"links: {pair} are no two of the ranks 0 to {n - 1}")
+                raise InputError(f"links has the pair {pair}, but the ranks of this cluster are 0 to {n - 1}")
 
     @classmethod
     def from_counts(

@@ -78,9 +78,9 @@ def check_tables(seconds: object) -> None:
             )
         if isinstance(table, Real):
             raise InputError(
-                f"seconds of {key[0]}{key[1]} need a table of (rows, seconds), got {short_repr(table)}; for the same "
-                "time "
-                f"whatever the rows write (({0 if key[0] == Kind.STEP else 1}, {short_repr(table)}),)"
+                f"seconds of {key[0]}{key[1]} must be a table of pairs (rows, seconds), got {short_repr(table)}. If "
+                "the time does not depend on the number of rows, "
+                f"write (({0 if key[0] == Kind.STEP else 1}, {short_repr(table)}),)"
             )
 
 

@@ -236,7 +236,7 @@ class ModelProfile:
             if found.get("format", FORMAT) == FORMAT:
                 return cls.from_dict(found)
         except InputError as error:
-            raise InputError(f"{path} is no profile that `lightning-pipes profile` wrote: {error}") from error
+            raise InputError(f"{path} is not a profile that `lightning-pipes profile` wrote: {error}") from error
         raise InputError(f"{path} has format {short_repr(found['format'])}, this version reads {FORMAT}; profile again")
 
 

@@ -258,8 +258,8 @@ class Plan:
         every = sorted(rank for ranks in self.replicas for rank in ranks)
         if self.ranks != tuple(ranks[0] for ranks in self.replicas if ranks) or every != list(range(len(every))):
             raise PlanError(
-                f"replicas {self.replicas} must give each stage its own ranks, numbered 0 to n - 1, and the first of "
-                f"them must be that in ranks, {self.ranks}"
+                f"replicas {self.replicas} must assign different ranks to the stages, numbered from 0 to n - 1, and "
+                f"the first rank of each stage must be its rank in ranks, {self.ranks}"
             )
         for cut in self.jobs:
             for ranks, numbers in zip(self.replicas, cut.replicas, strict=False):

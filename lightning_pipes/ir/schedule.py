@@ -232,7 +232,11 @@ def check_stream(policy: Policy, plan: Plan) -> None:
     for what, wrong, way_out in (
         ("one job", len(plan.jobs) > 1, f"it has {len(plan.jobs)}; give each a window of its own"),
         ("one version of the weights", max(plan.versions) > 1, f"versions are {plan.versions}; leave them out"),
-        ("no order of its own in `after`", bool(plan.after), "batches say which layers they use; leave it out"),
+        (
+            "no order of its own in `after`",
+            bool(plan.after),
+            "the order follows from the layers that each batch uses; leave it out",
+        ),
         (
             f"limits of at least {needed} samples, for {policy.depth} batches of {plan.jobs[0].rows}",
             min(plan.limits, default=needed) < needed,

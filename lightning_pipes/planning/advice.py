@@ -321,7 +321,7 @@ def _simulation_notes(model: WhatIf) -> Iterator[str]:
         now, took = (seconds_text(1e9 * seconds) for seconds in (model.now.step_seconds, measured))
         yield (
             f"Changes are simulated with the median time of each operation. The run as it is takes {now} in that "
-            f"simulation, and {took} were measured ({off:+.0%}): the gains of changes are no more exact than that."
+            f"simulation, but {took} were measured ({off:+.0%}). The predicted gains of changes may be off by as much."
         )
 
 

@@ -85,7 +85,10 @@ def cut_into(plan: Plan, size: int) -> Plan:
         InputError: the plan has several jobs, or `size` is not positive.
     """
     if len(plan.jobs) > 1 or size < 1:
-        raise InputError(f"micro-batches of {size} samples for {len(plan.jobs)} jobs; needs at least 1, for one job")
+        raise InputError(
+            f"a plan of {len(plan.jobs)} jobs can't be cut into micro-batches of {size} samples. Pass a plan with one "
+            "job, and a size of at least 1"
+        )
     (present,) = plan.jobs
     if len(present.distinct_spans) == 1 and max(span.rows for span in plan.spans(Kind.F, 0)) == size:
         return plan

@@ -184,7 +184,9 @@ class Replay:
 
     def __init__(self, order: Program, plan: Plan, batches: int) -> None:
         if len(plan.jobs) > 1:
-            raise PlanError(f"operations are timed one by one where there is one job, this plan has {len(plan.jobs)}")
+            raise PlanError(
+                f"single operations can be timed only in a plan with one job, but this plan has {len(plan.jobs)} jobs"
+            )
         self.batches, self._endless = batches, order.is_endless
         self._costs: dict[float, CostModel] = {}
         self._plan = replace(plan, layers=(), limits=())

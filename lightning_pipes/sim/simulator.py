@@ -81,7 +81,10 @@ def simulate(
         plan = unroll_stream(plan, uses, order.depth)
         return _by_policy(order, plan, plan.batches, costs, memory_limit, uses)
     if not (batches is None or isinstance(batches, int)):
-        raise InputError("only batches of an endless policy say which layers they use; give their number")
+        raise InputError(
+            "the layers of each batch can be specified only for an endless policy. Pass the number of batches for "
+            "other orders"
+        )
     if isinstance(order, Program):
         program = order.unroll(order.head_batches + 3 if batches is None else batches) if order.is_endless else order
         fixed, prices = priced_by(costs, compile_program(program, plan))
@@ -209,7 +212,7 @@ def check_order(function: str, order: object, plan: object, *kinds: Kinds) -> No
     if not isinstance(order, kinds or (Program, Policy)):
         wanted = " or ".join(f"a {kind.__name__}" for kind in kinds or (Program, Policy))
         way_out = (
-            f"the one of {order.name!r} is schedule.program(plan)"
+            f"the program of {order.name!r} is schedule.program(plan)"
             if isinstance(order, Schedule)
             else ("a schedule's program is schedule.program(plan)")
         )
@@ -271,9 +274,9 @@ def draw_spread(order: Program | Policy, plan: Plan, costs: CostModel, *, draws:
     check_count("draws", draws)
     if not costs.scatter:
         raise InputError(
-            "the cost model has no scatter to draw from; CostModel.from_timelines(timelines) takes it from what ran, "
-            "or give "
-            "scatter={(Kind.F, 0): (1.0, 1.0, 1.4), ...}, multiples of seconds"
+            "the cost model has no scatter to draw from. Use CostModel.from_timelines(timelines), which computes the "
+            "scatter of recorded runs, or set scatter={(Kind.F, 0): (1.0, 1.0, 1.4), ...}, the factors by which the "
+            "seconds are multiplied"
         )
     if isinstance(order, Program):
         fixed = compile_program(order, plan).per_operation

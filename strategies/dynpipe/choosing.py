@@ -178,7 +178,7 @@ def _option(pricing: Pricing, n: int, iterations: float, mode: str, executable: 
         )
     devices, layers = len(pricing.cluster.devices), len(pricing.profile.layers)
     if n > min(devices, layers):
-        return StageOption(n, iterations, None, f"{layers} layers on {devices} devices can't make so many stages")
+        return StageOption(n, iterations, None, f"{layers} layers and {devices} devices are too few for {n} stages")
     every: list[Assignment] = []
     even = [[mesh] for mesh in list_meshes(devices // n, replicas_only=not sharded)] if devices % n == 0 else []
     for shapes in ([], *even):  # with even shares of devices there are fewer ways, so that none is dropped

@@ -144,8 +144,8 @@ class UnequalPlanner(Planner):
         if self.given is not None:
             if problem.microbatches is not None:
                 raise PlanError(
-                    f"{problem.schedule.name}: microbatches is {problem.microbatches}, and forward "
-                    f"{self.given.forward} says how many each stage has; leave one of them out"
+                    f"{problem.schedule.name}: microbatches={problem.microbatches} is set, but the setting forward, "
+                    f"{self.given.forward}, already specifies the micro-batches of each stage; leave one of them out"
                 )
             return replace(even, jobs=(self.given.cut(problem.rows, even.n_stages, problem.least),))
         if problem.profile is None or even.n_stages == 1 or even.n_stages > len(problem.profile.layers):

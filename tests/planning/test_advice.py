@@ -146,7 +146,7 @@ def test_the_bubble_that_is_told_is_the_measured_one(times):
     told = [part.split("%")[0] for part in advice.sentence.split("anks idle ")[1:]]
     assert told in ([], [f"{100 * record.bubble:.1f}"])
     (note,) = (note for note in advice.notes if note.startswith("Changes are simulated with the median time"))
-    assert "the gains of changes are no more exact than that" in note
+    assert "The predicted gains of changes may be off by as much" in note
 
 
 def test_the_advice_is_the_fastest_row_or_says_why_not():
@@ -202,7 +202,7 @@ def test_changes_fit_into_the_devices_memory():
 def test_notes_say_what_the_simulator_missed_and_what_lies_outside():
     record = record_of([2] * 4, 2, 8)
     off = advise_run(replace(scattered(record), between=1.0))
-    assert any("the gains of changes are no more exact than that" in note for note in off.notes)
+    assert any("The predicted gains of changes may be off by as much" in note for note in off.notes)
     assert any(note.startswith("1 s pass between two steps of the pipeline") for note in off.notes)
     assert not any("exact" in note or "pass between" in note for note in advise_run(record).notes)
 

@@ -171,7 +171,7 @@ def test_a_variant_that_is_too_large_is_left_out_by_name(monkeypatch: pytest.Mon
     assert all(option.fit is None and option.why_not for option in large)
     text = str(choice)
     assert "Not searched: 33 to 128 micro-batches; an order has at most 128 forwards on all stages" in text
-    assert "Not searched, as too large, with so many micro-batches: " in text
+    assert "Not searched, because the plan is too large with this number of micro-batches: " in text
     assert "hanayo waves=1 (32)" in text
 
 
@@ -191,7 +191,7 @@ def test_a_search_that_has_simulated_enough_says_what_it_left_out(monkeypatch: p
     assert [option.why_not for option in left] == [
         "too many: the search has simulated 64 forwards, and stops there"
     ] * 2
-    assert "Name a schedule, fewer micro-batches or fewer ranks" in str(choice)
+    assert "name a schedule, or use fewer micro-batches or fewer ranks" in str(choice)
 
 
 def test_nothing_fits_and_not_all_was_searched(monkeypatch: pytest.MonkeyPatch) -> None:

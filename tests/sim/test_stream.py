@@ -107,7 +107,7 @@ def test_the_policy_sees_versions_and_uses():
 
 def test_only_endless_policies_are_told_layers():
     for order in (GPipe().program(PLAN), Ready()):
-        with pytest.raises(PlanError, match="only batches of an endless policy"):
+        with pytest.raises(PlanError, match="only for an endless policy"):
             simulate(order, PLAN, COSTS, batches=[use("0")])
     with pytest.raises(PlanError, match="versions"):
         simulate(First(), replace(PLAN, versions=(2, 2)), COSTS)

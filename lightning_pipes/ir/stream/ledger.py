@@ -142,9 +142,9 @@ def check_names(batch: int, name: str, rank: int, others: Iterable[Layer]) -> No
         elsewhere = sorted({other.home, *other.ranks} - {rank})
         if elsewhere:
             raise PlanError(
-                f"batch {batch} uses layer {name!r} on rank {rank}, and {other.name!r}, which has parameters in common "
-                f"with it, has been on rank {elsewhere[0]}; batches whose cuts differ have to say what they use of a "
-                "layer under the same names, all of them the whole layer or all its parts"
+                f"batch {batch} uses layer {name!r} on rank {rank}, but {other.name!r}, which shares parameters with "
+                f"it, has been on rank {elsewhere[0]}. Batches with different cuts must list a layer under the same "
+                "names: either all of them list the whole layer, or all of them list its parts"
             )
 
 
@@ -336,7 +336,7 @@ class Ledger:
         plan = self._plan
         if len(use.layers) != plan.n_stages:
             raise PlanError(
-                f"batch {batch} says which layers it uses for {len(use.layers)} stages, the plan has {plan.n_stages}"
+                f"batch {batch} specifies its layers for {len(use.layers)} stages, but the plan has {plan.n_stages}"
             )
         if use.cut is None:
             return
@@ -406,8 +406,9 @@ class Ledger:
             others |= (self._names(name) & self._late.keys()) - {name}
         if others:
             raise PlanError(
-                f"batch {batch} reads layer {name!r} {'late' if late else 'as it is'}, and a batch before has read "
-                f"{sorted(others)[0]!r} otherwise; let all batches say the same of a layer, under the same name"
+                f"batch {batch} reads layer {name!r} {'late' if late else 'without a delay'}, but an earlier batch has "
+                f"read {sorted(others)[0]!r} differently. All batches must specify a layer under the same name, and "
+                "either always or never with a delay"
             )
 
     def _names(self, name: str) -> set[str]:

@@ -132,7 +132,7 @@ def _describe_not_searched(found: Sequence[Option], ranks: int, most: int, possi
     if 0 < most < possible:
         can = MAX_FORWARDS // ranks
         way_out = (
-            "microbatches=[...] has more of them tried"
+            "set microbatches=[...] to try more of them"
             if can > most
             else (
                 f"an order has at most {MAX_FORWARDS} forwards on all stages; pipelines of fewer ranks, with more "
@@ -148,12 +148,13 @@ def _describe_not_searched(found: Sequence[Option], ranks: int, most: int, possi
         names = [f"{label} ({', '.join(map(str, sorted(set(numbers))))})" for label, numbers in large.items()]
         more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
         yield (
-            f"Not searched, as too large, with so many micro-batches: {', '.join(names[:NAMED])}{more}. Name a "
-            "schedule, fewer micro-batches or fewer ranks to have one simulated."
+            "Not searched, because the plan is too large with this number of micro-batches: "
+            f"{', '.join(names[:NAMED])}{more}. To simulate one of them, name a schedule, or use fewer micro-batches "
+            "or fewer ranks."
         )
     beside = sum(option.why_not.startswith(BESIDE) for option in found)
     if beside:
-        yield f"Not simulated: {beside} large options beside others that are far from the best."
+        yield f"Not simulated: {beside} large options, because related options take much longer than the best one."
 
 
 class _Search:

@@ -107,7 +107,11 @@ def compile_functions(*functions: Callable[..., Any]) -> dict[str, Callable[...,
     try:
         import numba
     except ImportError as error:
-        warnings.warn(f"numba is installed and can't be used ({error}); going on without it is slower", stacklevel=2)
+        warnings.warn(
+            f"numba is installed, but can't be imported ({error}). The same code runs without it, which is slower. "
+            "Repair or uninstall numba",
+            stacklevel=2,
+        )
         return None
     folder = cache_folder()
     made: dict[str, Callable[..., Any]] = {}

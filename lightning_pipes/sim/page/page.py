@@ -195,7 +195,7 @@ def _sections(record: RunRecord, finding: SimulatedAdvice) -> Iterable[str]:
     if record.choice:
         yield _section("Why this schedule and this cut", f"<pre>{escape(record.choice)}</pre>")
     if record.monitored:
-        yield _section("What ranks' monitors saw", charts(record.monitored))
+        yield _section("Metrics from the monitors of ranks", charts(record.monitored))
     if record.facts:
         pairs = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in record.facts.items())
         yield _section("Settings", f"<dl>{pairs}</dl>")

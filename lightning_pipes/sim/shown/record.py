@@ -200,7 +200,7 @@ def _event(where: str, row: object, plan: Plan) -> Event:
         or (i.kind is Kind.SF and i.stage == plan.n_stages - 1)
         or (i.kind is Kind.SB and not i.stage)
     ):
-        raise InputError(f"{where}: {i} is no transfer that the plan has")
+        raise InputError(f"{where}: {i} is not a transfer of the plan. Only sends to an existing stage are recorded")
     if not 0 <= start <= end < LONGEST * 1e9:
         raise InputError(
             f"{where} ends before it starts, or times are out of range: {short_repr(start)} to {short_repr(end)} ns"
@@ -220,7 +220,9 @@ def _cut(where: str, job: object, tables: Sequence[tuple[Span, ...]]) -> Cut:
 
 def _waits(where: str, row: Sequence[Any]) -> tuple[Instruction, tuple[Instruction, ...]]:
     if len(row) != 2 or not isinstance(row[1], list):
-        raise InputError(f"{where} needs an instruction and what it waits for, got {short_repr(row)}")
+        raise InputError(
+            f"{where} needs an instruction and a list of the instructions that it waits for, got {short_repr(row)}"
+        )
     return _instruction(where, row[0]), tuple(_instruction(where, each) for each in row[1])
 
 

@@ -105,7 +105,9 @@ class TrainingRecord:
                     if value is not None:
                         self.hashes[line[kind], layer] = value
         except (KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"{path} has a line that is no part of a record: {json.dumps(line)[:80]}") from error
+            raise InputError(
+                f"{path} has a line that ReproducibilityLog did not write: {json.dumps(line)[:80]}"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -206,9 +208,9 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         except ValueError as error:
             if number == len(text) - 1:
                 return
-            raise InputError(f"{path}, line {number + 1}, is no JSON: {line[:80]!r}") from error
+            raise InputError(f"{path}, line {number + 1}, is not valid JSON: {line[:80]!r}") from error
         if not isinstance(found, dict):
-            raise InputError(f"{path}, line {number + 1}, is no part of a record: {line[:80]!r}")
+            raise InputError(f"{path}, line {number + 1}, was not written by ReproducibilityLog: {line[:80]!r}")
         yield found
 
 

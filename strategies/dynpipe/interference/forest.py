@@ -88,7 +88,10 @@ class Forest:
             if getattr(self, name).shape != shape:
                 raise InputError(f"forest: {name} has shape {getattr(self, name).shape}, and should have {shape}")
         if not columns or not nodes or not len(self.roots) or nodes > MOST_NODES:
-            raise InputError(f"forest: {len(self.roots)} trees of {nodes} nodes over {columns} columns are none")
+            raise InputError(
+                f"a forest can't have {len(self.roots)} trees with {nodes} nodes in total, and {columns} columns. It "
+                f"needs at least one of each, and at most {MOST_NODES} nodes"
+            )
         own = np.arange(nodes)
         leaf = (self.children == own[:, None]).all(axis=1)
         down = (self.children > own[:, None]).all(axis=1) & (self.children < nodes).all(axis=1)
@@ -153,7 +156,7 @@ class Forest:
         """
         data = arrays_of(path, "a forest")
         if data.get("format") != FORMAT:
-            raise InputError(f"{path} is no forest of format {FORMAT}; train another")
+            raise InputError(f"{path} is not a forest of format {FORMAT}. Train another forest with this version")
         wanted = {f.name for f in fields(cls)} | {"format"}
         if data.keys() != wanted:
             raise InputError(f"{path} has {', '.join(sorted(data.keys() ^ wanted))}, or lacks it; train another forest")

@@ -174,9 +174,9 @@ def enter(*uses: LayerUse) -> None:
 
 def test_refuses_what_would_be_two_copies() -> None:
     other = cut_at(2, 5)
-    with pytest.raises(PlanError, match=r"layer '2' on rank 1, and '2.0', .* has been on rank 0; .*same names"):
+    with pytest.raises(PlanError, match=r"layer '2' on rank 1, but '2.0', .* has been on rank 0. .*same names"):
         enter(LayerUse.from_names(["2.0"], LAYERS, cut=LAYERS), LayerUse.from_names(["2"], LAYERS, cut=other))
-    with pytest.raises(PlanError, match=r"layer '2.0.a' on rank 0, and '2.0', .* has been on rank 1"):
+    with pytest.raises(PlanError, match=r"layer '2.0.a' on rank 0, but '2.0', .* has been on rank 1"):
         enter(LayerUse.from_names(["2.0"], LAYERS, cut=other), LayerUse.from_names(["2.0.a"], LAYERS, cut=LAYERS))
     with pytest.raises(PlanError, match=r"layer '2' late on stage 1, whose home is stage 0"):
         enter(LayerUse.from_names(["2"], LAYERS, delays={"2": Delayed(1)}, cut=other))

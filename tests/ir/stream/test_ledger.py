@@ -183,7 +183,7 @@ WRONG = {
         ],
         4,
     ),
-    "for 2 stages, the plan has 3": lambda: Ledger(PLAN, [0]).enter(0, LayerUse((frozenset(), frozenset()))),
+    "for 2 stages, but the plan has 3": lambda: Ledger(PLAN, [0]).enter(0, LayerUse((frozenset(), frozenset()))),
     "one job": lambda: check_stream(Four(), replace(PLAN, jobs=PLAN.jobs * 2)),
     "versions": lambda: check_stream(Four(), replace(PLAN, versions=(2, 1, 1))),
     "limits": lambda: check_stream(Four(), replace(PLAN, limits=(7, 8, 8))),
@@ -258,8 +258,12 @@ def test_bulks_read_the_version_at_their_start() -> None:
 @pytest.mark.parametrize(
     ("first", "then", "said"),
     [
-        ({"0": Delayed(1)}, {}, "batch 1 reads layer '0' as it is, and a batch before has read '0' otherwise"),
-        ({}, {"0": Delayed(1)}, "batch 1 reads layer '0' late, and a batch before has read '0' otherwise"),
+        (
+            {"0": Delayed(1)},
+            {},
+            "batch 1 reads layer '0' without a delay, but an earlier batch has read '0' differently",
+        ),
+        ({}, {"0": Delayed(1)}, "batch 1 reads layer '0' late, but an earlier batch has read '0' differently"),
     ],
 )
 def test_late_and_not_late_do_not_mix(first: dict[str, Delayed], then: dict[str, Delayed], said: str) -> None:

@@ -76,8 +76,8 @@ def test_nothing_is_said_of_a_model_that_fits():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({(Kind.F, 0): 0.01}, r"seconds of F0 need a table.*got 0\.01.*write \(\(1, 0\.01\),\)"),
-        ({(Kind.STEP, 2): 3}, r"seconds of STEP2 need a table.*write \(\(0, 3\),\)"),
+        ({(Kind.F, 0): 0.01}, r"seconds of F0 must be a table.*got 0\.01.*write \(\(1, 0\.01\),\)"),
+        ({(Kind.STEP, 2): 3}, r"seconds of STEP2 must be a table.*write \(\(0, 3\),\)"),
         ({...: 0.01}, r"by kind and stage, as in \{\(Kind\.F, 0\): \(\(1, 0\.01\),\)\}; got the key Ellipsis"),
         ({Kind.F: ((1, 0.01),)}, "by kind and stage"),
         ([0.01], "seconds must be a mapping"),

@@ -68,7 +68,7 @@ def test_without_numba_python_does_it_all(fresh, monkeypatch):
 def test_a_numba_that_does_not_load_is_mentioned(fresh, monkeypatch):
     monkeypatch.setitem(sys.modules, "numba", None)
     monkeypatch.setattr(jit, "find_spec", lambda name: object())
-    with pytest.warns(UserWarning, match="numba is installed and can't be used"):
+    with pytest.warns(UserWarning, match="numba is installed, but can't be imported"):
         assert load_kernel() == "python"
 
 

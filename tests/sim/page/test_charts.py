@@ -54,9 +54,9 @@ def test_nothing_was_seen():
 
 def test_a_page_has_them_where_there_was_a_monitor():
     record = record_of([2] * 6, 2, 4)
-    assert "monitors saw" not in page(record, Advice("Fine."))
+    assert "Metrics from the monitors" not in page(record, Advice("Fine."))
     seen = replace(record, monitored=(SEEN, QUIET))
-    assert "monitors saw" in page(seen, Advice("Fine."))
+    assert "Metrics from the monitors" in page(seen, Advice("Fine."))
 
 
 def test_records_keep_them(tmp_path):

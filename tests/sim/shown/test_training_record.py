@@ -86,9 +86,9 @@ def test_a_line_that_was_cut_off_is_the_last(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        (["not json\n", {"begins": 0}], "line 1, is no JSON: 'not json'"),
-        ([[1, 2]], "line 1, is no part of a record"),
-        ([{"F": 3}], "has a line that is no part of a record"),
+        (["not json\n", {"begins": 0}], "line 1, is not valid JSON: 'not json'"),
+        ([[1, 2]], "line 1, was not written by ReproducibilityLog"),
+        ([{"F": 3}], "has a line that ReproducibilityLog did not write"),
     ],
 )
 def test_refuses_what_is_no_record(lines: list[Any], said: str, tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def test_arrays_that_make_no_forest(forest, changes, message):
     [
         (lambda d: d.pop("value"), "has value, or lacks it"),
         (lambda d: d.update(more=np.zeros(1)), "has more, or lacks it"),
-        (lambda d: d.update(format=np.int64(9)), "no forest of format 1"),
+        (lambda d: d.update(format=np.int64(9)), "is not a forest of format 1"),
         (lambda d: d.update(value=d["value"].astype(np.float32)), "value holds float32, and should hold float64"),
         (lambda d: d.update(names=np.zeros(3)), "names of columns are texts"),
     ],
