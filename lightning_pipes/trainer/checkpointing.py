@@ -550,7 +550,10 @@ def load_model(cut: CutModule, state: Mapping[str, Any], strict: bool) -> None:
     """
     if strict and set(state) != set(cut.keys):
         different = sorted(set(state) ^ set(cut.keys))
-        raise PipelineError(f"the checkpoint's keys are not those of the module; only in one: {different[:5]}")
+        raise PipelineError(
+            "the keys of the checkpoint differ from the keys of the module. Keys that only one of them has: "
+            f"{different[:5]}. Load a checkpoint of the same module, or set strict_loading=False"
+        )
     read: Any = getattr(state, "read_like", lambda key, _: state[key])  # sharded checkpoints are read by shards
     with cut.scope.module_view(True):  # batch normalization reads its own state
         own = cut.module.state_dict()

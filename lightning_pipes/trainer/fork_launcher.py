@@ -108,10 +108,10 @@ class ForkLauncher(private.BaseLauncher):
             )
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             raise PlanError(
-                f"PipelineStrategy forks its ranks here, because {self._why}. This process has used CUDA already, for "
-                "a tensor or a call such as torch.cuda.synchronize(), and forked processes can't use CUDA after that. "
-                "Restart the notebook or program and use no GPU before trainer.fit, or write the program to a file and "
-                "run it with `python file.py`"
+                f"PipelineStrategy forks its ranks here, because {self._why}. This process has already used CUDA, to "
+                "create a tensor or in a call such as torch.cuda.synchronize(), and forked processes can't use CUDA "
+                "after that. Restart the notebook or program and do not use a GPU before trainer.fit, or write the "
+                "program to a file and run it with `python file.py`"
             )
 
     def _wait_for_ranks(self) -> None:

@@ -82,7 +82,8 @@ from lightning_pipes.trainer.verify.reference import ReferenceProcess, fork_refe
 _log = logging.getLogger(__name__)
 _REFUSALS = {
     "pytorch_lightning.trainer.connectors.accelerator_connector": (
-        "this Trainer is that of the package pytorch_lightning, which knows no strategies of the package lightning"
+        "this Trainer comes from the package pytorch_lightning, which does not accept strategies of the package "
+        "lightning"
     ),
     "lightning.fabric.connector": "this is a Fabric, whose loops do not let a strategy run the training step",
     "lightning_fabric.connector": "this is a Fabric, whose loops do not let a strategy run the training step",
@@ -278,8 +279,8 @@ class PipelineStrategy(PipelineHost):
         name = sys._getframe(1).f_globals.get("__name__", "")
         if name in _REFUSALS:  # another kind of Trainer shows the strategy in an unhelpful message
             raise PlanError(
-                f"PipelineStrategy is a strategy of lightning.pytorch.Trainer, and {_REFUSALS[name]}. Use "
-                "`import lightning.pytorch as pl` for the Trainer, the LightningModule and all callbacks"
+                f"PipelineStrategy is a strategy of lightning.pytorch.Trainer, but {_REFUSALS[name]}. Use `import "
+                "lightning.pytorch as pl` for the Trainer, the LightningModule and all callbacks"
             )
         return f"PipelineStrategy({self._arguments})"
 
@@ -333,9 +334,9 @@ class PipelineStrategy(PipelineHost):
         if super().world_size != replicas and not only_looks(caller):
             warn_once_per_line(
                 f"{{}} reads {what}, the number of processes. The stages of a pipeline train on the same batches, so "
-                "that a batch size or learning rate that is divided or multiplied by it is not that of one process. "
-                f"Use trainer.strategy.data_parallel_size, the number of replicas, which is {replicas} here. In hooks "
-                "torch.distributed.get_world_size() is that number, too, under DDP as well",
+                "a batch size or learning rate that is divided or multiplied by this number differs from one process. "
+                f"Use trainer.strategy.data_parallel_size, the number of replicas, which is {replicas} here. In "
+                "hooks, torch.distributed.get_world_size() also returns the number of replicas, as under DDP",
                 caller,
             )
 
@@ -425,8 +426,9 @@ class PipelineStrategy(PipelineHost):
         why = "it runs in a notebook or at a prompt" if private.is_interactive() else "it has no script file"
         if nodes > 1:
             raise PlanError(
-                f"this program can't be started again as another rank, because {why}, and ranks of {nodes} nodes "
-                "can't be forked from it. Write it to a file, and start that on every node, such as by torchrun"
+                f"this program can't be started again as another rank, because {why}, and ranks of {nodes} nodes can't "
+                "be forked from it. Write the program to a file, and start the file on every node, for example with "
+                "torchrun"
             )
         return ForkLauncher(self, self._environment, size, why)
 
@@ -529,7 +531,7 @@ class PipelineStrategy(PipelineHost):
     def teardown(self) -> None:
         fault_point("teardown")
         module, cut, current, session = self.lightning_module, self._cut, self._active_run, self._session
-        _log.debug("teardown: restores the module, and what the run has patched")
+        _log.debug("teardown: restoring the module and removing the patches of the run")
         self._patches.close()
         self._replica_world.remove()
         if self._reference is not None:

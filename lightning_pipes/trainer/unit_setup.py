@@ -389,7 +389,7 @@ class UnitSetup(ModuleSetup):
             )
         else:
             rank_zero_info(
-                f"Units of {type(self._module).__name__} stay where they are, because their times are unknown"
+                f"Units of {type(self._module).__name__} stay on their stages, because their times are unknown"
             )
         return layout
 
@@ -405,9 +405,9 @@ class UnitSetup(ModuleSetup):
             if other != names[0]:
                 at = next((n for n, pair in enumerate(zip(names[0], other, strict=False)) if pair[0] != pair[1]), -1)
                 raise PipelineError(
-                    f"{self._step} runs otherwise on rank {rank} than on rank {ranks[0]}, from unit {at} on, with the "
-                    "same samples. Control flow must depend on the batch, on weights and on random numbers of torch "
-                    "alone"
+                    f"{self._step} takes a different path on rank {rank} than on rank {ranks[0]}, starting with unit "
+                    f"{at}, although the samples are the same. Control flow may depend only on the batch, the weights, "
+                    "and torch's random numbers"
                 )
 
     def _describe_cut(self, record: StepRecord, borders: Borders, starts: Sequence[int], measure: str) -> str:
@@ -468,8 +468,8 @@ class UnitSetup(ModuleSetup):
         if asked:
             raise PlanError(
                 f"loss='batch' does not work for {type(self._module).__name__}: "
-                f"{why or 'its samples meet before the last stage, or no sample of the data can be had'}. Set "
-                "PipelineStrategy(microbatches=1), or have samples meet at the end of training_step"
+                f"{why or 'its samples meet before the last stage, or the data do not provide a sample'}. Set "
+                "PipelineStrategy(microbatches=1), or combine samples only at the end of training_step"
             )
         return None
 

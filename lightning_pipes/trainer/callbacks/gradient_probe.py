@@ -41,8 +41,8 @@ class GradientProbe(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if trainer.world_size > 1:
             raise InputError(
-                f"GradientProbe needs the whole model in one process, and this run has {trainer.world_size}; take "
-                "Trainer(devices=1) for some steps, also where they are slow, and the constants from there"
+                f"GradientProbe needs the whole model in one process, but this run has {trainer.world_size} processes. "
+                "Run some steps with Trainer(devices=1), even if they are slow, and use the constants from that run"
             )
         if not module.automatic_optimization:
             raise InputError("GradientProbe needs automatic_optimization: it takes the loss from training_step")

@@ -45,7 +45,7 @@ class Sum(NamedTuple):
             raise damage_error(path, f"it has {path.stat().st_size} bytes, and {self.size} were written")
         with open(path, "rb") as file:
             if _crc_of(file, self.size) != self.crc32:
-                raise damage_error(path, "its checksum is not the one that was written")
+                raise damage_error(path, "its contents do not match the checksum that was written")
 
 
 class ChecksumWriter:
@@ -122,7 +122,7 @@ def check(path: Path, sealed: bool = False) -> None:
         if found is not None:
             file.seek(0)
             if _crc_of(file, content) != int(found[1], 16):
-                raise damage_error(path, "its checksum is not the one that was written")
+                raise damage_error(path, "its contents do not match the checksum that was written")
         elif is_zip:
             _check_zip(path)
 
@@ -209,11 +209,12 @@ class Index:
             raise PipelineError(f"there is no {folder}; name the folder that checkpoint='sharded' has written")
         if folder.is_file():
             raise PipelineError(
-                f"{folder} is one file, as checkpoint='full' writes it, and no folder of parts; use the file as it is"
+                f"{folder} is a single file, as written with checkpoint='full', and not a folder with a sharded "
+                "checkpoint. Use the file as it is"
             )
         if not path.is_file():
             raise PipelineError(
-                f"{folder} is no folder with a complete checkpoint: it has no {INDEX}, which is written last. {WAY_OUT}"
+                f"{folder} is not a complete sharded checkpoint: it has no {INDEX}, which is written last. {WAY_OUT}"
             )
         check(path)
         try:

@@ -82,7 +82,10 @@ def _read_state_dict(path: Path) -> Mapping[str, Any]:
     else:
         whole = load_mapped(AtomicCheckpointIO(), path, weights_only=True)
     if whole is None:
-        raise PipelineError(f"{path} is no checkpoint; name a .ckpt file, or a folder that checkpoint='sharded' wrote")
+        raise PipelineError(
+            f"{path} is not a checkpoint. Give the path of a .ckpt file, or of a folder that was written with "
+            "checkpoint='sharded'"
+        )
     return whole["state_dict"]  # type: ignore[no-any-return]
 
 
@@ -92,7 +95,10 @@ def _select(state: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
     keys = [key for key in state if key.startswith(start)]
     if not keys:
         parts = ", ".join(list(dict.fromkeys(key.split(".")[0] for key in state))[:_SHOWN]) or "nothing"
-        raise InputError(f"no weight of the checkpoint begins with {start!r}; there are those of {parts}")
+        raise InputError(
+            f"no weight of the checkpoint has a name that begins with {start!r}. Choose a prefix from the names of "
+            f"the weights, which begin with {parts}"
+        )
     return {key.removeprefix(start): value for key in keys if isinstance(value := state[key], Tensor)}
 
 

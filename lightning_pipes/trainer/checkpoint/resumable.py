@@ -51,8 +51,9 @@ class ResumableLoader(LoaderOfSamples):
         found = sorted(_generators(self))
         if found != sorted(state["generators"]):
             warnings.warn(
-                f"the training loader has random generators {found}, that of the checkpoint had "
-                f"{sorted(state['generators'])}; samples may come twice or not at all in this epoch",
+                f"the training loader has random generators {found}, but the loader that wrote the checkpoint had "
+                f"{sorted(state['generators'])}. Samples may be repeated or skipped in this epoch. Use the same "
+                "loader and sampler as the run that wrote the checkpoint",
                 stacklevel=2,
             )
         self._start = {**state, "compare": compare}
@@ -284,9 +285,10 @@ class LoaderPass(Iterator[Any]):
             return
         if self._start is not None and self._start["compare"] and earlier["taken"]:
             warnings.warn(
-                f"after {earlier['taken']} batches of the epoch the sampler of the training data is not where it was "
-                "when the checkpoint was written. Samples come twice or not at all. Has the dataset or the batch "
-                "size changed, or does the sampler share its random numbers? Give it a torch.Generator of its own",
+                f"the sampler of the training data returned different entries for the first {earlier['taken']} "
+                "batches of the epoch than in the run that wrote the checkpoint. Samples are repeated or skipped in "
+                "this epoch. Check whether the dataset or the batch size has changed, or whether other code uses the "
+                "random numbers of the sampler. Give the sampler its own torch.Generator",
                 stacklevel=2,
             )
 

@@ -273,7 +273,7 @@ class ShardedCheckpoint:
             self._tensors: dict[str, Any] = self._rest.pop(_TENSORS)
             self._order: list[str] = self._rest.pop(_ORDER)
         except (AttributeError, KeyError, TypeError) as error:
-            raise damage_error(path, f"{REST} is not that of a sharded checkpoint") from error
+            raise damage_error(path, f"{REST} does not have the format of a sharded checkpoint") from error
         unknown = sorted(set(self._tensors) - set(self._index.places))
         if unknown:
             raise damage_error(

@@ -48,8 +48,9 @@ def adopt_plan(
     for rank, theirs in zip(control.ranks, control.all_gather(mine), strict=True):
         if theirs != mine:
             raise PipelineError(
-                f"this rank adopts {mine[:3]}, and rank {rank} {theirs[:3]}; all ranks must adopt the same, so decide "
-                "by what they have in common, such as strategy.last_timing()"
+                f"this rank adopts {mine[:3]}, but rank {rank} adopts {theirs[:3]}. All ranks must adopt the same "
+                "schedule, number of micro-batches and plan. Choose them from values that are the same on all ranks, "
+                "such as strategy.last_timing()"
             )
     _change(run, plans)
 

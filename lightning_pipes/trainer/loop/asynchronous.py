@@ -95,7 +95,7 @@ class AsynchronousLoop(TrainingLoop):
         warn_without_uses(run.cut.module, schedule, len(run.global_ranks))
         self._mirroring = LayerCopies(run, control) if several and Cuts.are_needed(run.cut.module, schedule) else None
         if self._mirroring is not None:
-            run.relocation.check_layers_stay("batches have cuts of their own")
+            run.relocation.check_layers_stay("each batch has its own cut")
 
         # Values that hooks may see and change while batches are in flight.
         overrides_hooks = partial(has_hooks, run.cut.module, private.callbacks(run.trainer))
@@ -370,17 +370,17 @@ class AsynchronousLoop(TrainingLoop):
             return ""  # stages miss steps, or each state is changed on its own rank
         if foreign or (parameter is None and self._names_layers and self._has_other_ranks):
             return (
-                f": which layers of other ranks have states there depends on the batches so far, and with schedule "
-                f"{schedule!r} stages step at other times. Work on the states of each parameter by itself, as by "
-                "`if not p.is_meta and p in optimizer.state`"
+                ": the layers of other ranks that have states depend on the batches so far, and with schedule "
+                f"{schedule!r} stages take optimizer steps at different times. Read the states of each parameter "
+                "separately, for example with `if not p.is_meta and p in optimizer.state`"
             )
         if self._is_settled(parameter):
             return ""
         return (
-            f" while batches are under way that step the same weights: with schedule {schedule!r} it is that of an "
-            "earlier batch. Look at the states of a batch's own weights in on_before_optimizer_step or in a hook that "
-            "optimizer.register_step_post_hook gets, at all of them in on_train_epoch_start; or use a schedule that "
-            "flushes between batches, such as '1f1b'"
+            f" while batches that update the same weights are in flight: with schedule {schedule!r}, the state belongs "
+            "to an earlier batch. Read the states of the batch's own weights in on_before_optimizer_step or in a hook "
+            "registered with optimizer.register_step_post_hook, and the states of all weights in on_train_epoch_start. "
+            "Otherwise, use a schedule that flushes between batches, such as '1f1b'"
         )
 
     def _is_settled(self, parameter: torch.Tensor | None) -> bool:
@@ -401,12 +401,12 @@ class AsynchronousLoop(TrainingLoop):
             return
         scope.on_layers = lambda: None
         warnings.warn(
-            f"{scope.hook} looks at layers while batches are under way. With schedule "
-            f"{self._run.plans.schedule.name!r} each stage steps when the gradients of a batch are there. So weights "
-            "may be those of an earlier batch, gradients are cleared, and averages or logs of them differ from one "
-            "process. Look at weights in on_train_epoch_end or in a hook that optimizer.register_step_post_hook gets, "
-            "and at gradients in on_before_optimizer_step; or use a schedule that flushes between batches, such as "
-            "'1f1b'",
+            f"{scope.hook} reads layers while batches are in flight. With schedule {self._run.plans.schedule.name!r}, "
+            "each stage takes its optimizer step as soon as the gradients of a batch are complete. Weights may "
+            "therefore belong to an earlier batch, gradients are already cleared, and averages or logs of them differ "
+            "from one process. Read weights in on_train_epoch_end or in a hook registered with "
+            "optimizer.register_step_post_hook, and gradients in on_before_optimizer_step, or use a schedule that "
+            "flushes between batches, such as '1f1b'",
             stacklevel=2,
         )
 
@@ -582,26 +582,27 @@ def check_trainer_settings(trainer: pl.Trainer, schedule: Schedule | Policy, gri
             chooses and trainer.accumulate_grad_batches > 1,
             f"use a larger batch_size, {flush}",
         ),
-        "gradient_clip_val": (chooses and by_norm, f"the norm is that of all stages; clip by 'value', {flush}"),
+        "gradient_clip_val": (chooses and by_norm, f"the norm is computed over all stages; clip by 'value', {flush}"),
         "ModelCheckpoint(train_time_interval=..., monitor=...)": (
             private.monitors_by_time(trainer),
-            f"ranks know the metric of different batches then; use every_n_train_steps, {flush}",
+            f"each rank has the metric of a different batch; use every_n_train_steps, {flush}",
         ),
         "precision='16-mixed'": (
             getattr(trainer.precision_plugin, "scaler", None) is not None,
-            f"its scaler looks at the gradients of all stages; use 'bf16-mixed', {flush}",
+            f"its scaler reads the gradients of all stages; use 'bf16-mixed', {flush}",
         ),
     }
     for what, (given, way_out) in refused.items():
         if given:
             raise PipelineError(
-                f"{what} can't be used with schedule {name!r}, whose stages step at other times: {way_out}"
+                f"{what} can't be used with schedule {name!r}, whose stages take optimizer steps at different times: "
+                f"{way_out}"
             )
     if by_norm and grid.length > 1:
         rank_zero_warn(
-            f"schedule {name!r}: every stage clips by the norm of its own layers, because stages step at other times. "
-            f"gradient_clip_val={trainer.gradient_clip_val} bounds the norm of each stage; the norm of all stages may "
-            "be larger, by the root of their number"
+            f"schedule {name!r}: each stage clips by the norm of its own layers, because stages take optimizer steps "
+            f"at different times. gradient_clip_val={trainer.gradient_clip_val} bounds the norm of each stage, so the "
+            "norm over all stages may be larger by a factor of up to the square root of the number of stages"
         )
     if shared:
         raise PipelineError(
@@ -629,7 +630,7 @@ def enable_offload(run: PipelineRun, memory: StateMemory) -> LayerMemory | None:
     for number in run.stages:
         layers = run.local_layers.layers_of(number)
         check_room(number, layers, plain, memory.device_bytes, run.device.type == "cpu")
-    run.relocation.check_layers_stay("MemorySwap has them take turns on the device")
+    run.relocation.check_layers_stay("MemorySwap keeps only some layers on the device at a time")
     layer_memory = LayerMemory(memory, run.device, lambda: run.trainer.optimizers)
     run.engine.enable_offload(layer_memory, choose_predictor(run, memory.predictor))
     return layer_memory
@@ -660,19 +661,19 @@ def check_turns(run: PipelineRun) -> None:
     module, plan = run.cut.module, run.engine.plan
     if not isinstance(module, ChoosesLayers):
         raise PipelineError(
-            f"MemorySwap keeps the layers on the device that batches use, and {type(module).__name__} does not name "
-            "them; give it layers_of_batch, as for a Supernet, or leave MemorySwap out"
+            f"MemorySwap keeps only the layers on the device that batches use, but {type(module).__name__} does not "
+            "specify these layers. Define layers_of_batch in the module, as in a Supernet, or leave MemorySwap out"
         )
     if not _recomputes(plan):
         raise PipelineError(
-            "MemorySwap needs PipelineStrategy(recompute=True). Else a forward keeps its layers on the device until "
-            "its backward, and batches in flight could block each other"
+            "MemorySwap needs PipelineStrategy(recompute=True). Without recomputation, a forward keeps its layers on "
+            "the device until its backward, and batches in flight could block each other"
         )
     if plan.split_backward:
         raise PipelineError(
-            "MemorySwap has layers take turns on the device, and schedule "
-            f"{run.plans.schedule.name!r} splits backward: weight gradients need the layers where the input gradients "
-            "had them. Leave MemorySwap out, or split_backward"
+            f"MemorySwap moves layers to the device and back, but schedule {run.plans.schedule.name!r} splits the "
+            "backward pass, and weight gradients need the layers in the same memory as input gradients did. Leave "
+            "MemorySwap or split_backward out"
         )
 
 
@@ -705,13 +706,14 @@ def check_stash(run: PipelineRun) -> None:
     plan, name = run.engine.plan, run.plans.schedule.name
     if not _recomputes(plan):
         raise PipelineError(
-            f"MemorySwap moves weight versions of schedule {name!r}, and needs PipelineStrategy(recompute=True); else "
-            "a forward keeps its version on the device until its backward"
+            f"MemorySwap moves weight versions of schedule {name!r}, and needs PipelineStrategy(recompute=True). "
+            "Without recomputation, a forward keeps its version on the device until its backward"
         )
     if plan.split_backward:
         raise PipelineError(
-            f"MemorySwap moves weight versions, and schedule {name!r} splits backward, whose second half needs them "
-            "where they were. Leave MemorySwap out, or take a schedule that does not split"
+            f"MemorySwap moves weight versions, but schedule {name!r} splits the backward pass, and its second half "
+            "needs the versions in the same memory as its first half. Leave MemorySwap out, or use a schedule that "
+            "does not split the backward pass"
         )
 
 

@@ -108,8 +108,8 @@ class Evaluation:
         self._run.user_steps.apply_changes(([], {}, {}))  # restores the state at the start of the batch
         self._joint_steps.add(_key_of(item.data.step, item, item.data.arguments))
         rank_zero_info(
-            f"{item.data.name} calls modules of the first stages again after those of later stages, as decoding does: "
-            "its batches run on all stages together, and one stage at a time computes"
+            f"{item.data.name} calls modules of the first stages again after modules of later stages, as decoding "
+            "does. Its batches therefore run on all stages jointly, and only one stage computes at a time"
         )
         return self._evaluate_jointly(item)
 

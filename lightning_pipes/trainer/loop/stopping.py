@@ -151,8 +151,8 @@ def check_ends(found: Sequence[bool], batch: int) -> None:
     *_, some_last, some_not = found
     if some_last and some_not:
         raise PipelineError(
-            f"the training data of some ranks end with batch {batch}, those of others go on; "
-            "every rank of a pipeline must load the same batches"
+            f"the training data of some ranks end with batch {batch}, but other ranks have more batches. Every rank of "
+            "a pipeline must load the same batches"
         )
 
 

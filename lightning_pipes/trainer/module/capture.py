@@ -234,10 +234,10 @@ class _GapInGraph:
             return
         if not inputs or is_reached(self._entering, graph_nodes(inputs)):
             raise PipelineError(
-                f"{self._step} takes a gradient of what {self._layers} returns by something before the layers, as "
-                "torch.autograd.grad and backward() do. Layers are on other ranks, and every stage has its own part of "
-                "the graph. Let layers compute what they add to the loss, and pass it along; Lightning calls "
-                "backward() itself"
+                f"{self._step} computes a gradient of the output of {self._layers} with respect to a tensor that was "
+                "used before the layers, as torch.autograd.grad and backward() do. The layers are on other ranks, and "
+                "each stage has only its own part of the autograd graph. Compute this contribution to the loss in the "
+                "layers and return it with their output. Lightning calls backward() automatically"
             )
 
 

@@ -87,8 +87,9 @@ def check_module(module: pl.LightningModule, fitting: bool) -> None:
     for name, parameter in module.named_parameters():
         if parameter.is_meta and INCOMPLETE in vars(module):
             raise PipelineError(
-                f"{owner}.{name} is gone: the last run with this object failed, and the layers of other ranks could "
-                "not be fetched back. Make a new one, and go on from a checkpoint with trainer.fit(..., ckpt_path=...)"
+                f"{owner}.{name} has no values: the last run with this object failed, and the layers of other ranks "
+                "could not be fetched back. Create a new module, and continue from a checkpoint with trainer.fit(..., "
+                "ckpt_path=...)"
             )
         if hasattr(parameter, "__tensor_flatten__") and not is_distributed(parameter):
             raise PipelineError(
@@ -265,10 +266,10 @@ def _take_over(tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, object]
     expected = control.broadcast(shapes, control.ranks[0])
     different = sorted(n for n in {*shapes, *expected} if shapes.get(n) != expected.get(n))
     if any(control.any(bool(different))):
-        where = f"; here differ: {', '.join(different[:5])}" if different else ""
+        where = f"; on this rank, these differ: {', '.join(different[:5])}" if different else ""
         raise PipelineError(
-            f"the ranks have built different modules: names, shapes or types are not those of rank 0{where}. "
-            "Build the module from settings and seeds that are the same on every rank"
+            f"the ranks have built different modules: names, shapes or types differ from rank 0{where}. Build the "
+            "module from settings and seeds that are the same on every rank"
         )
     packed = [name for name, tensor in tensors.items() if is_packed(tensor) and not tensor.is_meta]
     own = {name: checksum_tensors([tensors[name]]) for name in packed}

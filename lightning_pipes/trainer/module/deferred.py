@@ -302,7 +302,7 @@ def check_same_cut(module: pl.LightningModule, cut: tuple[Any, ...], control: Co
         layers = "" if before is None else f"layers {list(before[1])} of {before[0]}, and now {list(cut[1])}"
         where = f" (here {layers})" if layers and cut[0] else ""
         raise PipelineError(
-            f"this run cuts {type(module).__name__} differently from the last one, and its layers, made on meta, are "
-            f"where that run left them{where}. Keep devices, schedule and partition, or "
-            "make a new module and load a checkpoint: ckpt_path=..."
+            f"this run cuts {type(module).__name__} differently from the last run, but the layers were created on the "
+            f"meta device, and remain on the ranks of the last run{where}. Keep devices, schedule and partition, or "
+            "create a new module and load a checkpoint with ckpt_path=..."
         )

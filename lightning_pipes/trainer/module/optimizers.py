@@ -296,7 +296,7 @@ class WholeStates(MutableMapping[Any, Any]):
         parameters = [p for group in self._groups for p in group]
         remote = [p for p in parameters if isinstance(p, RemoteTensor)]
         if remote and len(remote) == len(parameters):
-            remote[0].refuse_use("goes through the states of an optimizer, such as that of")
+            remote[0].refuse_use("iterates over the states of an optimizer, such as the state of")
         known = set(parameters)
         return iter([*(p for p in parameters if p in self), *(key for key in self.own if key not in known)])
 
@@ -418,7 +418,7 @@ class OptimizersView:
     def _check(self, parameter: torch.Tensor | None) -> None:
         why = self._why_not(parameter)
         if why:
-            raise PipelineError(f"{self._scope.hook} looks into optimizer.state{why}")
+            raise PipelineError(f"{self._scope.hook} accesses optimizer.state{why}")
 
 
 def number_state_dict(states: Mapping[str, Any], named_groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -489,6 +489,7 @@ def check_same_settings(settings: Sequence[Mapping[str, str]], ranks: Sequence[i
         if len(set(found)) > 1:
             listed = ", ".join(f"{value} on rank {rank}" for rank, value in zip(ranks, found, strict=True))
             raise PipelineError(
-                f"the optimizers of one pipeline differ: {where} is {listed}. Stages would be trained by different "
-                "settings; take them from what is the same on all ranks, and give a job array its jobs in one order"
+                f"the optimizers of one pipeline differ: {where} is {listed}. Stages would be trained with different "
+                "settings. Derive the settings from values that are the same on all ranks, and give a job array its "
+                "jobs in the same order on every rank"
             )

@@ -74,8 +74,9 @@ def find_pipelined(module: pl.LightningModule, path: str | None, seconds: Mappin
     for around in (".".join(parts[:n]) for n in range(len(parts) + 1)):
         if is_compiled(module.get_submodule(around)):
             raise PipelineError(
-                f"{owner}.{around}".rstrip(".") + " is compiled as a whole, but every rank holds only some of its "
-                "layers; compile these instead, each by itself: for layer in layers: layer.compile()"
+                f"{owner}.{around}".rstrip(".")
+                + " is compiled as a whole, but every rank holds only some of its layers. Compile each layer "
+                "separately instead: for layer in layers: layer.compile()"
             )
     if not path or not isinstance(full, nn.Sequential | nn.ModuleList):
         raise PipelineError(
@@ -416,8 +417,8 @@ class CutModule:
         ]
         if added:
             raise PipelineError(
-                f"self.{added[0]} has come into a layer while the run went on, and other ranks do not have it: a hook "
-                "has added a module, as peft's load_adapter does. Add it before fit, in __init__ or configure_model"
+                f"self.{added[0]} was added to a layer during the run, and other ranks do not have it: a hook has "
+                "added a module, as peft's load_adapter does. Add it before fit, in __init__ or configure_model"
             )
         return gaps
 

@@ -252,7 +252,7 @@ class RemoteTensor(torch.Tensor):
         written = find_written(name, args, kwargs)
         if written:
             if any(not isinstance(t, RemoteTensor) for t in written):
-                first.refuse_use("writes into a tensor of this rank what it has of")
+                first.refuse_use("copies into a tensor of this rank the values of")
             if not first._scope.on_all_ranks:
                 first.refuse_use("changes, on one rank only,")
             first._scope.writes.update(t._name for t in written if isinstance(t, RemoteTensor))
@@ -296,16 +296,14 @@ class RemoteTensor(torch.Tensor):
     def refuse_use(self, what: str) -> NoReturn:
         """Raise PipelineError because the running hook does `what` with this tensor."""
         scope = self._scope
-        alone = (
-            "" if scope.on_all_ranks else f" {scope.hook} runs on rank 0 only: use another hook, which all ranks run."
-        )
+        alone = "" if scope.on_all_ranks else f" {scope.hook} runs on rank 0 only; use a hook that all ranks run."
         raise PipelineError(
             f"{scope.hook or 'code outside of a step'} {what} {self._name}, which is on another rank: every process "
-            f"has the layers of its stages. Change each weight by itself, as a moving average does.{alone} For whole "
-            "weights call trainer.save_checkpoint(path) or trainer.strategy.lightning_module_state_dict() on all "
-            "ranks; rank 0 gets the result. For norms of gradients or weights call torch.nn.utils.get_total_norm or "
-            "clip_grad_norm_, or log lightning.pytorch.utilities.grad_norm by self.log_dict. p.is_meta is True for "
-            "weights of other ranks"
+            f"has only the layers of its stages. Change each weight separately, as a moving average does.{alone} For "
+            "whole weights, call trainer.save_checkpoint(path) or trainer.strategy.lightning_module_state_dict() on "
+            "all ranks; rank 0 gets the result. For norms of gradients or weights, call torch.nn.utils.get_total_norm "
+            "or clip_grad_norm_, or log lightning.pytorch.utilities.grad_norm with self.log_dict. p.is_meta is True "
+            "for weights of other ranks"
         )
 
 
@@ -331,9 +329,9 @@ class RemoteParameters:
         for copy in self._scope.copies.values():
             if copy._name in names:
                 raise PlanError(
-                    f"layer {layer} can't move here. The values of a copy of {copy._name}, as of a running average, "
-                    "are on the rank that has the layer now, and would stay there. Leave the layer where it is, or "
-                    "delete the copy before it moves"
+                    f"layer {layer} can't move to this rank. The values of a copy of {copy._name}, such as a running "
+                    "average, are on the rank that has the layer now, and would stay there. Keep the layer on its "
+                    "rank, or delete the copy before the layer moves"
                 )
 
     def __contains__(self, tensor: torch.Tensor) -> bool:

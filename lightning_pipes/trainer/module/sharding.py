@@ -156,8 +156,9 @@ def unshard_outside(module: pl.LightningModule, path: str) -> None:
             continue
         if any(id(owner) in inside for owner, *_ in managed_parameters(part)):
             raise PipelineError(
-                f"fully_shard has sharded the layers of self.{path} as one unit, self{name and '.'}{name}, and they "
-                "are on several ranks; shard each layer by itself before: for layer in layers: fully_shard(layer, ...)"
+                f"fully_shard has sharded the layers of self.{path} as one unit, self{name and '.'}{name}, but these "
+                "layers are on several ranks. Before that, shard each layer separately: for layer in layers: "
+                "fully_shard(layer, ...)"
             )
         remove_fully_shard(part, unshard)
 

@@ -101,10 +101,10 @@ class BatchSharing:
         self.is_shared = len(set(found)) > 1 and _END not in found
         if self.is_shared and self.loads:
             warnings.warn(
-                f"the ranks of one pipeline load different batches, so rank {self._source} loads for all of them from "
-                "now on, as with PipelineStrategy(data='one'). To have each rank load them, call "
-                "lightning.seed_everything(...) before the data are made. If your code gives each rank a part of the "
-                "data, take that out: all stages train on the same batches",
+                f"the ranks of one pipeline load different batches, so from now on rank {self._source} loads the "
+                "batches of all of them, as with PipelineStrategy(data='one'). To let each rank load the batches, "
+                "call lightning.seed_everything(...) before the data are created. If your code gives each rank a part "
+                "of the data, remove that code, because all stages train on the same batches",
                 stacklevel=2,
             )
         if self.is_shared:

@@ -59,27 +59,28 @@ def check_steps_apart(optimizers: Sequence[Optimizer], is_asynchronous: bool) ->
                 found = _compare(optimizer)
         except Exception as error:  # an optimizer may only support its own parameters
             rank_zero_warn(
-                f"it is unknown whether {name} steps each parameter by itself: it does not step small ones "
-                f"({type(error).__name__}: {error}). Every rank steps the parameters of its layers, so an optimizer "
-                "with a norm over all of them would differ from one process"
+                f"it is unknown whether {name} steps each parameter separately, because it can't step small test "
+                f"parameters ({type(error).__name__}: {error}). Every rank steps only the parameters of its layers, so "
+                "an optimizer with a norm over all parameters would differ from one process"
             )
             continue
         if found == "random":
             raise PipelineError(
-                f"{name} draws random numbers for one parameter after another. Every rank steps the parameters of its "
-                "layers, and would draw other numbers than one process. Add the noise to gradients in "
-                "on_before_optimizer_step, where it is that of one process"
+                f"{name} draws random numbers for one parameter after another. Every rank steps only the parameters of "
+                "its layers, and would draw different numbers than one process. Add the noise to the gradients in "
+                "on_before_optimizer_step, which draws the same numbers as one process"
             )
         if found == "all":
             way_out = (
                 ""
                 if is_asynchronous
-                else ("; by torch.nn.utils.clip_grad_norm_ or get_total_norm in its step it gets the norm of all ranks")
+                else ("; in its step, torch.nn.utils.clip_grad_norm_ and get_total_norm return the norm of all ranks")
             )
             raise PipelineError(
-                f"{name} steps a parameter by what it finds in others, as by a norm over all gradients; every rank "
-                "steps the parameters of its layers, and would take the norm of these. Use gradient_clip_val of the "
-                f"Trainer, or an optimizer that steps each parameter by itself{way_out}"
+                f"the step of {name} for one parameter depends on other parameters, for example on a norm over all "
+                "gradients. Every rank steps only the parameters of its layers, and would use the norm of these "
+                "parameters. Use gradient_clip_val of the Trainer, or an optimizer that steps each parameter "
+                f"separately{way_out}"
             )
 
 
@@ -106,17 +107,17 @@ def check_skips_unused(optimizers: Sequence[Optimizer]) -> None:
                 changed = [key for key, value in probe.values().items() if key[1] and not _close(value, before[key])]
         except Exception as error:
             rank_zero_warn(
-                f"it is unknown whether {name} leaves parameters without gradients as they are: it does not step small "
-                f"ones ({type(error).__name__}: {error}). A batch steps the layers that it uses, and no others, so an "
-                "optimizer that decays all weights in each step would differ from one process"
+                f"it is unknown whether {name} leaves parameters without gradients unchanged, because it can't step "
+                f"small test parameters ({type(error).__name__}: {error}). A batch steps only the layers that it uses, "
+                "so an optimizer that decays all weights in each step would differ from one process"
             )
             continue
         if changed:
             raise PipelineError(
-                f"{name} changes parameters that have no gradients, as by a decay of all weights in each step. Batches "
-                "that overlap use different layers, and each steps only the layers that it uses, so all others would "
-                "not be changed. Skip parameters with p.grad is None, as optimizers of torch do, or train with a "
-                "schedule that flushes, such as '1f1b'"
+                f"{name} changes parameters that have no gradients, for example by a decay of all weights in each "
+                "step. Batches that overlap use different layers, and each batch steps only the layers that it uses, "
+                "so the other layers would not be changed. Skip parameters without gradients, as the optimizers of "
+                "torch do, or train with a schedule that flushes, such as '1f1b'"
             )
 
 

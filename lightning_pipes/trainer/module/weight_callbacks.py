@@ -79,11 +79,11 @@ def check_callbacks(
                     "configure_model"
                 )
         for obstacle in private.find_pruning_obstacles(callback) if isinstance(callback, cb.ModelPruning) else ():
-            raise PipelineError(f"{name} prunes each layer by itself in a pipeline, and this one {obstacle}")
+            raise PipelineError(f"{name} prunes each layer separately in a pipeline, but this one {obstacle}")
         if isinstance(callback, cb.StochasticWeightAveraging) and callback.pl_module_contains_batch_norm(module):
             raise PipelineError(
-                f"{name} measures batch normalisation anew in an epoch without backwards, which a pipeline does not "
-                "run; use WeightAveraging, which averages these buffers, too"
+                f"{name} updates the statistics of batch normalization in an epoch without backward passes, which a "
+                "pipeline does not run. Use WeightAveraging, which also averages these buffers"
             )
 
 

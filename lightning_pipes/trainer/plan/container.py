@@ -246,9 +246,9 @@ def warn_about_outside(module: pl.LightningModule, path: str, profile: ModelProf
     chained = "".join(f", *self.{other}" for other in [*others][:3])
     rank_zero_warn(
         f"Only {inside:.0%} of {of} is in the layers of self.{path}. The other {1 - inside:.0%} is not cut into "
-        "stages: it stays with the first and the last one, for which all wait. Name a container with more of it by "
-        f"PipelineStrategy(module=...){such}. Or put all layers that run one after the other into one nn.Sequential"
-        + (f", as nn.Sequential(*self.{path}{chained}, ...)" if others else "")
+        "stages: it stays on the first and the last stage, and all other stages wait for them. Choose a container with "
+        f"a larger share with PipelineStrategy(module=...){such}, or put all layers that run one after another into "
+        "one nn.Sequential" + (f", for example nn.Sequential(*self.{path}{chained}, ...)" if others else "")
     )
 
 

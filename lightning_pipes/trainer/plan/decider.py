@@ -120,8 +120,8 @@ class PlanDecider(ProfilePlanner):
         return made
 
     def _keep_even_cut(self, request: RunRequest, plain: Decision, reason: str, quiet: bool) -> Decision:
-        what = f"Schedule {plain.schedule.name!r} runs, its layers" if request.chooses else "The layers are"
-        stay = ", and stay where they are: their times are unknown" if request.may_replan else ""
+        what = f"Schedule {plain.schedule.name!r} runs, with layers" if request.chooses else "The layers are"
+        stay = ", and will not be moved because their times are unknown" if request.may_replan else ""
         if not quiet or stay:
             rank_zero_info(f"{what} cut evenly by parameters{stay}: {reason}")
         return replace(plain, why=reason)
@@ -140,7 +140,8 @@ class PlanDecider(ProfilePlanner):
             raise NotMeasuredError(f"weights of {type(module).__name__} are on meta until the module is cut")
         if private.has_delayed_training_data(self._trainer):
             raise NotMeasuredError(
-                "train_dataloader has to wait until a resumed run has its counters, or the batch size is known"
+                "train_dataloader can't be called before the counters of a resumed run are restored or the batch size "
+                "is known"
             )
         data = private.run_data(self._trainer)  # on all ranks: it may draw random numbers
         sampled: list[tuple[int, Any]] = []
@@ -237,7 +238,8 @@ class PlanDecider(ProfilePlanner):
         if profile is None:
             return None
         rank_zero_info(
-            "The layers are not measured: an earlier run has. `lightning-pipes profile --clear` has them measured anew"
+            "The layers are not measured, because an earlier run has stored their times. Run `lightning-pipes profile "
+            "--clear` to measure them again"
         )
         _profiles[key] = profile, [1.0] * self._control.size
         return _profiles[key]  # type: ignore[return-value]

@@ -121,14 +121,14 @@ class Plans:
         wanted = schedule.place_stages(self._problem.ranks) if given is None else given.ranks
         if wanted != self._ranks:
             raise PlanError(
-                f"{schedule.name} has stages on ranks {wanted}, and the run has them on {self._ranks}. Layers "
-                "can move from stage to stage while training goes on, and stages stay where they are. Choose a "
-                "schedule with the same placement, or start another run with it"
+                f"{schedule.name} has stages on ranks {wanted}, but the run has them on {self._ranks}. During "
+                "training, layers can move between stages, but stages can't move to other ranks. Choose a schedule "
+                "with the same placement, or start another run with it"
             )
         if self._degrees and given is not None:
             raise PlanError(
-                f"a plan is given to a run with data_parallel={list(self._degrees)}, which shares out samples among "
-                "the ranks of each stage by itself; give the schedule and the number of micro-batches alone"
+                f"a plan is given to a run with data_parallel={list(self._degrees)}, which divides samples among the "
+                "ranks of each stage automatically. Give only the schedule and the number of micro-batches"
             )
         layers = self._problem.layers if given is None or not given.layers else given.layers
         m = self._problem.microbatches if microbatches is None else microbatches
@@ -237,8 +237,8 @@ class Plans:
     def _keep_setting(self, given: Plan, usual: Plan) -> Plan:
         if any(given.recompute) and given.recompute != usual.recompute:
             raise PlanError(
-                f"the plan has recompute {given.recompute}, and the run {usual.recompute}, which can't change while it "
-                "goes on; leave recompute out of the plan, or start another run with it"
+                f"the plan has recompute {given.recompute}, but the run has {usual.recompute}, which can't change "
+                "during the run. Leave recompute out of the plan, or start another run with it"
             )
         return replace(given, layers=usual.layers, recompute=usual.recompute)
 

@@ -118,7 +118,7 @@ def _correction_text(made: Decision, found: Decision, trial: Trial, steps: int) 
     elif made.movable:
         then = f"stages still begin at layers {was}: no other cut is enough faster"
     else:
-        then = f"stages begin at layers {was} as before, for these can't move here"
+        then = f"stages still begin at layers {was}, because layers can't move in this run"
     return (
         f"{steps} steps of the run took {seconds_text(1e9 * trial.measured)} up to the optimizer, and "
         f"{seconds_text(1e9 * trial.predicted)} were predicted: the times of layers were corrected, and {then}; "

@@ -158,8 +158,9 @@ class RunRequest:
             )
         if (self.replanner or planner_of(self.schedule)).every and min(degrees) == 1:
             rank_zero_warn(
-                f"{asked}, where layers stay: samples go from slow ranks of a stage to others, and nothing leaves the "
-                "only rank of a stage. Set data_parallel to a number to have layers move"
+                f"{asked}, and then layers do not move: slow ranks of a stage pass samples to other ranks of the "
+                "stage, but the only rank of a stage keeps all of its samples. Set data_parallel to a number to move "
+                "layers"
             )
 
     def resume_cut(self, placement: Placement, layers: int, ranks: int) -> RunRequest:
@@ -270,7 +271,7 @@ def check_same_arguments(arguments: Mapping[str, str], control: Control) -> None
         ]
         if different:
             raise InputError(
-                f"PipelineStrategy has other arguments on rank {rank}: {'; '.join(different)}. Every process has to "
-                "make it from the same ones. Look for settings from environment variables or files, and give a job "
-                "array its jobs in one order"
+                f"PipelineStrategy has different arguments on rank {rank}: {'; '.join(different)}. Every process must "
+                "create it with the same arguments. Look for settings from environment variables or files, and give a "
+                "job array its jobs in the same order in every process"
             )

@@ -158,7 +158,7 @@ def first_item(loader: Any, streams: bool = False) -> Any:
     is_stream = is_of_batches(loader) and isinstance(loader.dataset, IterableDataset)
     if not is_of_batches(loader) or (not streams if is_stream else not len(loader.dataset)):
         batch_rows(loader)  # this raises an error with the reason
-        raise NoSampleError("the items of the dataset are no batches")
+        raise NoSampleError("the items of the dataset are not batches")
     return _load(loader, None)
 
 

@@ -80,13 +80,14 @@ def find_replanner(replan: bool | Mapping[str, Any], schedule: Schedule | Policy
         return None
     if not isinstance(schedule, Schedule):
         raise InputError(
-            f"replan has layers move by simulating what comes of it, and schedule {schedule.name!r} decides its order "
-            "while it runs; leave replan out, or take a schedule with a fixed order, such as '1f1b' or 'kfkb'"
+            "replan needs a schedule with a fixed order, because it simulates the effect of each move, but schedule "
+            f"{schedule.name!r} decides its order at run time. Leave replan out, or use a schedule with a fixed order, "
+            "such as '1f1b' or 'kfkb'"
         )
     if planner_of(schedule).every:
         raise InputError(
-            f"schedule {schedule.name!r} goes on planning by itself; leave replan out, and give settings in "
-            "schedule_args"
+            f"schedule {schedule.name!r} already revises its plan during the run, so replan can't be used with it. "
+            "Leave replan out, and give settings in schedule_args"
         )
     return planner_of(make_schedule(REPLANS, **({} if replan is True else replan)))
 
@@ -139,8 +140,8 @@ def check_partition(partition: str | list[int] | list[str], schedule: object) ->
             )
     if isinstance(schedule, str) and schedule == AUTO and partition != AUTO:
         raise InputError(
-            f"schedule='auto' chooses the number of stages and where they begin, so partition={partition!r} can't be "
-            "kept to; leave it out, or name a schedule"
+            f"schedule='auto' chooses the number of stages and their first layers, so partition={partition!r} can't be "
+            "used with it. Leave partition out, or name a schedule"
         )
     return partition
 
@@ -309,19 +310,19 @@ class Settings:
             )
         if self.shard_optimizer and self.degrees:
             raise InputError(
-                f"shard_optimizer=True shards optimizer states over replicas of whole pipelines, and "
-                f"data_parallel={list(self.degrees)} gives stages ranks of their own; set data_parallel to a number, "
-                "or leave shard_optimizer out"
+                f"shard_optimizer=True shards optimizer states over replicas of whole pipelines, but "
+                f"data_parallel={list(self.degrees)} gives each stage its own number of ranks. Set data_parallel to a "
+                "number, or leave shard_optimizer out"
             )
         if self.degrees and self.tensor_parallel > 1:
             raise InputError(
-                f"data_parallel={list(self.degrees)} gives stages ranks of their own, and "
-                f"tensor_parallel={self.tensor_parallel} gives all stages as many; leave one of them out"
+                f"data_parallel={list(self.degrees)} gives each stage its own number of ranks, but "
+                f"tensor_parallel={self.tensor_parallel} gives all stages the same number. Leave one of them out"
             )
         if self.degrees and self.relocation != BLOCKING:
             raise InputError(
-                f"relocation={self.relocation!r} has layers move, which stages with several ranks, "
-                f"data_parallel={list(self.degrees)}, can't; leave one of them out"
+                f"relocation={self.relocation!r} moves layers while batches are in flight, but layers of stages with "
+                f"several ranks, data_parallel={list(self.degrees)}, can't move. Leave one of them out"
             )
         if self.shard_optimizer and self.data_parallel == 1:
             raise InputError(
@@ -330,6 +331,6 @@ class Settings:
             )
         if self.shard_optimizer and self.relocation != BLOCKING:
             raise InputError(
-                f"relocation={self.relocation!r} has ranks step layers that are on their way, which "
-                f"shard_optimizer=True can't; use relocation={BLOCKING!r}, or leave shard_optimizer out"
+                f"relocation={self.relocation!r} makes ranks step layers that are in transit, which is not possible "
+                f"with shard_optimizer=True. Use relocation={BLOCKING!r}, or leave shard_optimizer out"
             )

@@ -113,8 +113,8 @@ class Holdings:
             return []
         if self.grid.degrees:
             raise PlanError(
-                f"stages have several ranks, data_parallel={list(self.grid.degrees)}, and their layers stay where they "
-                f"are, {self.layers}; leave layers out of the plan, or give each stage one rank"
+                f"stages have several ranks, data_parallel={list(self.grid.degrees)}, so their layers {self.layers} "
+                "can't change. Leave layers out of the plan, or give each stage one rank"
             )
         after = Holdings(self.grid, self.ranks, layers)
         after._parts_of = self._parts_of

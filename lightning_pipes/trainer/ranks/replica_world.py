@@ -208,10 +208,10 @@ class ReplicaGroup(dist.ProcessGroup):
             )
         if _place.is_cut and not _place.is_alone and self._grid.replicas > 1:
             warn_once_per_line(
-                f"{{}} makes a collective call ({name}) in a step, which runs once for each micro-batch. Its result is "
-                f"that of one micro-batch of all {self._grid.replicas} replicas, and not that of the whole batch. "
-                "Training differs from one process if the result is no mean over samples, as the number of boxes of "
-                "a batch, or a running average. Then set PipelineStrategy(microbatches=1)"
+                f"{{}} makes a collective call ({name}) in a step, which runs once for each micro-batch. The result "
+                f"combines one micro-batch of all {self._grid.replicas} replicas instead of the whole batch. Training "
+                "differs from one process if the result is not a mean over samples, for example if it is the number of "
+                "boxes of a batch or a running average. In this case, set PipelineStrategy(microbatches=1)"
             )
 
     def check_ranks(self, name: str, ranks: Sequence[int]) -> None:

@@ -139,7 +139,8 @@ class LayerRelocation:
         """
         if self._mode != BLOCKING:
             raise PipelineError(
-                f"relocation={self._mode!r} has layers travel while batches go on, and {why}; use 'blocking'"
+                f"relocation={self._mode!r} moves layers while batches are in flight, but {why}. Use "
+                "relocation='blocking'"
             )
 
     @property

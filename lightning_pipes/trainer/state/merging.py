@@ -139,9 +139,10 @@ class ValueMerger:
         elif last == TOTAL and chosen == SUM and not are_close(candidates[SUM], candidates[TOTAL]):
             self._warn(
                 path,
-                f"{self._owner} sets {format_path(path)} to a sum over samples in each micro-batch. Batches so far "
-                "do not show whether the sum runs since training began, or over the latest batch. The first is "
-                "assumed; else the value differs from one process. Keep means, or set PipelineStrategy(microbatches=1)",
+                f"{self._owner} sets {format_path(path)} to a sum over samples in each micro-batch. Batches so far do "
+                "not show whether the sum covers the whole training or only the latest batch. It is assumed to cover "
+                "the whole training; otherwise, the value differs from one process. Keep means, or set "
+                "PipelineStrategy(microbatches=1)",
             )
         name = chosen if chosen in candidates else next(iter(candidates))
         if whole is not None and not are_close(candidates[name], whole):
@@ -150,18 +151,19 @@ class ValueMerger:
                 if path in self._guessed:
                     self._warn(
                         path,
-                        f"{format_path(path)} was taken for a {name} over samples in batches that were evaluated "
-                        "before training, and it is none. In these it differed from one process. Set it in training "
-                        "only, or set Trainer(num_sanity_val_steps=0)",
+                        f"{format_path(path)} was treated as a {name} over samples in batches that were evaluated "
+                        "before training, but the first training batch shows that this was wrong. In the earlier "
+                        "batches, the value differed from one process. Set it in training only, or set "
+                        "Trainer(num_sanity_val_steps=0)",
                     )
                 name = self._how[path] = fitting
             elif not have_equal_values(whole, before):  # a batch that is evaluated may change nothing
                 self._warn(
                     path,
-                    f"{self._owner}.training_step sets {format_path(path)}, to {_short(whole)} by the first batch "
-                    f"as a whole, and to {_short(candidates[name])} by its {len(values)} micro-batches. It is no mean, "
-                    "sum or extreme over samples, and no list of them, so it differs from one process. Set "
-                    "PipelineStrategy(microbatches=1), or keep means or sums",
+                    f"{self._owner}.training_step sets {format_path(path)} to {_short(whole)} for the first batch as "
+                    f"a whole, and to {_short(candidates[name])} for its {len(values)} micro-batches. The value is "
+                    "not a mean, sum or extreme over samples, and not a list of samples, so it differs from one "
+                    "process. Set PipelineStrategy(microbatches=1), or keep means or sums",
                 )
         if whole is not None and not have_equal_values(whole, before):
             self._compared.add(path)

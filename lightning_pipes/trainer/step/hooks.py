@@ -150,7 +150,7 @@ def wrap_module_hooks(
 def _explain_missing(hook: Hook, is_last: bool, is_asynchronous: bool) -> Hook:
     """Add to an AttributeError the reason why the attribute may be missing if the last stage is on another rank."""
     arrival = (
-        "after a flush, as before validation, for batches overlap"
+        "after a flush, such as before validation, because batches overlap"
         if is_asynchronous
         else "after the batch, if it can be sent"
     )
@@ -163,8 +163,8 @@ def _explain_missing(hook: Hook, is_last: bool, is_asynchronous: bool) -> Hook:
             if not is_last and not hasattr(error, "__notes__"):
                 error.add_note(
                     f"{hook.__name__} runs on every rank, but training_step runs to its end on the last stage only. "
-                    f"What it sets reaches other ranks {arrival}. Make the attribute in __init__, and keep numbers, "
-                    "tensors, and lists and dicts of them, or read what the step returns from `outputs`"
+                    f"Attributes that it sets reach other ranks {arrival}. Create the attribute in __init__, and store "
+                    "only numbers, tensors, and lists and dicts of them, or read the output of the step from `outputs`"
                 )
             raise
 
@@ -355,7 +355,7 @@ class ParameterHooks:
             yield
             return
         if reducer is not None and not alone:
-            self._warn("run once for every micro-batch where replicas accumulate gradients")
+            self._warn("run once for every micro-batch if replicas accumulate gradients")
             yield
             return
         both = [*{id(p): p for p in (*hooked, *stepped)}.values()]
@@ -385,8 +385,8 @@ class ParameterHooks:
         draws.stop()
         if draws.was_used:
             self._warn(
-                "draw random numbers, which every rank does for its own layers; draw them in on_before_optimizer_step, "
-                "for each parameter of the module"
+                "draw random numbers, which every rank does for its own layers only (draw them in "
+                "on_before_optimizer_step instead, for each parameter of the module)"
             )
 
     def _warn(self, what: str) -> None:

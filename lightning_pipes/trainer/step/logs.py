@@ -352,8 +352,8 @@ class LogReplay:
             if module is metric:
                 return str(path)
         raise PipelineError(
-            f"self.log({name!r}, ...) got a {type(metric).__name__} that is no attribute of the LightningModule; "
-            "assign it to one in __init__, so that it exists on every rank"
+            f"self.log({name!r}, ...) got a {type(metric).__name__} that is not an attribute of the LightningModule. "
+            "Assign it to an attribute in __init__, so that it exists on every rank"
         )
 
     def _restore_metric(self, state: MetricState) -> Metric:

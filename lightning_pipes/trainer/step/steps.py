@@ -893,8 +893,8 @@ class Steps:
         raise PipelineError(
             f"training_step failed with {span.rows} of the {item.rows} samples of a batch ({type(error).__name__}: "
             f"{error}). {', '.join(names)}, which an earlier step has set, has an axis of {item.rows} entries, and "
-            "every micro-batch finds all of them. States of samples, such as those of recurrent layers, need "
-            "PipelineStrategy(microbatches=1)"
+            "every micro-batch reads all of them. States that belong to samples, such as the states of recurrent "
+            "layers, need PipelineStrategy(microbatches=1)"
         ) from error
 
     def _blame_cut(self, error: Exception, item: Item, span: Span, run: Callable[[Any, int], object]) -> None:
@@ -925,13 +925,13 @@ class Steps:
             run(copy_batch(part), span.rows)
             return
         cut = "" if name != "training_step" else ", ".join(where for where, _ in sample_tensors(batch, item.rows))
-        of = "the batch" if name == "training_step" else "what it gives the layers"
+        of = "the batch" if name == "training_step" else "the inputs of the layers"
         raise PipelineError(
-            f"{name} runs with all {item.rows} samples of a batch, and not with {span.rows} of them, as a "
-            f"micro-batch has ({type(error).__name__}: {error}). Tensors and lists of {of} with {item.rows} "
-            f"entries are cut{cut and f': {cut}'}. A table that has as many by chance, as weights of classes, belongs "
-            "into a buffer of the module, or gets an axis in front. A step that needs all samples, such as that of "
-            "graphs merged into one, whose edges refer to nodes by their number, needs "
+            f"{name} runs with all {item.rows} samples of a batch, but not with {span.rows} of them, as in a "
+            f"micro-batch ({type(error).__name__}: {error}). Tensors and lists of {of} with {item.rows} entries are "
+            f"cut{cut and f': {cut}'}. A table that has this length by chance, such as the weights of classes, should "
+            "be a buffer of the module or have an additional leading axis. A step that needs all samples, for example "
+            "because graphs are merged into one graph whose edges refer to nodes by number, needs "
             "PipelineStrategy(microbatches=1)"
         ) from error
 

@@ -172,9 +172,9 @@ def check_layers(module: pl.LightningModule, full: Layers) -> None:
     wrong = [name for name, p in module.named_parameters() if p.requires_grad and within[id(p)] != 1]
     if wrong:
         raise PipelineError(
-            f"{', '.join(wrong[:5])}: these parameters are outside of the pipelined layers, or in several of them, and "
-            "batches say by layers_of_batch which layers they step. Put each into one layer, or freeze it by "
-            "requires_grad_(False)"
+            f"{', '.join(wrong[:5])}: these parameters are outside of the pipelined layers, or in several of them, but "
+            "layers_of_batch selects the layers that a batch steps. Put each parameter into one layer, or freeze it "
+            "with requires_grad_(False)"
         )
 
 

@@ -80,8 +80,9 @@ class FakeRun:
             frames = traceback.extract_tb(error.__traceback__)
             own = [frame for frame in frames if not _is_of_library(frame.filename)] or frames
             raise PipelineError(
-                f"weights are on meta, so its step runs without their values, and {own[-1].filename}:{own[-1].lineno} "
-                f"({own[-1].line}) can't: {_explain(error)}, or make the module outside of torch.device('meta')"
+                "weights are on the meta device, so the step is traced without their values, but "
+                f"{own[-1].filename}:{own[-1].lineno} ({own[-1].line}) can't run without them: {_explain(error)}, or "
+                "create the module outside of torch.device('meta')"
             ) from error
 
 
@@ -89,17 +90,17 @@ def _explain(error: Exception) -> str:
     text = " ".join(str(error).split())[:200]
     if isinstance(error, DynamicOutputShapeException):
         return (
-            f"the shape of what {text} returns depends on values that come from weights. Keep shapes fixed, as by "
-            "torch.where or by multiplying with a mask"
+            f"the shape of the result of {text} depends on values that come from weights. Keep shapes fixed, for "
+            "example with torch.where or by multiplying with a mask"
         )
     if isinstance(error, DataDependentOutputException):
         return (
-            f"{text} reads a value that comes from weights, for a branch, an index or a number. Let these depend on "
-            "the batch alone, use torch.where, log tensors and not their item()"
+            f"{text} reads a value that comes from weights, to use it as a branch condition, an index or a number. Use "
+            "only values of the batch for this purpose, use torch.where, or log tensors instead of their item()"
         )
     return (
-        f"{type(error).__name__}: {text}. Let branches, indices and numbers depend on the batch alone, log tensors "
-        "and not their item()"
+        f"{type(error).__name__}: {text}. Let branches, indices and numbers depend only on the batch, or log tensors "
+        "instead of their item()"
     )
 
 

@@ -421,8 +421,8 @@ class JointStep(LazyStep):
                 raise refuse_unit(
                     len(self.units),
                     name,
-                    f"uses a parameter of shape {tuple(tensor.shape)} that is none of the module's. Assign it to the "
-                    "module in __init__",
+                    f"uses a parameter of shape {tuple(tensor.shape)} that does not belong to the module. Assign it "
+                    "to the module in __init__",
                 )
         stages = {self._places[id(RemoteTensor.find_stand_in(t))] for t in placed}
         if not stages and name in ("set_data", "set_grad"):
@@ -436,8 +436,8 @@ class JointStep(LazyStep):
             raise refuse_unit(
                 len(self.units),
                 name,
-                f"uses or changes tensors of the stages {sorted(stages)} at a time, and the recorded step did not. "
-                "Let it use those of one stage, or name other borders by PipelineStrategy(partition=[...])",
+                f"uses or changes tensors of several stages, {sorted(stages)}, but the recorded step did not. Use "
+                "tensors of one stage only, or set other borders with PipelineStrategy(partition=[...])",
             )
         return stages.pop() if stages else self._stage
 

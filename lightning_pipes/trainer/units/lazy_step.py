@@ -283,10 +283,10 @@ class LazyStep(TracedStep):
             vars(stand).update(attributes)  # the attributes that the user's code has set
         except RuntimeError as error:
             raise PipelineError(
-                f"a tensor of shape {tuple(value.shape)} goes to another stage in front of unit {len(self.units)}, and "
-                "what stands for it can't be replaced, because torch.utils.checkpoint, a weak reference or code in C++ "
-                "holds it. Leave the checkpoint around that unit out (with manual optimization it must not begin with "
-                "a value of another stage), or name another border by PipelineStrategy(partition=[...])"
+                f"a tensor of shape {tuple(value.shape)} is sent to another stage before unit {len(self.units)}, but "
+                "its placeholder can't be replaced, because torch.utils.checkpoint, a weak reference or C++ code holds "
+                "it. Remove the checkpoint around that unit (with manual optimization, it must not begin with a value "
+                "of another stage), or choose another border with PipelineStrategy(partition=[...])"
             ) from error
 
     def _pack(self) -> Crossing:

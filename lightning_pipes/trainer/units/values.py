@@ -143,8 +143,8 @@ class Values:
         if tensor.layout is not torch.strided or tensor.is_nested:
             kind = "nested" if tensor.is_nested else str(tensor.layout)
             raise PipelineError(
-                f"a step makes a tensor of layout {kind} from weights; between stages travel strided tensors only. "
-                "Convert it by to_dense(), or make it in one module with what uses it"
+                f"a step makes a tensor of layout {kind} from weights, but only strided tensors can be sent between "
+                "stages. Convert it with to_dense(), or create it in the module that uses it"
             )
         on_host = tensor.device.type == "cpu" and host.type != "cpu"
         key = self.add_value(tensor)

@@ -89,8 +89,8 @@ class WeightGroups:
             first = next((self._number[min(weights)] for weights in used), None)
             if first is None or first <= starts[-1]:
                 raise PlanError(
-                    f"partition names {place!r}, whose weights the step uses no later than those of the stage before; "
-                    "name modules in the order in which the step first calls them"
+                    f"partition names {place!r}, but the step uses the weights of this module no later than the "
+                    "weights of the stage before it. Name modules in the order in which the step first calls them"
                 )
             starts.append(first)
         return tuple(starts)

@@ -306,34 +306,34 @@ def format_value(value: Any) -> str:
     return f"{value:.8g}" if isinstance(value, float) else str(value)
 
 
-_CUT = "Ways out: microbatches=1, or code that treats each sample by itself"
+_CUT = "Set microbatches=1, or write code that treats each sample separately"
 
 REASONS = {
-    Phase.BATCH: "the data are not the same: a sampler or data set draws numbers that depend on the process, or reads "
-    "a file or stream that is open already",
+    Phase.BATCH: "the batches differ: a sampler or dataset draws numbers that depend on the process, or reads a file or "
+    "stream that is already open",
     Phase.MODE: "a part of the module is in training mode here and in evaluation mode there, or the other way round: "
-    "train() or eval() was called on some ranks only, or forgotten",
-    Phase.FROZEN: "requires_grad was changed on some ranks only: by a hook that one rank runs, or between batches",
-    Phase.OUTPUT: "the layer gets the same samples and gives something else: it looks at other samples of the batch, "
-    f"reads an attribute that differs by rank, or draws random numbers that are not by sample. {_CUT}",
-    Phase.LOSS: "the layers give the same, so the code after them makes the difference: a loss that is no mean over "
-    "samples, an auxiliary loss that layers of other stages leave in an attribute, list or buffer, or samples that are "
-    f"compared with each other. {_CUT}; let layers hand on with their output what the loss is made of",
-    Phase.GRADIENT: "inputs and loss are the same, so something on the way back makes the difference: a hook on a "
-    "parameter, tensor or module that runs for each micro-batch, a part of the loss that layers of other stages leave "
-    "behind, on_after_backward, or gradients that were not cleared",
-    Phase.STEP_GRADIENT: "the gradients of the batch are the same, so what changes them before the step makes the "
-    "difference: clipping in optimizer_step or a hook by the norm of one stage's weights, or a hook that does not run "
-    "on this rank. Use the Trainer's gradient_clip_val, or configure_gradient_clipping",
-    Phase.SETTING: "a scheduler or hook changes the optimizer on some ranks only, or by a number that differs",
-    Phase.WEIGHT: "the optimizer gets the same gradients, so what follows makes the difference: an optimizer that "
-    "looks at all weights at once (a norm over all of them, several closures), a hook that changes weights after "
-    "the step on some ranks only, or weights that are stepped without a gradient, as after zero_grad(set_to_none="
-    "False)",
-    Phase.BUFFER: "the layers' buffers are updated for each micro-batch, or on some ranks only, as running statistics "
-    f"of BatchNorm are. {_CUT}",
-    Phase.LOG: "what is logged is no mean over samples, or a hook logs what one rank knows. Log it with reduce_fx, or "
-    "as a torchmetrics object",
+    "train() or eval() was called on some ranks only, or was not called",
+    Phase.FROZEN: "requires_grad was changed on some ranks only, by a hook that runs on one rank or between batches",
+    Phase.OUTPUT: "the layer gets the same samples but returns a different result: it uses other samples of the batch, "
+    f"reads an attribute that differs by rank, or draws random numbers that do not depend on the sample. {_CUT}",
+    Phase.LOSS: "the layers return the same outputs, so the code after the layers causes the difference: a loss that "
+    "is not a mean over samples, an auxiliary loss that layers of other stages store in an attribute, list or buffer, "
+    f"or samples that are compared with each other. {_CUT}, and make layers return the values that the loss needs "
+    "along with their output",
+    Phase.GRADIENT: "inputs and loss are the same, so the difference arises in the backward pass: a hook on a "
+    "parameter, tensor or module that runs for each micro-batch, a part of the loss that layers of other stages store, "
+    "on_after_backward, or gradients that were not cleared",
+    Phase.STEP_GRADIENT: "the gradients of the batch are the same, so code that changes them before the step causes "
+    "the difference: clipping in optimizer_step or in a hook by the norm of the weights of one stage, or a hook that "
+    "does not run on this rank. Use the Trainer's gradient_clip_val, or configure_gradient_clipping",
+    Phase.SETTING: "a scheduler or hook changes the optimizer on some ranks only, or by a different number",
+    Phase.WEIGHT: "the optimizer gets the same gradients, so the difference arises later: an optimizer that uses all "
+    "weights at once (a norm over all of them, several closures), a hook that changes weights after the step on some "
+    "ranks only, or weights that are stepped without a gradient, for example after zero_grad(set_to_none=False)",
+    Phase.BUFFER: "the buffers of the layers are updated for each micro-batch, or on some ranks only, as the running "
+    f"statistics of BatchNorm are. {_CUT}",
+    Phase.LOG: "a logged value is not a mean over samples, or a hook logs a value that only one rank has. Log it with "
+    "reduce_fx, or as a torchmetrics object",
 }
 
 

@@ -395,8 +395,8 @@ class Verifier(StageListener):
                 "module, or with a schedule that flushes, such as '1f1b'"
             )
         rank_zero_warn(
-            f"{NAME.format(self._wanted)}: {reason}, so each layer is compared alone, by what goes in and comes back; "
-            "code around the layers, optimizers and logs are not compared"
+            f"{NAME.format(self._wanted)}: {reason}, so each layer is compared separately, with its inputs, outputs "
+            "and gradients. Code around the layers, optimizers and logs are not compared"
         )
         run = self._run
         self._batches, self._draws = 0, SampleDraws(run.device)
@@ -465,7 +465,7 @@ class Verifier(StageListener):
             save_finding(ComparisonResult(False, message))
         if not self._wanted.warns:
             self.close()
-            raise VerificationError(f"{message}. verify='warn' warns and goes on")
+            raise VerificationError(f"{message}. Set verify='warn' to continue with a warning")
         rank_zero_warn(message)
 
     def _say_equal(self) -> None:

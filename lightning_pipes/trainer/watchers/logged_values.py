@@ -111,10 +111,10 @@ class LoggedValues:
             calls = dict(number_calls(losses.results[None].logged))
             names = ", ".join(calls[key].call_text if key in calls else key[0] for key in sorted(wrong))
             rank_zero_warn(
-                f"{type(self._module).__name__}.training_step gives values that are no mean, sum or extreme over "
-                f"samples, so that they differ from one process: {names}. They are made of those of "
+                f"{type(self._module).__name__}.training_step returns or logs values that are not a mean, sum or "
+                f"extreme over samples, so they differ from one process: {names}. They are computed from the values of "
                 f"{len(losses.parts)} micro-batches. Log a torchmetrics.Metric, or set "
-                "PipelineStrategy(microbatches=1). PipelineStrategy(check_loss=False) leaves this comparison out"
+                "PipelineStrategy(microbatches=1). PipelineStrategy(check_loss=False) turns this comparison off"
             )
 
 

@@ -87,11 +87,10 @@ class UncomparedLoss(Watcher):
             return
         self._batches = LABELLED_BATCHES
         rank_zero_warn(
-            f"The loss of {type(module).__name__}.training_step is not compared with those of its micro-batches: "
-            f"{self._why}. Batches before do not "
-            f"distinguish {found[0].name} from {other.name}. Micro-batches are weighed by their {found[0].name}; if "
-            "the loss is a mean over the other, training differs from one process. Give the module "
-            "microbatch_weight(batch), which returns the weight of a micro-batch, or set "
+            f"The loss of {type(module).__name__}.training_step is not compared with the losses of its micro-batches: "
+            f"{self._why}. Earlier batches do not distinguish {found[0].name} from {other.name}. Micro-batches are "
+            f"weighted by their {found[0].name}; if the loss is a mean over the other, training differs from one "
+            "process. Define microbatch_weight(batch) in the module, which returns the weight of a micro-batch, or set "
             "PipelineStrategy(microbatches=1)"
         )
 
@@ -245,14 +244,14 @@ class LossCheck(Watcher):
             later = "" if again else self._later(losses, data.weights)
             batch = "the first batch" if first else f"batch {item.number}"
             rank_zero_warn(
-                f"{type(self._module).__name__}.training_step returns a loss that is no mean over samples. It is "
+                f"{type(self._module).__name__}.training_step returns a loss that is not a mean over samples. It is "
                 f"{losses.whole:.6g} for {batch} as a whole, and {mean:.6g} as the mean of its {len(losses.parts)} "
-                f"micro-batches, so training differs from one process{later}. Ways out: "
-                "PipelineStrategy(microbatches=1); a loss that is a mean over samples, a mean over labels that are "
-                "not -100, or a sum; or for another mean microbatch_weight(batch) of the module, which returns the "
-                "weight of a micro-batch. Losses that compare samples with each other need microbatches=1. If samples "
-                "meet only in the loss, loss='batch' without module=... also works. check_loss=False turns this "
-                "comparison off"
+                f"micro-batches, so training differs from one process{later}. Possible solutions: "
+                "PipelineStrategy(microbatches=1); a loss that is a mean over samples, a mean over labels that are not "
+                "-100, or a sum; or, for another mean, a method microbatch_weight(batch) of the module, which returns "
+                "the weight of a micro-batch. Losses that compare samples with each other need microbatches=1. If "
+                "samples meet only in the loss, loss='batch' without module=... also works. check_loss=False turns "
+                "this comparison off"
             )
 
     def _compare_forms(

@@ -136,7 +136,7 @@ class WholeBatchValues(Watcher):
             self._has_warned = True
             rank_zero_warn(
                 f"{type(run.cut.module).__name__}.training_step {' and '.join(does)}, and does not run on a whole "
-                f"batch without gradients ({failure}). So these values are not compared with those of one "
-                "process: numbers that are equal in all micro-batches are assumed to be equal for the batch, and other "
-                "numbers to be means. If they are sums, set PipelineStrategy(microbatches=1)"
+                f"batch without gradients ({failure}). These values are therefore not compared with one process: "
+                "numbers that are equal in all micro-batches are assumed to be equal for the batch, and other numbers "
+                "are assumed to be means. If they are sums, set PipelineStrategy(microbatches=1)"
             )
