@@ -133,7 +133,7 @@ def _compared(rank: int, name: str, variant: str, tiny: Tiny, settings: Mapping[
     found.weighed = next((line for line in lines if "weighed by" in line), "")
     if found.outcome == "refused":
         return found, True
-    found.said = "; ".join(line for line in lines if line.startswith("Only ") or "no mean over samples" in line)
+    found.said = "; ".join(line for line in lines if line.startswith("Only ") or "not a mean over samples" in line)
     weights = module.net.state_dict()
     found.apart = max((float((weights[key] - value).abs().max()) for key, value in plain.items()), default=0.0)
     if not found.apart <= EQUAL:

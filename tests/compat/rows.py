@@ -397,7 +397,7 @@ callbacks(
     "StochasticWeightAveraging with batch normalisation",
     using(lambda: cb.StochasticWeightAveraging(0.01, swa_epoch_start=1), max_epochs=3),
     module=m.LitBatchNorm,
-    refused="measures batch normalisation anew",
+    refused="updates the statistics of batch normalization",
     reason="use WeightAveraging",
 )
 callbacks("EMAWeightAveraging", using(lambda: cb.EMAWeightAveraging(decay=0.5)))

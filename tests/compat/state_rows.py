@@ -81,7 +81,7 @@ state("sums that layers keep, read in hooks", {"num_sanity_val_steps": 0}, modul
 state(
     "sums that layers keep, also where batches are evaluated before any is trained",
     module=values.ReadsSums,
-    warned=".total was taken for a mean over samples in batches that were evaluated",
+    warned=".total was treated as a mean over samples in batches that were evaluated",
     reason="set num_sanity_val_steps=0",
 )
 state(

@@ -36,7 +36,7 @@ for where, strategy in (("", {}), (", by units", BY_UNITS)):
         f"self.log of what is no mean, sum or extreme over samples{where}",
         module=s.LogsSpread,
         strategy=strategy,
-        warned="so that they differ from one process: outputs['most'], outputs['sorted'], self.log('spread')",
+        warned="so they differ from one process: outputs['most'], outputs['sorted'], self.log('spread')",
         reason="a warning names the values",
     )
     steps(
@@ -65,7 +65,7 @@ steps(
     warned=" computes .loss, which it leaves there, from several samples together",
 )
 tables = partial(batches, DataLoader(data(), batch_size=3, collate_fn=s.with_table, drop_last=True))
-cut = "belongs into a buffer of the module"
+cut = "should be a buffer of the module"
 steps("weights of classes in the batch, as many as samples", loaders=tables, module=s.WeighsClasses, refused=cut)
 steps(
     "a table in the batch, as long as it, read before the layers",
@@ -93,7 +93,7 @@ steps(
     watch=lambda trainer, folder: trainer.strategy.checkpoint_io.options if trainer.is_global_zero else None,
 )
 
-gap = "takes a gradient of what self.model(...) returns"
+gap = "computes a gradient of the output of self.model(...)"
 steps("autograd.grad through the layers, allow_unused=True", module=s.PenalisesUnused, refused=gap)
 steps("autograd.grad through the layers and a skip around them", slow=True, module=s.PenalisesAround, refused=gap)
 steps(
@@ -109,7 +109,7 @@ steps(
     "autograd.grad through the layers in validation_step",
     slow=True,
     module=s.GradInValidation,
-    refused="validation_step takes",
+    refused="validation_step computes",
 )
 
 by = lambda use: type("Remembered", (s.Remembered,), {"use": use})  # noqa: E731
@@ -133,7 +133,7 @@ steps("optimizer.state in a hook, replaced", module=by("replaced"))
 steps(
     "weights of classes that a validation sets",
     module=s.WeighsByMistakes,
-    warned="returns a loss that is no mean over samples",
+    warned="returns a loss that is not a mean over samples",
     reason="give their weight by `microbatch_weight(batch)`",
 )
 steps(

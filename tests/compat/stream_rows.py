@@ -88,7 +88,7 @@ class ClampsKept(KeepsWeights):
 
 
 streams = partial(row, "Asynchronous streams")
-LOOKS = "looks at layers while batches are under way"
+LOOKS = "reads layers while batches are in flight"
 AT_EPOCHS = "stages are at other batches, and gradients are cleared; look in on_train_epoch_end, or before the step"
 SETS, EARLIER = (
     "sets AdamW 0, group 0, lr from",

@@ -74,22 +74,27 @@ for name, kind, refused, reason in (
     (
         "optimizer.state counted in on_train_batch_end",
         nets.CountsStates,
-        "which layers of other ranks have states",
+        "the layers of other ranks that have states depend on",
         BY_ITSELF,
     ),
     (
         "optimizer.state counted in on_train_epoch_start",
         nets.CountsAtEpochs,
-        "which layers of other ranks have states",
+        "the layers of other ranks that have states depend on",
         BY_ITSELF,
     ),
     (
         "optimizer.state looked into for all weights",
         nets.LooksForStates,
-        "which layers of other ranks have states",
+        "the layers of other ranks that have states depend on",
         BY_ITSELF,
     ),
-    ("optimizer.state changed in on_train_batch_end", nets.DecaysStates, "that of an earlier batch", BY_ITSELF),
+    (
+        "optimizer.state changed in on_train_batch_end",
+        nets.DecaysStates,
+        "the state belongs to an earlier batch",
+        BY_ITSELF,
+    ),
     (
         "a norm of one's own over optimizer.param_groups, subnets",
         nets.NormOfGroups,
@@ -129,7 +134,7 @@ supernet(
     "an average of weights in on_train_batch_end",
     module=nets.AveragesWeights,
     strategy=CSP,
-    warned="looks at layers while batches are under way",
+    warned="reads layers while batches are in flight",
     reason="average them in on_train_epoch_end",
 )
 supernet(

@@ -35,7 +35,7 @@ LEFT_OUT = {
 MAY_REFUSE = r"^(gradients|optimizer_step|zero_grad|weights|clips|accumulates)"
 """Causes with which csp may end in an error, because they need values of all stages or of unfinished batches."""
 MAY_WARN = (
-    (r"^average", "looks at layers while batches are under way"),
+    (r"^average", "reads layers while batches are in flight"),
     (r"^value:.*:(step_begin|step_end):|^collected:step_end", "Batches overlap"),
     (r"^value:.*:(step_begin|step_end|on_after_backward|on_before_optimizer_step):", "before the optimizer's step"),
 )

@@ -95,7 +95,7 @@ def compare(one: Any, two: Any) -> None:
 def test_forks_can_not_use_cuda_after_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = ForkLauncher(None, None, 2, "it runs in a notebook or at a prompt")  # type: ignore[arg-type]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(PlanError, match=r"has used CUDA already.* Restart the notebook"):
+    with pytest.raises(PlanError, match=r"has already used CUDA.* Restart the notebook"):
         launcher.launch(print, trainer=object())  # type: ignore[arg-type]
 
 

@@ -99,8 +99,8 @@ def test_sizes_and_orders_that_differ_fail_every_sibling() -> None:
         assert all("the array has size 2 on rank 0, 3 on rank 1" in text for _, text in siblings)
     for siblings, error in run_ranks(told, 2, "other order", timeout=60):
         assert not error
-        assert "PipelineStrategy has other arguments on rank 1: seed=1, rank 0 0" in dict(siblings)[0]
-        assert "give a job array its jobs in one order" in dict(siblings)[1]
+        assert "PipelineStrategy has different arguments on rank 1: seed=1, rank 0 0" in dict(siblings)[0]
+        assert "give a job array its jobs in the same order" in dict(siblings)[1]
 
 
 def test_a_job_that_is_no_function() -> None:

@@ -599,8 +599,8 @@ def test_why_nothing_was_measured() -> None:
     ("settings", "message"),
     [
         ({"partition": "time"}, "'auto', 'parameters' or a list"),
-        ({"schedule": "auto", "partition": [1, 2]}, "leave it out, or name a schedule"),
-        ({"schedule": "auto", "partition": "parameters"}, "leave it out, or name a schedule"),
+        ({"schedule": "auto", "partition": [1, 2]}, "Leave partition out, or name a schedule"),
+        ({"schedule": "auto", "partition": "parameters"}, "Leave partition out, or name a schedule"),
         ({"schedule": "auto", "schedule_args": {"k": 2}}, "belong to one schedule"),
     ],
 )
@@ -671,7 +671,7 @@ def test_another_schedule_from_the_next_batch_on() -> None:
         for key in ("outputs", "metrics", "weights", "rates", "steps"):
             assert differences(found[key], alone[key]) == []
         assert [n for n in counts if n > 0] == [8, 2, 3, 4, 4, 4]  # batches of 8, 8 and 6 samples
-        assert "stages stay where they are" in errors[0]
+        assert "stages can't move to other ranks" in errors[0]
         assert "does not flush" in errors[1]
         assert "when training starts" in errors[2]
         assert "no schedule is called" in errors[3]

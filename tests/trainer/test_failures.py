@@ -243,7 +243,7 @@ BAD: list[tuple[type[Lit], dict[str, Any], str]] = [
     (
         Lit,
         {"microbatches": EachRank((4, 5))},
-        "PipelineStrategy has other arguments on rank 1: microbatches=5, rank 0 4",
+        "PipelineStrategy has different arguments on rank 1: microbatches=5, rank 0 4",
     ),
     (Lit, {"schedule": EachRank(("gpipe", "1f1b"))}, "on rank 1: schedule=1f1b, rank 0 gpipe"),
     (
@@ -532,10 +532,10 @@ def test_an_adapter_for_layers_elsewhere_is_named():
     for replaced, added in run_ranks(adapt, 2, timeout=60):
         names = (
             "a hook has replaced self.model.0.0.weight of a layer on another rank",
-            "self.model.0.0.0.weight has come",
+            "self.model.0.0.0.weight was added",
         )
         assert any(name in replaced for name in names)  # messages of the rank without and the rank with the layer
-        assert "self.model.0.0.scale has come into a layer while the run went on" in added
+        assert "self.model.0.0.scale was added to a layer during the run" in added
 
 
 def test_spectral_norm_warns():

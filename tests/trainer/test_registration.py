@@ -20,7 +20,7 @@ def test_fabric_says_what_to_use_instead(name):
 
 
 def test_fabric_shows_what_a_strategy_is_for():
-    with pytest.raises(PlanError, match=r"is a strategy of lightning.pytorch.Trainer, and this is a Fabric"):
+    with pytest.raises(PlanError, match=r"is a strategy of lightning.pytorch.Trainer, but this is a Fabric"):
         L.Fabric(accelerator="cpu", devices=2, strategy=PipelineStrategy("kfkb"))
 
 

@@ -157,7 +157,7 @@ def test_optimizers_are_told_apart_by_what_they_do():
 def test_bad_input():
     with pytest.raises(InputError, match="data_parallel=1 has one; set data_parallel to 2 or more"):
         PipelineStrategy(shard_optimizer=True)
-    with pytest.raises(InputError, match="relocation='buffered' has ranks step layers that are on their way"):
+    with pytest.raises(InputError, match="relocation='buffered' makes ranks step layers that are in transit"):
         PipelineStrategy(shard_optimizer=True, data_parallel=2, relocation="buffered")
     for refused in run_ranks(refusals, 2, timeout=60):
         assert "schedule 'pipedream' steps stages apart" in refused

@@ -309,7 +309,7 @@ def test_layers_that_stay_are_warned_of() -> None:
             request.unmeasured(sizes, 2, degrees=(2, 1))
         warned.append([str(each.message) for each in found])
     assert warned[0] == []
-    assert "nothing leaves the only rank of a stage" in warned[1][0]
+    assert "the only rank of a stage keeps all of its samples" in warned[1][0]
 
 
 def _changes(found: dict[str, Any]) -> set[int]:

@@ -113,7 +113,7 @@ def test_a_module_without_its_foreign_layers_says_so():
     """A module whose layers were lost in a failed run is refused with a message that names the reason."""
     module = Lit()
     CutModule(module, "model", [2], Interceptor("self.model")).restore(ended=False)
-    with pytest.raises(PipelineError, match=r"Lit.model.0.0.weight is gone: the last run .* failed, .*ckpt_path"):
+    with pytest.raises(PipelineError, match=r"Lit.model.0.0.weight has no values: the last run .* failed, .*ckpt_path"):
         check_module(module, fitting=True)
 
 
@@ -142,4 +142,4 @@ def test_a_run_that_fails_before_it_begins():
     for first, second in run_ranks(fail_and_try_again, 2, timeout=30):
         assert first.startswith("Sequential: ")  # the module does not contain a stand-in
         assert "transport 'nccl' needs tensors on a GPU" in first
-        assert "is gone: the last run" in second
+        assert "has no values: the last run" in second

@@ -148,7 +148,7 @@ def several(rank: int) -> str:
 def test_mistakes():
     """Check the errors for several processes, for manual optimization, and for a step that returns None."""
     assert all(
-        "GradientProbe needs the whole model in one process, and this run has 2" in s for s in run_ranks(several, 2)
+        "GradientProbe needs the whole model in one process, but this run has 2" in s for s in run_ranks(several, 2)
     )
 
     class Manual(Quadratic):

@@ -183,12 +183,12 @@ def test_model_checkpoint_keeps_the_same_in_every_form(tmp_path):
 
 
 def test_what_is_no_sharded_checkpoint(tmp_path):
-    with pytest.raises(PipelineError, match=r"is no folder with a complete checkpoint: it has no .metadata"):
+    with pytest.raises(PipelineError, match=r"is not a complete sharded checkpoint: it has no .metadata"):
         consolidate(tmp_path, tmp_path / "a.ckpt")
     with pytest.raises(PipelineError, match=r"there is no .*nothere.ckpt; name the folder"):
         consolidate(tmp_path / "nothere.ckpt", tmp_path / "a.ckpt")
     (tmp_path / "whole.ckpt").write_bytes(b"PK")
-    with pytest.raises(PipelineError, match=r"whole.ckpt is one file, as checkpoint='full' writes it"):
+    with pytest.raises(PipelineError, match=r"whole.ckpt is a single file, as written with checkpoint='full'"):
         consolidate(tmp_path / "whole.ckpt", tmp_path / "a.ckpt")
 
 

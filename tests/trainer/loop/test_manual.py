@@ -235,4 +235,4 @@ def test_what_can_not_be_had_is_refused(tmp_path: Path) -> None:
         assert "microbatches=4 does not work with that" in texts[0]
         assert "loss='batch' does not work with that" in texts[1]
         assert "schedule 'pipedream' does not work with that" in texts[2]
-        assert "a parameter of shape (3,) that is none of the module's" in texts[3]
+        assert "a parameter of shape (3,) that does not belong to the module" in texts[3]

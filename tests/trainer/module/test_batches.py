@@ -284,11 +284,11 @@ def test_take_cuts_what_counts_samples():
 def test_rows_of():
     assert rows_of({"x": torch.ones(5, 2)}) == 5
     assert rows_of({"temperature": torch.tensor(2.0), "names": ["a"], "pair": Pair(None, [torch.ones(4), 1])}) == 4
-    with pytest.raises(PipelineError, match="can't tell how many samples a batch of type dict holds"):
+    with pytest.raises(PipelineError, match="the number of samples in a batch of type dict is unknown"):
         rows_of({})
     with pytest.raises(PipelineError, match="axis 0 counts samples"):
         rows_of([torch.tensor(1.0), "abc"])
-    with pytest.raises(PipelineError, match=r"batch of type SimpleNamespace .*; make it a dict, tuple, list or data"):
+    with pytest.raises(PipelineError, match=r"batch of type SimpleNamespace .*\. Make it a dict, tuple, list or data"):
         rows_of(SimpleNamespace(x=torch.ones(5, 2)))
     assert rows_of(SimpleNamespace(x=torch.ones(5, 2)), cut=False) == 1
     assert rows_of({"x": torch.ones(5, 2)}, cut=False) == 5

@@ -185,7 +185,7 @@ def used(rank: int, ranks: int, folder: str, by_units: bool = False) -> dict[str
         found["held"] = sum(p.numel() for p in module.parameters() if not p.is_meta)
         places: Any = ["model.1", "model.2", "model.3"] if by_units else [1, 2, 3]
         other = trainer(ranks, folder_, PipelineStrategy("1f1b", microbatches=1, partition=places[: ranks - 1]))
-        with pytest.raises(Exception, match="differently from the last one, and its layers") as error:
+        with pytest.raises(Exception, match="differently from the last run, but the layers") as error:
             other.fit(module, *loaders())
         found["error"] = str(error.value)
     fresh = make()
@@ -248,7 +248,7 @@ def test_no_rank_ever_holds_it_whole(ranks, by_units):
         assert outside < on_rank["peak"] <= outside + (whole - outside) * share
         assert on_rank["held in test"] * 8 <= outside + (whole - outside) * 0.75
         assert on_rank["held"] * 8 <= on_rank["peak"]
-        assert "differently from the last one, and its layers" in on_rank["error"]
+        assert "differently from the last run, but the layers" in on_rank["error"]
 
 
 def in_folders(rank: int, ranks: int, folder: str) -> Any:
@@ -379,7 +379,7 @@ def test_only_what_a_checkpoint_needs_to_load_is_read(tmp_path):
 def test_a_failed_run_leaves_nothing_to_go_on_with():
     module = on_meta(lambda: nn.Linear(1, 1), lambda: nn.Linear(1, 1))
     CutModule(module, "model", [0], Interceptor("self.model")).restore(ended=False)
-    with pytest.raises(PipelineError, match=r"model.0.weight is gone: the last run with this object failed"):
+    with pytest.raises(PipelineError, match=r"model.0.weight has no values: the last run with this object failed"):
         check_module(module, fitting=False)
 
 

@@ -71,7 +71,7 @@ def train(rank: int, how: str, workers: int = 0, fails_at: int | None = None, sp
         "batches": (module.trained, module.validated),
         "drawn": module.drawn,
         "weights": {name: value.numpy() for name, value in module.state_dict().items()},
-        "said": sum("load different batches, so rank 0 loads" in str(w.message) for w in said),
+        "said": sum("load different batches, so from now on rank 0 loads" in str(w.message) for w in said),
     }
 
 

@@ -109,11 +109,23 @@ def test_each_parameter_is_stepped_by_itself(make):
 @pytest.mark.parametrize(
     ("make", "is_asynchronous", "message"),
     [
-        (partial(Lamb, whole=True), False, "Lamb steps a parameter by what it finds in others.*clip_grad_norm_"),
-        (partial(SumsGradients, at=13), False, "SumsGradients steps a parameter by what it finds in others"),
-        (partial(SumsGradients, at=500), False, "SumsGradients steps a parameter by what it finds in others"),
-        (partial(SAM, lr=0.1), False, "SAM steps a parameter by what it finds in others"),
-        (partial(ClippingSGD, lr=0.1), True, "ClippingSGD steps a parameter by what it finds in others"),
+        (
+            partial(Lamb, whole=True),
+            False,
+            "the step of Lamb for one parameter depends on other parameters.*clip_grad_norm_",
+        ),
+        (
+            partial(SumsGradients, at=13),
+            False,
+            "the step of SumsGradients for one parameter depends on other parameters",
+        ),
+        (
+            partial(SumsGradients, at=500),
+            False,
+            "the step of SumsGradients for one parameter depends on other parameters",
+        ),
+        (partial(SAM, lr=0.1), False, "the step of SAM for one parameter depends on other parameters"),
+        (partial(ClippingSGD, lr=0.1), True, "the step of ClippingSGD for one parameter depends on other parameters"),
         (partial(NoisySGD, lr=0.1), False, "NoisySGD draws random numbers for one parameter after another"),
     ],
 )
@@ -124,7 +136,7 @@ def test_what_needs_all_parameters_is_refused(make, is_asynchronous, message):
 
 def test_what_cannot_be_told_is_said():
     """Check the warning about an optimizer that fails with other parameters than its own."""
-    with pytest.warns(UserWarning, match="unknown whether NeedsItsOwn steps each parameter by itself.*made for oth"):
+    with pytest.warns(UserWarning, match="unknown whether NeedsItsOwn steps each parameter separately.*made for oth"):
         check_steps_apart([NeedsItsOwn(parameters(), lr=0.1)], is_asynchronous=False)
 
 

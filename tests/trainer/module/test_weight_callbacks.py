@@ -124,8 +124,8 @@ def test_averages_that_no_rank_can_keep_are_refused(setting, way_out):
         ("make_pruning_permanent", False): "make_pruning_permanent=True",
         ("prune_on_train_epoch_end", False): "prune_on_train_epoch_end=True",
     }.items():
-        with pytest.raises(PipelineError, match=f"ModelPruning prunes each layer by itself .*{wish}"):
+        with pytest.raises(PipelineError, match=f"ModelPruning prunes each layer separately .*{wish}"):
             check_callbacks([cb.ModelPruning(**pruning | dict([argument]))], pl.LightningModule(), **allowed)
     normed: Any = nn.BatchNorm1d(1)
-    with pytest.raises(PipelineError, match="use WeightAveraging"):
+    with pytest.raises(PipelineError, match="Use WeightAveraging"):
         check_callbacks([cb.StochasticWeightAveraging(0.1)], normed, **allowed)

@@ -131,7 +131,7 @@ def test_layers_that_have_to_stay_do() -> None:
     found = run(looking, windows([1.0] * LAYERS, made))
     assert found is not None
     assert (cut(found), found.computing) == ([1], pytest.approx(3 + 4 * 15))
-    assert "can't move here" in found.why
+    assert "layers can't move in this run" in found.why
 
 
 def test_a_run_is_corrected_three_times_at_most() -> None:

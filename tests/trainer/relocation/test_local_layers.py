@@ -277,7 +277,7 @@ def test_a_copy_of_weights_elsewhere_keeps_their_layer_there() -> None:
     cut = CutModule(module, "model", [0, 1], Interceptor("self.model"))
     average = copy.deepcopy(module.model)
     cut.check_arrival(1)
-    with pytest.raises(PlanError, match=r"a copy of self.model.2.0.weight, as of a running average, are on the rank"):
+    with pytest.raises(PlanError, match=r"a copy of self.model.2.0.weight, such as a running average, are on the rank"):
         cut.check_arrival(2)
     del average
     cut.check_arrival(2)

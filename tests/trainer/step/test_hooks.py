@@ -153,7 +153,7 @@ def test_parameters_that_code_has_kept_are_those_of_the_whole_module():
             with pytest.raises(PipelineError, match=r"Lit.on_hook takes the value of self.model\.\d"):
                 use()
         other = torch.zeros(3)
-        with pytest.raises(PipelineError, match=r"writes into .* what it has of self\.model\.8\.scale"):
+        with pytest.raises(PipelineError, match=r"copies into .* the values of self\.model\.8\.scale"):
             other.add_(buffer)
     restore(cut, {**whole.state_dict(), "model.8.scale": torch.ones(3)})
     assert {id(p) for p in kept} == {id(p) for p in module.parameters()}

@@ -29,7 +29,7 @@ from tests.trainer.lit import Case, Lit, data, differences, quiet, train_cases
 from tests.trainers import make_trainer
 
 LEAST = -0.6  # two and three samples of the halves of the first batch count, and none of its first quarter
-LOSS = re.compile(r"(\w+)\.training_step returns a loss that is no mean over samples\. It is (\S+) .* and (\S+) as")
+LOSS = re.compile(r"(\w+)\.training_step returns a loss that is not a mean over samples\. It is (\S+) .* and (\S+) as")
 
 
 class LitPadded(Lit):
