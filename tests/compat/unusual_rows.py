@@ -63,7 +63,7 @@ for way, strategy in (("", {"module": "model"}), (", by units", {"module": ""}))
     states(
         f"a list of tuples of recurrent states on the module{way}",
         strategy=strategy,
-        refused="States that belong to samples, such as the states of recurrent layers, need PipelineStrategy(microbatches=1)",
+        refused="such as the states of recurrent layers, need PipelineStrategy(microbatches=1)",
     )
     for in_layers in (False, True):
         odd(

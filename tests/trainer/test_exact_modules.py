@@ -14,7 +14,7 @@ from tests.cases import selected_values
 from tests.compat.runs import Found, Row, compare, on_one_process, pipeline, train
 from tests.trainer.exact_modules import MODULES, Exact
 
-DIFFERENCES = ("differ", "no mean", "several samples")
+DIFFERENCES = ("differ", "not a mean", "several samples")
 """Phrases in warnings that the training differs from the training of one process."""
 
 

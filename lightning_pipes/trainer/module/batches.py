@@ -46,7 +46,7 @@ def rows_of(batch: Any, cut: bool = True) -> int:
     if not rows and cut:
         raise PipelineError(
             f"the number of samples in a batch of type {type(batch).__name__} is unknown, so the batch can't be cut "
-            "into micro-batches. Make it a dict, tuple, list or dataclass of tensors whose axis 0 counts samples. A "
+            "into micro-batches; make it a dict, tuple, list or dataclass of tensors whose axis 0 counts samples. A "
             "batch that can't be cut, such as several graphs merged into one, needs PipelineStrategy(microbatches=1)"
         )
     return rows or 1

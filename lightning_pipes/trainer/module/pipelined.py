@@ -75,7 +75,7 @@ def find_pipelined(module: pl.LightningModule, path: str | None, seconds: Mappin
         if is_compiled(module.get_submodule(around)):
             raise PipelineError(
                 f"{owner}.{around}".rstrip(".")
-                + " is compiled as a whole, but every rank holds only some of its layers. Compile each layer "
+                + " is compiled as a whole, but every rank holds only some of its layers; compile each layer "
                 "separately instead: for layer in layers: layer.compile()"
             )
     if not path or not isinstance(full, nn.Sequential | nn.ModuleList):

@@ -246,8 +246,8 @@ def warn_about_outside(module: pl.LightningModule, path: str, profile: ModelProf
     chained = "".join(f", *self.{other}" for other in [*others][:3])
     rank_zero_warn(
         f"Only {inside:.0%} of {of} is in the layers of self.{path}. The other {1 - inside:.0%} is not cut into "
-        "stages: it stays on the first and the last stage, and all other stages wait for them. Choose a container with "
-        f"a larger share with PipelineStrategy(module=...){such}, or put all layers that run one after another into "
+        "stages: it stays on the first and the last stage, and all other stages wait for them. Name a container with a "
+        f"larger share in PipelineStrategy(module=...){such}, or put all layers that run one after another into "
         "one nn.Sequential" + (f", for example nn.Sequential(*self.{path}{chained}, ...)" if others else "")
     )
 

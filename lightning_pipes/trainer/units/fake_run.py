@@ -96,10 +96,10 @@ def _explain(error: Exception) -> str:
     if isinstance(error, DataDependentOutputException):
         return (
             f"{text} reads a value that comes from weights, to use it as a branch condition, an index or a number. Use "
-            "only values of the batch for this purpose, use torch.where, or log tensors instead of their item()"
+            "only values of the batch for this purpose, use torch.where, log tensors instead of their item()"
         )
     return (
-        f"{type(error).__name__}: {text}. Let branches, indices and numbers depend only on the batch, or log tensors "
+        f"{type(error).__name__}: {text}. Let branches, indices and numbers depend only on the batch, log tensors "
         "instead of their item()"
     )
 

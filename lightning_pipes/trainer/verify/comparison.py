@@ -309,8 +309,8 @@ def format_value(value: Any) -> str:
 _CUT = "Set microbatches=1, or write code that treats each sample separately"
 
 REASONS = {
-    Phase.BATCH: "the batches differ: a sampler or dataset draws numbers that depend on the process, or reads a file or "
-    "stream that is already open",
+    Phase.BATCH: "the batches differ: a sampler or dataset draws numbers that depend on the process, or reads a file "
+    "or stream that is already open",
     Phase.MODE: "a part of the module is in training mode here and in evaluation mode there, or the other way round: "
     "train() or eval() was called on some ranks only, or was not called",
     Phase.FROZEN: "requires_grad was changed on some ranks only, by a hook that runs on one rank or between batches",
@@ -351,8 +351,8 @@ def likely_reason(
     phase = difference.key.phase
     if notes and phase not in (Phase.BATCH, Phase.MODE, Phase.FROZEN, Phase.SETTING):
         return (
-            f"the step {', '.join(notes[:3])} once for a whole batch, and every micro-batch draws numbers of its own; "
-            "let each sample have its own random numbers"
+            f"the step {', '.join(notes[:3])} once for a whole batch, and every micro-batch draws its own numbers. "
+            "Draw separate random numbers for each sample"
         )
     if phase is Phase.INPUT:
         return _reason_of_input(difference, layers, names)
@@ -363,31 +363,31 @@ def _reason_of_input(difference: Difference, layers: Sequence[Any], names: Seque
     layer = difference.key.layer
     if layer > 0 and names:
         return (
-            f"{names[layer - 1]!r}, or code between it and {names[layer]!r}, gets the same and gives something else: "
-            "it looks at other samples of the batch, draws random numbers that are not by sample, or reads an "
-            f"attribute that a hook or the step has set on another rank only. {_CUT}"
+            f"{names[layer - 1]!r}, or code between it and {names[layer]!r}, gets the same input but returns a "
+            "different result: it uses other samples of the batch, draws random numbers that do not depend on the "
+            f"sample, or reads an attribute that a hook or the step has set on another rank only. {_CUT}"
         )
     if layer > 0:
         norm = next(
             (part for part in layers[layer - 1].modules() if isinstance(part, BatchNorm) and part.training), None
         )
         if norm is not None:
-            return f"layer {layer - 1} holds a {type(norm).__name__}, which looks at other samples of the batch. {_CUT}"
+            return f"layer {layer - 1} holds a {type(norm).__name__}, which uses other samples of the batch. {_CUT}"
         return (
-            f"layer {layer - 1} gets the same and gives something else: it looks at other samples of the batch, "
-            "draws random numbers that are not by sample, reads an attribute that a hook, the step or "
-            f"another layer has set on another rank only, or is changed in place by others. {_CUT}"
+            f"layer {layer - 1} gets the same input but returns a different result: it uses other samples of the "
+            "batch, draws random numbers that do not depend on the sample, reads an attribute that a hook, the step or "
+            f"another layer has set on another rank only, or its output is changed in place by other code. {_CUT}"
         )
     reasons = []
     if difference.several:
         reasons.append(
-            "code before the layers looks at other samples of the batch (a mean over samples, sorting, arange(len(x))) "
-            "or at random numbers that are not by sample, and runs for each micro-batch"
+            "code before the layers uses other samples of the batch (a mean over samples, sorting, arange(len(x))) or "
+            "random numbers that do not depend on the sample, and runs for each micro-batch"
         )
     if difference.number:
         reasons.append(
             "it reads an attribute, buffer or list that the last batch, a hook or the code after the layers has set, "
-            "which the first stage does not see"
+            "which does not reach the first stage"
         )
     return f"{', or '.join(reasons) or 'code before the layers depends on the process'}. {_CUT}"
 
@@ -398,12 +398,12 @@ def place_of(difference: Difference, names: Sequence[str] = ()) -> str:
     inside = "" if layer == OUTSIDE or names else f"layer {layer}, "
     called = repr(names[layer]) if names and layer != OUTSIDE else f"layer {layer}"
     return {
-        Phase.BATCH: "what training_step gets",
+        Phase.BATCH: "the batch that training_step receives",
         Phase.MODE: f"{inside}the mode of {name or 'the module'}",
-        Phase.FROZEN: f"{inside}whether {name} is frozen",
-        Phase.INPUT: f"what goes into {called} ({name})",
-        Phase.OUTPUT: f"what {called} gives ({name})",
-        Phase.LOSS: "the loss" if name == "loss" else f"what training_step returns as {name!r}",
+        Phase.FROZEN: f"{inside}requires_grad of {name}",
+        Phase.INPUT: f"the input of {called} ({name})",
+        Phase.OUTPUT: f"the output of {called} ({name})",
+        Phase.LOSS: "the loss" if name == "loss" else f"the value that training_step returns as {name!r}",
         Phase.GRADIENT: f"{inside}the gradient of {name} after backward",
         Phase.STEP_GRADIENT: f"{inside}the gradient of {name} that the optimizer gets",
         Phase.SETTING: name,
@@ -422,9 +422,9 @@ def describe_difference(
     """
     where = f"on rank {difference.rank}" + (f" ({difference.where})" if difference.where else "")
     return (
-        f"batch {difference.number} is not what one plain process trains. First differs {place_of(difference, names)}, "
-        f"{where}: {difference.ours} here, {difference.theirs} in one process. Likely reason: "
-        f"{likely_reason(difference, notes, layers, names)}"
+        f"batch {difference.number} differs from one plain process. The first difference is in "
+        f"{place_of(difference, names)}, {where}: {difference.ours} here, {difference.theirs} in one process. "
+        f"Likely reason: {likely_reason(difference, notes, layers, names)}"
     )
 
 

@@ -89,7 +89,7 @@ class UncomparedLoss(Watcher):
         rank_zero_warn(
             f"The loss of {type(module).__name__}.training_step is not compared with the losses of its micro-batches: "
             f"{self._why}. Earlier batches do not distinguish {found[0].name} from {other.name}. Micro-batches are "
-            f"weighted by their {found[0].name}; if the loss is a mean over the other, training differs from one "
+            f"weighed by their {found[0].name}; if the loss is a mean over the other, training differs from one "
             "process. Define microbatch_weight(batch) in the module, which returns the weight of a micro-batch, or set "
             "PipelineStrategy(microbatches=1)"
         )

@@ -288,7 +288,7 @@ def test_rows_of():
         rows_of({})
     with pytest.raises(PipelineError, match="axis 0 counts samples"):
         rows_of([torch.tensor(1.0), "abc"])
-    with pytest.raises(PipelineError, match=r"batch of type SimpleNamespace .*\. Make it a dict, tuple, list or data"):
+    with pytest.raises(PipelineError, match=r"batch of type SimpleNamespace .*; make it a dict, tuple, list or data"):
         rows_of(SimpleNamespace(x=torch.ones(5, 2)))
     assert rows_of(SimpleNamespace(x=torch.ones(5, 2)), cut=False) == 1
     assert rows_of({"x": torch.ones(5, 2)}, cut=False) == 5

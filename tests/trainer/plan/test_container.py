@@ -142,7 +142,7 @@ def test_where_most_of_the_work_is_elsewhere_it_is_said() -> None:
     (text,) = [line for line in first if "of the parameters, embeddings aside, is in the layers of self" in line]
     assert "PipelineStrategy(module=...), such as 'bert.backwards' or 'head'" in text
     assert (
-        "put all layers that run one after another into one nn.Sequential, for example nn.Sequential(*self.bert.layer, *"
+        "all layers that run one after another into one nn.Sequential, for example nn.Sequential(*self.bert.layer, *"
         in text
     )
     assert not any("of the parameters" in line for line in second)

@@ -186,5 +186,5 @@ def test_a_scaler_can_not_wait() -> None:
 def test_layers_that_somebody_else_moves_do_not_travel() -> None:
     trainer = SimpleNamespace(precision_plugin=None)
     moving(trainer, "blocking").check_layers_stay("they take turns")
-    with pytest.raises(PipelineError, match="they take turns. Use relocation='blocking'"):
+    with pytest.raises(PipelineError, match=r"they take turns\. Use relocation='blocking'"):
         moving(trainer, "overlapped").check_layers_stay("they take turns")

@@ -180,9 +180,9 @@ def check_borders(name: str, make: Callable[[], Case], seeds: int) -> None:
 
 
 BY_WEIGHTS = {
-    ".item() control flow": r"zoo\.py:\d+ \(if h\.mean\(\)\.item\(\) > 1e9:\) can't run without them: aten\S+ reads a value",
-    "experts by hand": r"zoo\.py:\d+ \(at, place = .*nonzero\(as_tuple=True\)\) can't run without them: the shape of the result of aten\.nonzero",
-    "things left behind": r"zoo\.py:\d+ \(self\.share = 0\.5 \+ float\(.*\) can't run without them: aten\S+ reads a value",
+    ".item() control flow": r"zoo\.py:\d+ \(if h\.mean\(\)\.item\(\) > 1e9:\) can't .*: aten\S+ reads a value",
+    "experts by hand": r"zoo\.py:\d+ \(at, place = .*nonzero.*\) can't .*: the shape of the result of aten\.nonzero",
+    "things left behind": r"zoo\.py:\d+ \(self\.share = 0\.5 \+ float\(.*\) can't .*: aten\S+ reads a value",
 }
 """Cases whose steps read numbers from weights, with the error of a recording without values."""
 

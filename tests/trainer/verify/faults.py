@@ -41,7 +41,7 @@ from tests.trainers import make_trainer
 
 WIDTH, ROWS, BLOCKS = 6, 8, 6
 RANKS = 2
-FOUND, EQUAL = "not what one plain process trains", "equal to one process"
+FOUND, EQUAL = "differs from one plain process", "equal to one process"
 _LEFT: dict[str, float] = {}
 """Values that code after the layers stores outside of the module, where the library does not look."""
 
@@ -176,14 +176,14 @@ def keeps_state(rank: int) -> Any:
     return patched(ModuleState, "collect_changes", lambda self: [])
 
 
-@fault("attribute set in on_train_epoch_end, read before the layers", "goes into layer 0", broken=keeps_state)
+@fault("attribute set in on_train_epoch_end, read before the layers", "the input of layer 0", broken=keeps_state)
 class _A1:
     def on_train_epoch_end(self: Any) -> None:
         if self.last:
             self.scale = 2.0
 
 
-@fault("attribute of layers set in on_train_epoch_end", "goes into layer 1")
+@fault("attribute of layers set in on_train_epoch_end", "the input of layer 1")
 class _A2:
     def on_train_epoch_end(self: Any) -> None:
         if self.last:
@@ -191,21 +191,21 @@ class _A2:
                 layer.gain = 2.0
 
 
-@fault("attribute set in on_validation_epoch_end", "goes into layer 0", broken=keeps_state)
+@fault("attribute set in on_validation_epoch_end", "the input of layer 0", broken=keeps_state)
 class _A3:
     def on_validation_epoch_end(self: Any) -> None:
         if self.last:
             self.scale = 1.5
 
 
-@fault("attribute set in on_validation_batch_end", "goes into layer 0", broken=keeps_state)
+@fault("attribute set in on_validation_batch_end", "the input of layer 0", broken=keeps_state)
 class _A4:
     def on_validation_batch_end(self: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.last:
             self.scale += 0.5
 
 
-@fault("attribute from what was logged", "goes into layer 0", broken=keeps_state)
+@fault("attribute from what was logged", "the input of layer 0", broken=keeps_state)
 class _A5:
     def on_train_epoch_end(self: Any) -> None:
         if self.last:
@@ -220,7 +220,7 @@ class _A6:
                 layer.linear.bias.requires_grad_(False)
 
 
-@fault("forward hook registered in on_validation_epoch_end", "goes into layer 1")
+@fault("forward hook registered in on_validation_epoch_end", "the input of layer 1")
 class _A7:
     def on_validation_epoch_end(self: Any) -> None:
         if self.last:
@@ -263,7 +263,7 @@ class _B2:
     norm = True
 
 
-@fault("BatchNorm by micro-batches", "goes into layer")
+@fault("BatchNorm by micro-batches", "the input of layer")
 class _B3:
     norm = True
 
@@ -373,7 +373,7 @@ class _D3:
         return F.cross_entropy(h, y) * (1 + 1e-3 * sum(kept.values()) / len(h))
 
 
-@fault("value left after the layers, read before them", "goes into layer 0")
+@fault("value left after the layers, read before them", "the input of layer 0")
 class _D4:
     def before(self: Any, x: Any) -> Any:
         return x * _LEFT.get("scale", 1.0)
@@ -384,7 +384,7 @@ class _D4:
         return loss
 
 
-@fault("buffer set after the layers, read before them", "goes into layer 0")
+@fault("buffer set after the layers, read before them", "the input of layer 0")
 class _D5:
     def before(self: Any, x: Any) -> Any:
         return x * self.factor
@@ -409,31 +409,31 @@ class _D6:
 # ---- code that depends on other samples
 
 
-@fault("mean over samples before the layers", "goes into layer 0")
+@fault("mean over samples before the layers", "the input of layer 0")
 class _E1:
     def before(self: Any, x: Any) -> Any:
         return x - x.mean(0)
 
 
-@fault("arange(len(x)) before the layers", "goes into layer 0")
+@fault("arange(len(x)) before the layers", "the input of layer 0")
 class _E2:
     def before(self: Any, x: Any) -> Any:
         return x + torch.arange(len(x)).view(-1, 1)
 
 
-@fault("sorted samples before the layers", "goes into layer 0")
+@fault("sorted samples before the layers", "the input of layer 0")
 class _E3:
     def before(self: Any, x: Any) -> Any:
         return x.sort(0).values
 
 
-@fault("temperature by batch before the layers", "goes into layer 0")
+@fault("temperature by batch before the layers", "the input of layer 0")
 class _E4:
     def before(self: Any, x: Any) -> Any:
         return x / x.detach().std()
 
 
-@fault("branch that depends on one sample", "goes into layer 0")
+@fault("branch that depends on one sample", "the input of layer 0")
 class _E5:
     def before(self: Any, x: Any) -> Any:
         return x * 2 if float(x.detach()[0, 0]) > 0 else -x
@@ -445,7 +445,7 @@ class _E6:
         return F.cross_entropy(h, y, reduction="none").square().mean().sqrt()
 
 
-@fault("random number for the whole batch", "goes into layer 0")
+@fault("random number for the whole batch", "the input of layer 0")
 class _E7:
     def before(self: Any, x: Any) -> Any:
         return x * torch.rand(())
@@ -479,7 +479,7 @@ class _F2:
 
 @fault(
     "batches that differ by rank later",
-    "what training_step gets",
+    "the batch that training_step receives",
     broken=lambda rank: unmarked(),
     trainer={"limit_train_batches": 4},
 )
@@ -500,7 +500,7 @@ def shifted_streams(rank: int) -> Iterator[None]:
         yield
 
 
-@fault("random streams shifted on one rank", "goes into layer", broken=shifted_streams)
+@fault("random streams shifted on one rank", "the input of layer", broken=shifted_streams)
 class _H1:
     dropout = 0.3
 
@@ -616,7 +616,7 @@ class _H9:
             optimizer.zero_grad()
 
 
-@fault("weights that differ at the start", "goes into layer")
+@fault("weights that differ at the start", "the input of layer")
 class _H10:
     def on_train_start(self: Any) -> None:
         if not self.last:
@@ -641,7 +641,7 @@ class _I2:
 
 @fault(
     "batches divided by the number of processes",
-    "what training_step gets",
+    "the batch that training_step receives",
     broken=lambda rank: unmarked(),
 )
 class _I3:
@@ -665,14 +665,14 @@ class _I5:
         return F.cross_entropy(h * _LEFT["factor"], y)
 
 
-@fault("attribute of a tensor that is lost at a border", "goes into layer 4")
+@fault("attribute of a tensor that is lost at a border", "the input of layer 4")
 class _I6:
     def on_train_start(self: Any) -> None:
         if self.alone:
             self.model[BLOCKS // 2].register_forward_hook(lambda module, args, out: out * 1.5)
 
 
-@fault("generator that steps draw from before and after the layers", "goes into layer 0")
+@fault("generator that steps draw from before and after the layers", "the input of layer 0")
 class _I7:
     def before(self: Any, x: Any) -> Any:
         return x * DRAWS.random()
@@ -700,7 +700,7 @@ class CoupledLater(torch.optim.SGD):
 
 @fault(
     "optimizer that couples parameters in later steps",
-    "batch 1 is not what one plain process trains. First differs",
+    "batch 1 differs from one plain process. The first difference is in",
     broken=lambda rank: patched(setup, "check_steps_apart", lambda *_: None),
 )
 class _I8:
@@ -801,7 +801,7 @@ class _S5:
                 parameter.requires_grad_(False)
 
 
-@fault("csp: ranks that draw other subnets", "goes into layer", broken=lambda rank: unmarked(), **CSP)
+@fault("csp: ranks that draw other subnets", "the input of layer", broken=lambda rank: unmarked(), **CSP)
 class _S6:
     seed = 1
 

@@ -75,8 +75,8 @@ def check_found_by_units(names: Collection[str]) -> None:
         if fault.name in NOT_FOUND_BY_UNITS:
             assert NOT_FOUND_BY_UNITS[fault.name] in said, (fault.name, said)
         else:
-            place = "goes into '" if fault.finds.startswith("goes into") else fault.finds
-            place = "goes into 'outlet'" if fault.name == "alias changed in place by a later layer" else place
+            place = "the input of '" if fault.finds.startswith("the input of") else fault.finds
+            place = "the input of 'outlet'" if fault.name == "alias changed in place by a later layer" else place
             assert FOUND in said, (fault.name, said)
             assert place in said.partition("Likely reason")[0], (fault.name, said)
 
@@ -405,9 +405,9 @@ SLICED: dict[str, tuple[Fault, str]] = {
     each.name: (each, finds)
     for each in FAULTS
     for name, finds in {
-        "BatchNorm by micro-batches": "First differs what layer 0 gives",
-        "random streams shifted on one rank": "First differs what layer",
-        "one gradient scaled by 1.0001": "First differs layer 5, the gradient of model.5.linear.bias after backward",
+        "BatchNorm by micro-batches": "The first difference is in the output of layer 0",
+        "random streams shifted on one rank": "The first difference is in the output of layer",
+        "one gradient scaled by 1.0001": "in layer 5, the gradient of model.5.linear.bias after backward",
     }.items()
     if each.name == name
 }

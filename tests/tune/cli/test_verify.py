@@ -53,7 +53,7 @@ def test_verify_runs_a_script_as_it_is(tmp_path, capfd, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         main(["verify", str(script), "--mean"])
     assert ended.value.code == 1
-    assert "First differs what goes into layer 0" in capfd.readouterr().out
+    assert "The first difference is in the input of layer 0" in capfd.readouterr().out
 
 
 def test_verify_refuses_what_trains_nothing(tmp_path):
