@@ -175,4 +175,4 @@ def test_hosts_without_a_secret_take_the_form_of_a_name_only(
         first = run_name()
         assert TIME.fullmatch(first)
         assert run_name() == first
-    assert "set LIGHTNING_PIPES_SECRET" in caplog.text
+    assert "Set LIGHTNING_PIPES_SECRET" in caplog.text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,15 +14,10 @@ import os
 
 os.environ["PL_GLOBAL_SEED"] = "3"  # as lightning.seed_everything(3) does
 from lightning_pipes.testing.ranks import run_ranks
-from tests.testing.test_ranks import find_seed
+from tests.testing.seeds import find_seed
 
 print(run_ranks(find_seed, 1))
 """
-
-
-def find_seed(rank: int) -> str | None:
-    """Return the seed by which the samplers of Lightning shuffle."""
-    return os.environ.get("PL_GLOBAL_SEED")
 
 
 def test_ranks_do_not_inherit_a_seed_from_earlier_tests() -> None:

@@ -137,7 +137,7 @@ def test_a_name_is_signed_too() -> None:
     seal = Seal(b"a secret")
     signed = seal.sign(b"value", "key")
     assert seal.open(signed, "key") == b"value"
-    with pytest.raises(ForgedError, match="other was not written"):
+    with pytest.raises(ForgedError, match="other is not signed with the secret"):
         seal.open(signed, "other")
 
 
