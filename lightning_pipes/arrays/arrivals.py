@@ -13,7 +13,7 @@ S = TypeVar("S", bound=Sibling[Any])
 
 
 class Arrivals(Generic[S]):
-    """Select the sibling whose computation became ready first.
+    """Select the sibling with the computation that became ready first.
 
     With this order, no batch overtakes another batch on its way through the stages and back. Turns can therefore be
     given in the order in which batches were handed in, without delaying any sibling.

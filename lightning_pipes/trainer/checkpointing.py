@@ -244,7 +244,7 @@ class Checkpointing:
         return self._gather(cut, gather_whole(state))
 
     def gather_state(self, cut: CutModule, local: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state dict of another module whose layers are distributed in the same way as those of `cut`.
+        """Return the state dict of another module, which distributes its layers in the same way as `cut`.
 
         This method is collective. The state dict is whole on the first rank and empty on the other ranks.
         """
@@ -503,7 +503,7 @@ class Checkpointing:
         return found
 
     def load_later(self, state: Mapping[str, Any], strict: bool) -> None:
-        """Keep the weights for a module whose weights are on `meta`, until the module is cut."""
+        """Keep the weights for a module on `meta` until the module is cut."""
         self._waiting = state, strict
 
     def load_waiting(self, cut: CutModule) -> None:

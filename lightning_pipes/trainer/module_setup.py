@@ -164,7 +164,7 @@ class ModuleSetup(ABC):
 
     @abstractmethod
     def group_parts(self) -> Mapping[int, Iterable[nn.Module]]:
-        """Return the parts of the module whose weights on `meta` are initialized together, by their random stream."""
+        """Return the parts of the module that initialize their weights on `meta` together, by their random stream."""
 
     @abstractmethod
     def make_weights(self, deferred: DeferredWeights, holdings: Holdings) -> None:

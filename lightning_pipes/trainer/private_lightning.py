@@ -446,7 +446,7 @@ def set_metric_sync(metric: Metric, on: bool) -> None:
 
 
 class LoaderOfSamples(DataLoader[Any]):
-    """A DataLoader whose iterators take indices from a wrapper around its sampler or batch sampler."""
+    """A DataLoader with iterators that take indices from a wrapper around its sampler or batch sampler."""
 
     def wrap_sampler(self, sampler: Iterable[Any]) -> Any:
         """Return the sampler from which iterators take indices."""

@@ -681,7 +681,7 @@ class PipelineStrategy(PipelineHost):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Return a context for batches whose gradients are not stepped yet.
+        """Return a context for batches that accumulate gradients without an optimizer step.
 
         Their gradients accumulate and are not summed over ranks.
         """

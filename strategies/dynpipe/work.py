@@ -111,7 +111,7 @@ class _Explanation:
 
     @cached_property
     def _groups(self) -> npt.NDArray[np.bool_]:
-        """The groups of parts whose work may change together.
+        """The groups of parts that may change their work together.
 
         These are the single parts, the parts that were in one stage under all plans, and the stages.
         """

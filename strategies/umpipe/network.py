@@ -78,7 +78,7 @@ class Network:
 
     @classmethod
     def from_counts(cls, rows: int, counts: Sequence[int], forward: Times, backward: Times) -> Network:
-        """Return a network whose options are numbers of micro-batches.
+        """Return a network with numbers of micro-batches as options.
 
         A micro-batch has ceil(P / p) samples, while the paper's E3 takes p itself as the size. If several counts result
         in the same size, each process and direction keeps the lowest time, because all of them compute the same chunks.

@@ -353,7 +353,7 @@ class Sibling(Generic[T]):
                 self._runner.resume_thread()
 
     def _check_failed(self, patience: float = 0.0) -> bool:
-        """Run the pending checks whose answers have arrived.
+        """Run the pending checks that have received their answers.
 
         Return whether one of them failed, so that the sibling is failing.
         """

@@ -11,7 +11,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
-from lightning_pipes.engine.compute.spans import Unsampled, remove_marks
+from lightning_pipes.engine.compute.spans import Unsampled, is_unsampled
 from lightning_pipes.engine.compute.weights import WeightVersion
 from lightning_pipes.engine.private_torch import FunctionNode, like_root, run_backward
 from lightning_pipes.ir import PlanError, Span
@@ -59,7 +59,7 @@ class SavedForward:
 
 
 def enter_stage(tree: Any, flags: Flags, saved: SavedForward) -> Any:
-    """Return the tree, in which the tensors whose gradients are wanted are leaves of a new graph.
+    """Return the tree with leaves of a new graph in place of the tensors that need gradients.
 
     Args:
         tree: the received tree.
@@ -74,18 +74,20 @@ def enter_stage(tree: Any, flags: Flags, saved: SavedForward) -> Any:
         return tree
     if not any(flags):
         return tree
-    leaves, spec = pytree.tree_flatten(tree)
-    number = 0
+    leaves, spec = pytree.tree_flatten(tree, is_leaf=is_unsampled)
+    number, unsampled = 0, []
     for at, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor):
+        is_marked = is_unsampled(leaf)
+        tensor = leaf.tensor if is_marked else leaf
+        if isinstance(tensor, torch.Tensor):
             if flags[number]:
-                leaves[at] = leaf.detach().requires_grad_()
-                saved.entered.append(leaves[at])
+                entered = tensor.detach().requires_grad_()
+                leaves[at] = Unsampled(entered) if is_marked else entered
+                unsampled += [len(saved.entered)] * is_marked
+                saved.entered.append(entered)
             number += 1
-    tree = pytree.tree_unflatten(leaves, spec)
-    _, marked = remove_marks(tree)
-    saved.unsampled = frozenset(at for at, tensor in enumerate(saved.entered) if id(tensor) in marked)
-    return tree
+    saved.unsampled = frozenset(unsampled)
+    return pytree.tree_unflatten(leaves, spec)
 
 
 def leave_stage(tree: Any, saved: SavedForward, flags: Flags | None = None) -> tuple[Any, Flags]:

@@ -292,7 +292,7 @@ class ReadyOrder:
         return waits
 
     def _waiting_batches(self, stage: int) -> list[WaitingSubnet]:
-        """Return the batches whose input for a stage is available and whose forward on that stage has not begun."""
+        """Return the batches with an available input for a stage and without a forward on that stage so far."""
         found, span = [], self._plan.spans(Kind.F, stage)[0]
         for (at, batch), needs in self._entrances.items():
             if at == stage and not self._tracker.unmet_needs(F(stage, span, batch=batch)):

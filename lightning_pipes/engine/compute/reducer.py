@@ -29,7 +29,7 @@ AllReduce = Callable[[torch.Tensor], Wait]
 
 
 def is_distributed(tensor: object) -> bool:
-    """Return whether a tensor is a DTensor, whose parts may be on several ranks."""
+    """Return whether a tensor is a DTensor, which may have parts on several ranks."""
     return hasattr(tensor, "to_local")  # importing its class takes long
 
 

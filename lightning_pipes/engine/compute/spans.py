@@ -47,12 +47,12 @@ class Unsampled(NamedTuple):
     tensor: Any
 
 
-def _is_unsampled(node: Any) -> bool:
+def is_unsampled(node: Any) -> bool:
     return isinstance(node, Unsampled)
 
 
 def _unwrap(leaf: Any) -> Any:
-    return leaf.tensor if _is_unsampled(leaf) else leaf
+    return leaf.tensor if is_unsampled(leaf) else leaf
 
 
 def mark_unsampled(tree: Any, ids: Collection[int]) -> Any:
@@ -64,8 +64,8 @@ def remove_marks(tree: Any) -> tuple[Any, frozenset[int]]:
     """Return the tree without the marks of `Unsampled` tensors, and the ids of the tensors that were marked."""
     if isinstance(tree, torch.Tensor):
         return tree, frozenset()
-    leaves, spec = pytree.tree_flatten(tree, is_leaf=_is_unsampled)
-    ids = frozenset(id(leaf.tensor) for leaf in leaves if _is_unsampled(leaf))
+    leaves, spec = pytree.tree_flatten(tree, is_leaf=is_unsampled)
+    ids = frozenset(id(leaf.tensor) for leaf in leaves if is_unsampled(leaf))
     return (pytree.tree_unflatten(list(map(_unwrap, leaves)), spec), ids) if ids else (tree, ids)
 
 
@@ -85,7 +85,7 @@ def take_rows(tree: Any, span: Span, part: Span, apart: Collection[int] = ()) ->
         return tree
     _refuse_lists(tree, span)
     rows = slice(part.start - span.start, part.stop - span.start)
-    leaves, spec = pytree.tree_flatten(tree, is_leaf=_is_unsampled)
+    leaves, spec = pytree.tree_flatten(tree, is_leaf=is_unsampled)
     for at, leaf in enumerate(leaves):
         if at not in apart and _holds_rows(leaf, span):
             leaves[at] = leaf[rows]
@@ -212,7 +212,7 @@ def _refuse_lists(tree: Any, span: Span) -> None:
 
 
 def _flatten_same_structure(pieces: Sequence[tuple[Span, Any]]) -> tuple[list[tuple[Any, ...]], Any]:
-    flat = [pytree.tree_flatten(tree, is_leaf=_is_unsampled) for _, tree in pieces]
+    flat = [pytree.tree_flatten(tree, is_leaf=is_unsampled) for _, tree in pieces]
     spec = flat[0][1]
     for (span, _), (_, other) in zip(pieces, flat, strict=True):
         if other != spec:
@@ -247,7 +247,7 @@ class SpanBuffer:
             self._left.pop(span, None)
             return self._pieces.pop(span)
         for held, tree in self._pieces.items():
-            leaves = enumerate(pytree.tree_leaves(tree, is_leaf=_is_unsampled))
+            leaves = enumerate(pytree.tree_leaves(tree, is_leaf=is_unsampled))
             self._apart |= {at for at, x in leaves if isinstance(x, torch.Tensor) and not _holds_rows(x, held)}
         parts = []
         for held in sorted(held for held in self._pieces if held.overlaps(span)):

@@ -236,7 +236,8 @@ class Stage:
             kept = {name: (buffer, buffer._version) for name, buffer in self._parts.read_only_buffers(item.use).items()}
         self._in_parts = SampleIndependenceCheck(self.number, span, self.device) if in_parts else None
         try:
-            received, self.unsampled_ids = remove_marks(received)
+            if self.cuts_differ:  # otherwise, no tensor is marked
+                received, self.unsampled_ids = remove_marks(received)
             out = self.body(self, item, span, received)
             if self._in_parts is not None:
                 self._in_parts.check_drawn()

@@ -66,7 +66,7 @@ class StateMemory(Protocol):
 
 
 class LayerMemory:
-    """The layers of one rank, whose weights, buffers and optimizer states are loaded and offloaded.
+    """The layers of one rank, which load and offload their weights, buffers and optimizer states.
 
     A layer stays in place until the first batch that uses it is registered. Layers that several batches use at the same
     time, such as layers that no batch steps, remain on the device.

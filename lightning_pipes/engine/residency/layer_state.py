@@ -54,7 +54,7 @@ class LayerState:
 
     @staticmethod
     def module_state(layer: nn.Module) -> tuple[dict[str, bool], dict[str, Any]]:
-        """Return `training` and `extra` of a layer, whose tensors may be on another rank."""
+        """Return `training` and `extra` of a layer, which may have its tensors on another rank."""
         modules = dict(layer.named_modules())
         extra = {name: module.get_extra_state() for name, module in modules.items() if _has_extra_state(module)}
         return {name: module.training for name, module in modules.items()}, extra

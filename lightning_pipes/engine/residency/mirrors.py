@@ -188,7 +188,7 @@ class Mirrors:
             self._transport.send(rank, key, vars(self._state(name)))
 
     def receive(self, rank: int, key: Key, on_arrival: Callable[[], None]) -> PendingTree:
-        """Return the tree that another rank sends with this key, whose content is passed to `install_layer`."""
+        """Return the tree for `install_layer` that another rank sends with this key."""
         return self._transport.receive(rank, key, on_arrival)
 
     def install_layer(self, name: str, content: Any) -> None:

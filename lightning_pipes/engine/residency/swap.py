@@ -151,12 +151,12 @@ class Swap(Generic[Key]):
 
     @property
     def host_bytes(self) -> int:
-        """The bytes of all states whose slab is on the host."""
+        """The bytes of all states with a slab on the host."""
         return sum(state.layout.nbytes for state in self._states.values() if not state.with_peer)
 
     @property
     def _peer_bytes(self) -> int:
-        """The bytes of all states whose slab is on the peer."""
+        """The bytes of all states with a slab on the peer."""
         return sum(state.layout.nbytes for state in self._states.values() if state.with_peer)
 
     @property

@@ -96,7 +96,7 @@ class SealedZip(ChecksumWriter):
 
 
 def seal(file: ChecksumWriter) -> None:
-    """Write the seal of a file whose format marks its own end, such as a pickle."""
+    """Write the seal of a file in a format that marks its own end, such as a pickle."""
     file.write(_SEAL % file.sum.crc32)
 
 

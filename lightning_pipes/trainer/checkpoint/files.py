@@ -232,7 +232,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def load_mapped(reader: CheckpointIO, path: str | Path, weights_only: bool | None) -> dict[str, Any] | None:
-    """Load a checkpoint whose weights are read on first use, or return None if this is not possible.
+    """Load a checkpoint, but read its weights on first use; return None if this is not possible.
 
     Args:
         reader: the plugin that reads the checkpoint.

@@ -128,7 +128,7 @@ def make_resumable(loader: DataLoader[Any]) -> ResumableLoader:
 
 
 class Samples(Iterable[Any]):
-    """Sampler whose passes can begin after the first entries.
+    """Sampler that can begin a pass after the first entries.
 
     Args:
         sampler: the sampler of indices, or of lists of indices.

@@ -202,7 +202,7 @@ class Watchers:
 
 
 def _overridden(watchers: Sequence[Watcher], moment: str) -> list[Callable[[Any], Any]]:
-    """Return the bound methods of the watchers whose class overrides this method."""
+    """Return the bound methods of the watchers that override this method in their class."""
     own = {vars(base)[moment] for base in (Watcher, EvaluationWatcher) if moment in vars(base)}
     return [getattr(each, moment) for each in watchers if getattr(type(each), moment) not in own]
 

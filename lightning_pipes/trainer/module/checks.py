@@ -156,7 +156,7 @@ def _names_under_adapters(module: nn.Module) -> Iterator[str]:
 
 
 def _copies(module: pl.LightningModule, full: nn.Module) -> list[str]:
-    """Return the names of other modules whose parameters have the same shapes as the parameters of `full`, in order."""
+    """Return the names of other modules with parameters of the same shapes, in order, as the parameters of `full`."""
     shapes = [p.shape for p in full.parameters()]
     inside = {id(part) for part in full.modules()}
     others = [(name, part) for name, part in module.named_modules() if name and id(part) not in inside]

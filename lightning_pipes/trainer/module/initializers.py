@@ -170,7 +170,7 @@ class _ChangedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._is_paused = False
 
     def pause_in(self, reset: Any) -> Any:
-        """Return a wrapper of `reset` whose changes are not recorded if it is called without arguments."""
+        """Return a wrapper of `reset` that records no changes if it is called without arguments."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             before, self._is_paused = self._is_paused, not (args or kwargs)

@@ -222,7 +222,7 @@ class PretrainedWeights:
 
 
 def explain_unknown_values(where: str, part: nn.Module) -> str:
-    """Return the message of an error about a part on `meta` whose tensors have no known values.
+    """Return the message of an error about a part on `meta` without known values of its tensors.
 
     Args:
         where: the path of the part in the module.

@@ -175,7 +175,7 @@ class StageProxy(nn.Module):
             return getattr(self.__dict__["_full"], name)  # an attribute of a subclass, or a layer on another rank
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layers:
-        """Return a copy of the whole container, whose parameters correspond to the parameters of the original.
+        """Return a copy of the whole container, with parameters that correspond to the parameters of the original.
 
         Only the layers of this rank have values. The copy can't be called unless this rank has all layers.
         """

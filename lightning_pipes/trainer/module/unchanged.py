@@ -95,6 +95,25 @@ def keep_unchanged(
                 _write(tensor.detach(), before)
 
 
+@contextmanager
+def evaluation_mode(root: nn.Module, skip: nn.Module | None = None) -> Iterator[None]:
+    """Put all modules in `root` into evaluation mode for the block, without calls of their `train` methods.
+
+    Args:
+        root: the module.
+        skip: a module in it that keeps its mode, with all modules in it.
+    """
+    kept = set[nn.Module]() if skip is None else {*skip.modules()}
+    training = [part for part in root.modules() if part.training and part not in kept]
+    for part in training:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
+
+
 def find_generators(root: nn.Module, skip: nn.Module | None = None) -> list[Any]:
     """Return the random generators that can be reached from a module, except through the submodule `skip`."""
     return _generators([thing for _, thing in list_reachable(root, "self", skip)])

@@ -133,7 +133,7 @@ def find_reason_for_units(
 def _time_containers(
     trainer: pl.Trainer, module: pl.LightningModule, control: Control, device: torch.device
 ) -> dict[str, float] | None:
-    """Return the seconds of the containers whose layers a step runs once and in order.
+    """Return the seconds of the containers with layers that a step runs once and in order.
 
     The result is the same on all ranks, and None if the step cannot run. Rank 0 does not run the step, because its
     loggers would write.

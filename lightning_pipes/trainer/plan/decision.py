@@ -159,7 +159,7 @@ class Decision:
         return replace(made, seconds=whole, computing=computing, cut_reason=cut)
 
     def predict_step(self) -> PredictedStep | None:
-        """Return the simulated step whose length is `computing`, or None if nothing was predicted."""
+        """Return the simulated step with the length `computing`, or None if nothing was predicted."""
         if self.profile is None or self.deployment is None or self.computing is None:
             return None
         plan, order = self.plans().for_rows(self.rows)

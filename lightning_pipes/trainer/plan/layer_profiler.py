@@ -33,7 +33,7 @@ from lightning_pipes.trainer.module.batches import copy_batch, rows_of, take_sam
 from lightning_pipes.trainer.module.capture import CacheSwitch, Interceptor, named_step
 from lightning_pipes.trainer.module.proxy import Layers, StageProxy
 from lightning_pipes.trainer.module.tape import TapedLayer, identify_layer
-from lightning_pipes.trainer.module.unchanged import keep_unchanged
+from lightning_pipes.trainer.module.unchanged import evaluation_mode, keep_unchanged
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.step.hooks import has_hooks
 from lightning_pipes.trainer.step.logs import recorded
@@ -308,17 +308,11 @@ class LayerProfiler:
             draws.stop()
             return [loss_of(out)[0].detach() for out in outs]
 
-        modes = {part: part.training for part in (*module.modules(), *self._full.modules())}
         try:
-            for part in modes:
-                part.training = False
-            with torch.no_grad():
+            with evaluation_mode(module), evaluation_mode(self._full), torch.no_grad():
                 found = compare_losses(module, self._batch, rows, compute)
         except Exception:  # an error of the user's code with other numbers of samples, which the first batch reports
             return ""
-        finally:
-            for part, mode in modes.items():
-                part.training = mode
         return "" if draws.was_used else found.unexplained
 
     def count_operations(self) -> OperationCounts:

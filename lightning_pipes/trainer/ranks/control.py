@@ -59,7 +59,7 @@ class PendingGather(Generic[T]):
 
     @classmethod
     def at_once(cls, result: T) -> PendingGather[T]:
-        """Return a gather whose result is already available, as for a single rank."""
+        """Return a gather with an available result, as for a single rank."""
         return cls(lambda: True, lambda _: None, lambda: result)
 
     def has_arrived(self) -> bool:

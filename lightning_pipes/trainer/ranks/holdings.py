@@ -64,7 +64,7 @@ class Holdings:
         self._numbers: dict[int, int] = {}
 
     def index_parameters(self, module: pl.LightningModule, path: str) -> None:
-        """Record the layers of all parameters of a whole module, whose pipelined layers are at `path`."""
+        """Record the layers of all parameters of a whole module, which has its pipelined layers at `path`."""
         layer_of = {name: number for number, name in enumerate(module.get_submodule(path)._modules)}
 
         def layers(name: str, parameter: torch.Tensor) -> Iterable[int]:

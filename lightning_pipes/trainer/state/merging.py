@@ -116,7 +116,7 @@ class ValueMerger:
         return made if isinstance(values[0], list) else _as_tuple(values[0], made)
 
     def _rewritten(self, path: Path, before: list[Any], values: Sequence[Any], rows: Sequence[int], whole: Any) -> Any:
-        """Return the merged entries of a list whose length has not changed."""
+        """Return the merged entries of a list of unchanged length."""
         expected = whole if isinstance(whole, (list, tuple)) and len(whole) == len(before) else [None] * len(before)
         entries = [
             self.merge((*path, ("[", n)), earlier, column, rows, known)

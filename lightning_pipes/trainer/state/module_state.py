@@ -75,7 +75,7 @@ Hook = Callable[..., Any]
 
 @dataclass
 class _Holder:
-    """An object whose entries are watched.
+    """An object with watched entries.
 
     Attributes:
         path: the path from the module to the object: keys, and whether each is an attribute.
@@ -555,7 +555,7 @@ class ModuleState:
         return known is not None and known[0] is tensor and known[1] == tensor_version(tensor)
 
     def read_objects(self) -> dict[Path, Content]:
-        """Return the entries of all objects whose changes are merged, by their paths."""
+        """Return the entries of all objects with merged changes, by their paths."""
         return {holder.path: read_entries(holder.thing) for holder in self._holders if holder.merged}
 
     def object_ids(self) -> set[int]:

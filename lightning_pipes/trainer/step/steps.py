@@ -410,6 +410,12 @@ class Steps:
         """Return the context of training steps."""
         return self._train or self._precision.train_step_context()
 
+    def autocast_types(self) -> set[torch.dtype]:
+        """Return the type to which autocast converts values in training steps, or an empty set without autocast."""
+        kind = self._device.type
+        with self.step_context():
+            return {torch.get_autocast_dtype(kind)} if torch.is_autocast_enabled(kind) else set()
+
     def stage_body(self, number: int) -> Body:
         """Return the function that stage `number` runs for each micro-batch."""
         if number == self._stages - 1:

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @runtime_checkable
 class ChoosesLayers(Protocol):
-    """A LightningModule whose batches use only some of the layers, such as a supernet."""
+    """A LightningModule with batches that use only some of the layers, such as a supernet."""
 
     def layers_of_batch(self, batch: Any) -> Iterable[str] | Mapping[str, bool | Delayed]:
         """Return the names of the layers that a training batch passes through.

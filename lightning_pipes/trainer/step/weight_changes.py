@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import gcd
 from typing import NamedTuple
 
@@ -22,6 +22,8 @@ IN_HOOKS = (
     "batch"
 )
 """The advice for a step that changes weights."""
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 _RUNS = 16
 """The number of runs of each stage in which weights are compared."""
@@ -73,17 +75,21 @@ class WeightChangeCheck:
         self._marks: dict[str, _Mark] | None = None
         self._has_checksums = False
 
-    @contextmanager
-    def watch(self, stage: Stage) -> Iterator[None]:
-        """Record the weights for the block, which runs a stage in training.
+    def watch(self, stage: Stage) -> AbstractContextManager[None]:
+        """Return a context that records the weights for its block, which runs a stage in training.
 
         Nothing is recorded if enough runs were checked, or if layers take turns on the device.
         """
-        self._runs[stage.number] += 1
-        number = self._runs[stage.number]
-        self._has_checksums = number in _RUNS_WITH_CHECKSUMS
-        if number <= _RUNS and stage.offload is None:
-            self._marks = self._read_marks()
+        number = self._runs[stage.number] + 1
+        if number > _RUNS or stage.offload is not None:
+            return _NOTHING
+        self._runs[stage.number] = number
+        return self._record(number in _RUNS_WITH_CHECKSUMS)
+
+    @contextmanager
+    def _record(self, has_checksums: bool) -> Iterator[None]:
+        self._has_checksums = has_checksums
+        self._marks = self._read_marks()
         try:
             yield
         finally:

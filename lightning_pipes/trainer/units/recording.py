@@ -371,7 +371,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def find_atomic(
     module: nn.Module, hidden: Collection[str] = (), transformed: Collection[str] = ()
 ) -> dict[str, nn.Module]:
-    """Return the modules whose calls are units, by path.
+    """Return the modules that are called as units, by path.
 
     These are the modules without children, except the `hidden` ones. The `transformed` modules replace all modules
     inside of them, because they call transforms of torch.func.
@@ -544,5 +544,5 @@ class UnitLayout:
         return self.starts[stage + 1] if stage + 1 < len(self.starts) else len(self.names)
 
     def modules(self, root: nn.Module) -> dict[str, nn.Module]:
-        """Return the modules whose calls are units, by path."""
+        """Return the modules that are called as units, by path."""
         return {path: root.get_submodule(path) for path in self.atomic}

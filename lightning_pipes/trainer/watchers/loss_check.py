@@ -10,8 +10,7 @@ layers. Distorted copies of this micro-batch then stand in for the micro-batches
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,7 +18,6 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import nn
 
 from lightning_pipes.engine import trees
 from lightning_pipes.engine.compute.rng import RngUse
@@ -31,7 +29,7 @@ from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.watcher import TrainingStep, Watcher, is_due
 from lightning_pipes.trainer.module.batches import copy_batch, join, take_samples
 from lightning_pipes.trainer.module.layouts import Layout, guess_layouts, join_tensors
-from lightning_pipes.trainer.module.unchanged import keep_unchanged
+from lightning_pipes.trainer.module.unchanged import evaluation_mode, keep_unchanged
 from lightning_pipes.trainer.step.logs import recorded
 from lightning_pipes.trainer.step.loss_weights import (
     SUMS,
@@ -386,7 +384,7 @@ class LossCheck(Watcher):
                     return Losses.from_results(results, self._types(x))
             drew = False
             # A whole batch draws other random numbers than its parts. Without dropout it may draw none.
-            with self._evaluating(kept.inside):
+            with evaluation_mode(self._module, skip=None if kept.inside else self._cut.proxy):
                 for each in (None, *sorted(entering)):
                     run(each)
             if drew:
@@ -421,20 +419,8 @@ class LossCheck(Watcher):
             value, extras = loss_of(out)
             return value.detach(), extras, draws.was_used
 
-    @contextmanager
-    def _evaluating(self, inside: bool) -> Iterator[None]:
-        """Set the modules that run to evaluation mode. `keep_unchanged` restores their mode."""
-        layers: set[nn.Module] = set() if inside else set(self._cut.proxy.modules())
-        for part in self._module.modules():
-            if part not in layers:
-                part.training = False
-        yield
-
     def _types(self, x: Any) -> set[torch.dtype]:
-        with self._steps.step_context():
-            kind = self._device.type
-            cast = {torch.get_autocast_dtype(kind)} if torch.is_autocast_enabled(kind) else set()
-        return {*(t.dtype for t in tensors_in(x) if t.is_floating_point()), *cast}
+        return {t.dtype for t in tensors_in(x) if t.is_floating_point()} | self._steps.autocast_types()
 
 
 def _by_rows(rows: int, span: Span) -> float:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -40,7 +39,7 @@ from lightning_pipes.trainer.module.layouts import (
     join_tensors,
 )
 from lightning_pipes.trainer.module.tape import TapedLayer
-from lightning_pipes.trainer.module.unchanged import keep_unchanged
+from lightning_pipes.trainer.module.unchanged import evaluation_mode, keep_unchanged
 from lightning_pipes.trainer.private_lightning import is_compiled, spectral_norms
 from lightning_pipes.trainer.step.steps import HOST, why_no_room
 
@@ -281,7 +280,7 @@ class SampleCheck(Watcher):
             others: Any = None
             # A whole batch draws other random numbers than its parts, but without dropout it may draw none.
             if draws.was_used:
-                with _evaluating(self._cut.module, set(self._cut.proxy.modules())):
+                with evaluation_mode(self._cut.module, skip=self._cut.proxy):
                     draws = RngUse(self._device)
                     whole = capture(loaded, data.rows, draws)
                     cuts = {s: take_samples(loaded, s, data.rows, samples=data.samples) for s in entered}
@@ -338,7 +337,7 @@ class SampleCheck(Watcher):
             draws = RngUse(self._device)
             (whole, left), drew = run(x), False
             if draws.was_used:
-                with _evaluating(layer):
+                with evaluation_mode(layer):
                     draws = RngUse(self._device)
                     whole, left = run(x)
                     found = {span: run(parts[span]) for span in spans}
@@ -385,19 +384,6 @@ class SampleCheck(Watcher):
         if self._pipeline.is_asynchronous:
             self._warned.add(mixing.place)
             warnings.warn(mixing.describe(), stacklevel=2)
-
-
-@contextmanager
-def _evaluating(root: nn.Module, but: set[nn.Module] = frozenset()) -> Iterator[None]:  # type: ignore[assignment]
-    """Set all modules in `root` to evaluation mode for the block."""
-    training = [part for part in root.modules() if part.training and part not in but]
-    for part in training:
-        part.training = False
-    try:
-        yield
-    finally:
-        for part in training:
-            part.training = True
 
 
 def _is_list(value: Any) -> bool:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.utilities import rank_zero_warn
 
@@ -17,7 +16,7 @@ from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.watcher import TrainingStep, Watcher, is_due
 from lightning_pipes.trainer.module.batches import copy_batch, move_batch
 from lightning_pipes.trainer.module.capture import named_step
-from lightning_pipes.trainer.module.unchanged import keep_unchanged
+from lightning_pipes.trainer.module.unchanged import evaluation_mode, keep_unchanged
 from lightning_pipes.trainer.step.logs import LogKey, number_calls
 from lightning_pipes.trainer.step.steps import HOST, StepResult, WholeBatch
 from lightning_pipes.trainer.watchers.logged_values import LoggedValues, Losses
@@ -106,19 +105,15 @@ class WholeBatchValues(Watcher):
             samples=step.samples,
             leaves_values=not evaluate,
         )
-        with trimmed_heap(), keep_unchanged(module, weights=False):
-            if evaluate:  # `keep_unchanged` restores the mode
-                for part in module.modules():
-                    part.training = False
+        mode = evaluation_mode(module) if evaluate else nullcontext()
+        with trimmed_heap(), keep_unchanged(module, weights=False), mode:
             run.engine.evaluate(Item(step.number, step.rows, whole, training=False), parts)
         return whole
 
     def _losses(self, whole: StepResult, parts: Mapping[Span, StepResult]) -> Losses:
         run = self._run
         kinds = {p.dtype for p in run.cut.module.parameters() if p.is_floating_point()}
-        with run.user_steps.step_context():
-            if torch.is_autocast_enabled(run.device.type):
-                kinds.add(torch.get_autocast_dtype(run.device.type))
+        kinds |= run.user_steps.autocast_types()
         results: list[tuple[Span | None, StepResult]] = [(None, whole), *parts.items()]
         return Losses.from_results(dict(results), kinds)
 
