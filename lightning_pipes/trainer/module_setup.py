@@ -20,9 +20,10 @@ from lightning_pipes.trainer.loop.connections import Connections
 from lightning_pipes.trainer.loop.host import PipelineHost
 from lightning_pipes.trainer.module.capture import CacheSwitch, Interceptor
 from lightning_pipes.trainer.module.checks import warn_about_module
+from lightning_pipes.trainer.module.cut import Cut
 from lightning_pipes.trainer.module.deferred import DeferredWeights, check_same_cut, group_layers
 from lightning_pipes.trainer.module.hidden_state import HiddenState
-from lightning_pipes.trainer.module.pipelined import LEAST_FOR_STATISTICS, CutModule, batch_statistics, layer_sizes
+from lightning_pipes.trainer.module.pipelined import LEAST_FOR_STATISTICS, ContainerCut, batch_statistics, layer_sizes
 from lightning_pipes.trainer.module.proxy import Layers
 from lightning_pipes.trainer.module.sharding import leave_spread
 from lightning_pipes.trainer.patches import Patches
@@ -175,7 +176,7 @@ class ModuleSetup(ABC):
         """Return the tracker of objects that layers of several stages share. It is called while the module is whole."""
 
     @abstractmethod
-    def cut(self, local: Sequence[int]) -> CutModule:
+    def cut(self, local: Sequence[int]) -> Cut:
         """Cut the module so that this rank keeps the `local` layers."""
 
     @abstractmethod
@@ -261,18 +262,19 @@ class ContainerSetup(ModuleSetup):
             self._module, self.path, holdings, self._ranks.pipeline, self._context.connections.check_later
         )
 
-    def cut(self, local: Sequence[int]) -> CutModule:
+    def cut(self, local: Sequence[int]) -> ContainerCut:
         """Replace the container by the `local` layers."""
         self._caches.log()
         if self._weights.is_sharded:
             leave_spread(self._module, self.path, local)
         if self._weights.is_spread:
             check_same_cut(self._module, (self.path, tuple(local)), self._ranks.control)
-        return CutModule(self._module, self.path, local, self._interceptor, self._ranks.device)
+        return ContainerCut(self._module, self.path, local, self._interceptor, self._ranks.device)
 
     def make_steps(self, part: LocalLayers, plan: Plan, seed: int) -> Steps:
         """Return the object that runs the user's steps around the layers of this rank."""
         module, device, cut, holdings = self._module, self._ranks.device, part.cut, part.holdings
+        assert isinstance(cut, ContainerCut)
         generators = ModuleGenerators(module, self._layers, cut.proxy)
         state = ModuleState(
             module, (cut.proxy, *self._layers.modules()), part.hidden.objects_of_layers, device, generators

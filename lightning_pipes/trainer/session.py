@@ -47,8 +47,8 @@ from lightning_pipes.trainer.checkpoint.files import CheckpointWriter
 from lightning_pipes.trainer.checkpointing import Checkpointing
 from lightning_pipes.trainer.loop.connections import Idle, make_connections
 from lightning_pipes.trainer.module.checks import broadcast_random_state
+from lightning_pipes.trainer.module.cut import Cut
 from lightning_pipes.trainer.module.optimizers import OptimizerLayout
-from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.plan.settings import Settings
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.processes import process_rank, whole_group
@@ -139,7 +139,7 @@ class Session:
         self._trainer, self._grid, self._device, self._settings = trainer, grid, device, settings
         self._environment, self._local_size = environment, local_size
         self.is_connected = False
-        self.cut: CutModule | None = None
+        self.cut: Cut | None = None
         self.layouts: list[OptimizerLayout] = []
         self.active_run: ActiveRun | None = None
         self.verifier: Verifier | None = None

@@ -33,11 +33,7 @@ from lightning_pipes.trainer.module.optimizers import (
     parameter_names,
     refuse_unsuitable,
 )
-from lightning_pipes.trainer.module.pipelined import (
-    NoContainerError,
-    find_pipelined,
-    log_choice,
-)
+from lightning_pipes.trainer.module.pipelined import NoContainerError, find_pipelined, log_choice
 from lightning_pipes.trainer.module.sharding import check_shards, unshard_outside
 from lightning_pipes.trainer.module.step_probe import check_skips_unused, check_steps_apart
 from lightning_pipes.trainer.module.weight_callbacks import check_callbacks, limit_writers, localize_callbacks

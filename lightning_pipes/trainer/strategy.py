@@ -52,8 +52,8 @@ from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.stopping import as_terminated
 from lightning_pipes.trainer.module.capture import named_step
 from lightning_pipes.trainer.module.checks import broadcast_random_state
+from lightning_pipes.trainer.module.cut import Cut
 from lightning_pipes.trainer.module.deferred import has_meta
-from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.module.pretrained import reads_later
 from lightning_pipes.trainer.module.remote_tensors import HookScope
 from lightning_pipes.trainer.module.shared_data import Data, share_loader
@@ -263,7 +263,7 @@ class PipelineStrategy(PipelineHost):
         self._writing = CheckpointWriter(check_type("async_checkpoint", async_checkpoint, bool))
         self.checkpoint_io = checkpoint_io
         self._session: Session | None = None
-        self._spread: CutModule | None = None
+        self._spread: Cut | None = None
         """The module of the last run if its layers stay on their ranks because they were made on `meta`."""
         self._by_units = WeakSet[pl.LightningModule]()
         self._reference: ReferenceProcess | None = None
@@ -780,7 +780,7 @@ class PipelineStrategy(PipelineHost):
         return self._cut.scope
 
     @property
-    def _cut(self) -> CutModule | None:
+    def _cut(self) -> Cut | None:
         return None if self._session is None else self._session.cut
 
     @property

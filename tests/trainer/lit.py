@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.utilities import dim_zero_cat
 
 from lightning_pipes import PipelineStrategy
-from lightning_pipes.trainer.module.pipelined import CutModule
+from lightning_pipes.trainer.module.pipelined import ContainerCut
 from lightning_pipes.trainer.module.remote_tensors import give_values
 from tests.trainers import make_trainer
 
@@ -37,7 +37,7 @@ def data(rows: int = ROWS, tokens: bool = False) -> TensorDataset:
     return TensorDataset(x, torch.randint(0, 3, (rows,), generator=g))
 
 
-def restore(cut: CutModule, state: dict[str, torch.Tensor]) -> None:
+def restore(cut: ContainerCut, state: dict[str, torch.Tensor]) -> None:
     """Restore a cut module from the values of the whole module, as at the end of a run."""
     for key, slots in cut.find_gaps().items():
         for slot in slots:

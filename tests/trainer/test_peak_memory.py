@@ -71,7 +71,7 @@ def phases(rank: int, width: int, rows: int, unit: int) -> dict[str, tuple[float
         watch(setup, "equalize_weights", "setup")
         watch(layer_profiler.LayerProfiler, "profile", "measuring")
         watch(setup, "decide", "trial")
-        watch(module_setup, "CutModule", "cut")
+        watch(module_setup, "ContainerCut", "cut")
         watch(PipelineStrategy, "training_step", "batch")
         watch(PipelineStrategy, "optimizer_step", "step")
         watch(PipelineStrategy, "teardown", "end")

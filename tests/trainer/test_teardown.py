@@ -20,7 +20,7 @@ from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.module.capture import Interceptor
 from lightning_pipes.trainer.module.checks import check_module
-from lightning_pipes.trainer.module.pipelined import CutModule
+from lightning_pipes.trainer.module.pipelined import ContainerCut
 from tests.trainer.lit import Lit, LitOutside, data, quiet
 from tests.trainers import make_trainer
 
@@ -112,7 +112,7 @@ def test_a_slow_teardown_outlives_rank_0():
 def test_a_module_without_its_foreign_layers_says_so():
     """A module whose layers were lost in a failed run is refused with a message that names the reason."""
     module = Lit()
-    CutModule(module, "model", [2], Interceptor("self.model")).restore(ended=False)
+    ContainerCut(module, "model", [2], Interceptor("self.model")).restore(ended=False)
     with pytest.raises(PipelineError, match=r"Lit.model.0.0.weight has no values: the last run .* failed, .*ckpt_path"):
         check_module(module, fitting=True)
 

@@ -22,13 +22,13 @@ from torch.optim import Optimizer
 
 from lightning_pipes.engine.compute.rng import BEFORE_LAYERS, forked_rng, seed_all, stream_seed
 from lightning_pipes.ir import PipelineError, Span
+from lightning_pipes.trainer.module.cut import SPREAD
 from lightning_pipes.trainer.module.initializers import (
     Initializer,
     InitialWrites,
     find_initializers,
     list_parts_first,
 )
-from lightning_pipes.trainer.module.pipelined import SPREAD
 from lightning_pipes.trainer.module.pretrained import (
     explain_unknown_values,
     give_memory,

@@ -18,17 +18,10 @@ from lightning_pipes.engine.private_torch import BatchNorm, backward_hooks, forw
 from lightning_pipes.engine.residency.layer_state import LayerState
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.module.capture import Interceptor
+from lightning_pipes.trainer.module.cut import Cut
 from lightning_pipes.trainer.module.proxy import Layers, StageProxy
-from lightning_pipes.trainer.module.remote_tensors import HookScope, ParameterSlot, RemoteParameters
+from lightning_pipes.trainer.module.remote_tensors import ParameterSlot
 from lightning_pipes.trainer.private_lightning import is_compiled
-
-INCOMPLETE = "_lightning_pipes_incomplete"
-"""Attribute of a module whose last run failed. The layers of other ranks have no values in such a module."""
-
-SPREAD = "_lightning_pipes_spread"
-"""Attribute of a module that was created on `meta` and has been run: a tuple of the path of its container and the
-numbers of the layers that have values in this process.
-"""
 
 MEASURABLE = 1e-3
 """Minimum time in seconds of a container for its time to be considered, because shorter times are mostly noise."""
@@ -232,16 +225,8 @@ def batch_statistics(full: nn.Module) -> list[str]:
     return [name for name, m in full.named_modules() if isinstance(m, BatchNorm)]
 
 
-class CutModule:
+class ContainerCut(Cut):
     """A LightningModule whose pipelined container is replaced by a proxy with only the layers of this rank.
-
-    The memory of the layers of other ranks is released, and tensors without values stand in for their weights.
-    `restore` puts the whole container back, with the same Parameter objects as before unless the run has failed or
-    `stays_spread` is True.
-
-    Attributes:
-        stays_spread: whether the layers of other ranks remain on `meta` when the run ends. This is the case if a tensor
-            of the container was on `meta` when the run began.
 
     Args:
         module: the user's whole module.
@@ -259,35 +244,17 @@ class CutModule:
         interceptor: Interceptor,
         device: torch.device = _CPU,
     ) -> None:
-        self.module = module
-        self.path = path
-        self.keys = list(module.state_dict())
         full = module.get_submodule(path)
         assert isinstance(full, Layers)
-        self.full = full
-        self.local = sorted(local)
-        self.scope = HookScope(device)
-        """The scope that specifies which of the user's hooks is running."""
+        super().__init__(module, path, full, local, device)
         self.proxy = StageProxy(full, self.local, interceptor, f"self.{path}", self.scope)
         self._set(self.proxy)
-        self.stays_spread = any(t.is_meta for t in (*full.parameters(), *full.buffers()))
-        self._absent = RemoteParameters(self.scope)
         self._let_go(set(range(len(full))) - {*self.local})
         self._slot_keys = {slot.key for slot in self._slots_of(range(len(full)))}
         release_free_memory()
 
-    def is_foreign(self, tensor: torch.Tensor) -> bool:
-        """Return whether a parameter of the whole module has its values only on other ranks."""
-        return tensor in self._absent
-
     def owns(self, name: str) -> bool | None:
-        """Return whether this rank has the valid value of a buffer outside of the layers.
-
-        None means that all ranks have the same value.
-
-        Args:
-            name: the name of the buffer in the module.
-        """
+        """Return None, because all ranks have the buffers outside of the layers."""
         return None
 
     def check_in_place(self) -> None:
@@ -299,14 +266,6 @@ class CutModule:
                 "when the run began. Make layers in __init__ or configure_model; a layer can be left out by a flag "
                 "that its forward looks at"
             )
-
-    def check_arrival(self, layer: int) -> None:
-        """Check that a layer can move to this rank.
-
-        Raises:
-            PlanError: see `RemoteParameters.check`.
-        """
-        self._absent.check(layer)
 
     def hold(self, local: Collection[int], arrived: Mapping[int, LayerState], device: torch.device) -> None:
         """Change the layers of this rank.
@@ -339,11 +298,6 @@ class CutModule:
         self.proxy._modules = layers
 
     @property
-    def layers(self) -> dict[int, nn.Module]:
-        """The local layers by number."""
-        return {number: self.full[number] for number in self.local}
-
-    @property
     def layer_prefixes(self) -> tuple[str, ...]:
         """The prefixes of the keys of the local layers in the state dict."""
         names = list(self.full._modules)
@@ -352,10 +306,6 @@ class CutModule:
     def layer_prefix(self, layer: int) -> str:
         """Return the prefix of the names of a layer's weights in the user's module."""
         return f"{self.path}.{list(self.full._modules)[layer]}."
-
-    def local_state(self, outside: bool) -> dict[str, Any]:
-        """Return this rank's part of the module's state dict, which `select_own` selects."""
-        return self.select_own(self.module.state_dict(), outside)
 
     def select_own(self, state: Mapping[str, Any], outside: bool) -> dict[str, Any]:
         """Return the entries of this rank's layers in a state dict and, if `outside`, all entries of other modules than
@@ -376,23 +326,6 @@ class CutModule:
             for name, buffer in part._buffers.items()
             if buffer is not None and name in unsaved_buffers(part)
         }
-
-    def in_order(self, parts: Collection[Mapping[str, Any]]) -> dict[str, Any]:
-        """Merge the parts of all ranks into one state dict, with the keys in the order of the whole module."""
-        merged = {key: value for part in parts for key, value in part.items()}
-        ordered = {key: merged.pop(key) for key in self.keys if key in merged}
-        return {**ordered, **merged}
-
-    def tensors(self, layers: Collection[int]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield key and value of each parameter and saved buffer of these layers, in the order of the whole module.
-
-        A tensor that is used in several places is yielded once. Tensors of layers on other ranks have no values.
-        """
-        seen: set[int] = set()
-        for slot in self._slots_of(layers):
-            if id(slot.tensor) not in seen:
-                seen.add(id(slot.tensor))
-                yield slot.key, slot.tensor
 
     def find_gaps(self) -> dict[str, list[ParameterSlot]]:
         """Return the slots that lack a tensor of another rank, by the key of the tensor.
@@ -422,32 +355,6 @@ class CutModule:
             )
         return gaps
 
-    def list_parameters(self) -> dict[int, tuple[str, torch.Tensor]]:
-        """Return the name and the parameter for the id of each parameter that the module currently shows.
-
-        If the module shows the stand-in of a parameter on another rank, as in hooks, the parameter is the original
-        object of the whole module.
-        """
-        absent = {id(slot.table[slot.name]): slot.tensor for slot in self._absent.slots}
-        return {id(p): (name, absent.get(id(p), p)) for name, p in self.module.named_parameters()}
-
-    def name_tensors(self) -> dict[int, tuple[str, torch.Tensor]]:
-        """Return the name and the tensor of each parameter and saved buffer, by the id of the tensor.
-
-        Tensors of other ranks are listed under the ids of their stand-ins, and also under the ids of the original
-        objects, to which user code may have kept references.
-        """
-        roots = [("", self.module), *((self.path, full) for _, full in self.replaced_modules())]
-        named = {
-            id(tensor): (f"{path}.{name}".lstrip("."), tensor)
-            for prefix, root in roots
-            for path, part in root.named_modules(prefix=prefix)
-            for table, skipped in ((part._parameters, ()), (part._buffers, unsaved_buffers(part)))
-            for name, tensor in table.items()
-            if tensor is not None and name not in skipped
-        }
-        return {**named, **{id(s.tensor): (s.key, s.table.get(s.name, s.tensor)) for s in self._absent.slots}}
-
     def replaced_modules(self) -> list[tuple[nn.Module, nn.Module]]:
         """Return pairs of a module that is in use while the module is cut, and the original that it replaces."""
         return [(self.proxy, self.full)]
@@ -459,24 +366,16 @@ class CutModule:
             part = self.full.get_submodule(owner[len(self.path) + 1 :])
             part._buffers[own_name] = buffer.to("cpu")
 
-    def restore(self, ended: bool) -> None:
-        """Put the whole container back into the module.
+    def _whole_tensors(self) -> Iterator[torch.Tensor]:
+        yield from self.full.parameters()
+        yield from self.full.buffers()
 
-        Args:
-            ended: whether the run has ended normally, so that the layers of other ranks have received their values
-                unless `stays_spread` is True. Otherwise, the layers of other ranks are placed on `meta`.
-        """
+    def _describe_spread(self) -> tuple[Any, ...]:
+        return self.path, tuple(self.local)
+
+    def _join(self) -> None:
         training = self.proxy.training
         self._set(self.full)
-        self._absent.put_back()
-        vars(self.module).pop(SPREAD, None)
-        for slot in self._absent.slots:
-            whole = ended and not (self.stays_spread and slot.tensor.untyped_storage().nbytes() == 0)
-            slot.table[slot.name] = slot.tensor if whole else on_meta(slot.table[slot.name])
-        if ended and self.stays_spread:
-            self.module.__dict__[SPREAD] = (self.path, tuple(self.local))
-        elif not ended and self._absent.slots:
-            self.module.__dict__[INCOMPLETE] = True
         self.full.training = training
 
     def _set(self, part: nn.Module) -> None:
@@ -484,9 +383,6 @@ class CutModule:
         setattr(self.module.get_submodule(parent), name, part)
 
     def _slots_of(self, layers: Collection[int]) -> Iterator[ParameterSlot]:
-        """Yield the slots of the parameters and saved buffers of these layers. Other buffers keep their memory, and
-        `take_unsaved` updates their values.
-        """
         for number, key, part in self._modules_of(layers):
             for name, parameter in part._parameters.items():
                 if parameter is not None:
@@ -502,12 +398,6 @@ class CutModule:
                 assert layer is not None
                 for key, part in layer.named_modules(prefix=f"{self.path}.{layer_name}"):
                     yield number, key, part
-
-
-def on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on `meta` with the shape, type and class (tensor or parameter) of another tensor."""
-    meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
 
 
 def _size(module: nn.Module) -> int:

@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_pipes.engine.private_torch import NoSubclassFunctions
 from lightning_pipes.ir import PipelineError
-from lightning_pipes.trainer.module.pipelined import CutModule
+from lightning_pipes.trainer.module.cut import Cut
 from lightning_pipes.trainer.module.remote_tensors import give_values
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.processes import process_rank
@@ -95,12 +95,12 @@ def gather_layers(part: LocalLayers, pipeline: Control, gather: str) -> None:
                 cut.full.get_submodule(name).set_extra_state(value)
 
 
-def gather_inventories(cut: CutModule, pipeline: Control) -> list[RankInventory]:
+def gather_inventories(cut: Cut, pipeline: Control) -> list[RankInventory]:
     """Return the inventories of all ranks of a pipeline. Collective."""
     return [RankInventory(*inventory) for inventory in pipeline.all_gather(tuple(describe_inventory(cut)))]
 
 
-def describe_inventory(cut: CutModule) -> RankInventory:
+def describe_inventory(cut: Cut) -> RankInventory:
     """Return the inventory of this rank."""
     tensors = [(key, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for key, t in cut.tensors(cut.local)]
     extra = {

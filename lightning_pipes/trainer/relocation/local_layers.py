@@ -18,9 +18,9 @@ from lightning_pipes.engine.messages.bulk_transfer import BulkTransfer
 from lightning_pipes.engine.residency.layer_state import LayerState
 from lightning_pipes.engine.residency.mirrors import BulkTreeTransport
 from lightning_pipes.ir import PlanError, Span
+from lightning_pipes.trainer.module.cut import Cut
 from lightning_pipes.trainer.module.hidden_state import HiddenState
 from lightning_pipes.trainer.module.optimizers import OptimizerLayout
-from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.ranks.holdings import Holdings
 from lightning_pipes.trainer.ranks.processes import process_rank
 from lightning_pipes.trainer.ranks.ranks import Ranks
@@ -58,7 +58,7 @@ class LocalLayers:
 
     def __init__(
         self,
-        cut: CutModule,
+        cut: Cut,
         holdings: Holdings,
         hidden: HiddenState,
         layouts: Sequence[OptimizerLayout],

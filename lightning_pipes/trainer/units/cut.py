@@ -19,8 +19,8 @@ from lightning_pipes.engine.compute.weights import WeightVersion
 from lightning_pipes.engine.private_torch import unsaved_buffers
 from lightning_pipes.engine.residency.layer_state import LayerState
 from lightning_pipes.ir import PlanError
-from lightning_pipes.trainer.module.pipelined import INCOMPLETE, SPREAD, CutModule, on_meta
-from lightning_pipes.trainer.module.remote_tensors import HookScope, ParameterSlot, RemoteParameters
+from lightning_pipes.trainer.module.cut import Cut
+from lightning_pipes.trainer.module.remote_tensors import ParameterSlot
 from lightning_pipes.trainer.units.recording import UnitLayout
 
 WHOLE = ""
@@ -48,7 +48,7 @@ def weights_of_stages(module: nn.Module, layout: UnitLayout) -> nn.ModuleList:
     )
 
 
-class UnitCut(CutModule):
+class UnitCut(Cut):
     """A LightningModule with only the weights of this rank's stages, and the weights that no stage uses.
 
     The other weights are absent. While a step or a hook of the user runs, stand-ins are in their places.
@@ -73,17 +73,10 @@ class UnitCut(CutModule):
         spread: tuple[Any, ...] = (),
         moves: bool = False,
     ) -> None:
-        self.module = module
-        self.path = WHOLE
-        self.keys = list(module.state_dict())
-        self.full = full
-        self.local = sorted(local)
-        self.scope = HookScope(device)
-        self.stays_spread = any(t.is_meta for t in (*module.parameters(), *module.buffers()))
+        super().__init__(module, WHOLE, full, local, device)
         self._moves = moves
         self._parts_of = layout.parts_of
         self._spread = spread
-        self._absent = RemoteParameters(self.scope)
         named = (*module.named_parameters(), *module.named_buffers())
         self._by_id = {id(t): layout.parts_of[name] for name, t in named if name in layout.parts_of}
         self._slots = [
@@ -253,10 +246,6 @@ class UnitCut(CutModule):
             gaps[slot.key].append(slot._replace(table=whole[id(slot.table)]))
         return gaps
 
-    def replaced_modules(self) -> list[tuple[nn.Module, nn.Module]]:
-        """Return an empty list, because all modules stay in their places."""
-        return []
-
     def take_unsaved(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Set the buffers that `unsaved` returned on another rank in the modules of this rank."""
         for name, buffer in buffers.items():
@@ -273,21 +262,21 @@ class UnitCut(CutModule):
                     found[key] = buffer
         return found
 
-    def restore(self, ended: bool) -> None:
-        """Restore the whole module, see CutModule."""
+    def _whole_tensors(self) -> Iterator[torch.Tensor]:
+        yield from self.module.parameters()
+        yield from self.module.buffers()
+
+    def _describe_spread(self) -> tuple[Any, ...]:
+        path, _, *layout = self._spread
+        return path, tuple(self.local), *layout
+
+    def _join(self) -> None:
         self._show()
-        self._absent.put_back()
-        for slot in self._absent.slots:
-            whole = ended and not (self.stays_spread and slot.tensor.untyped_storage().nbytes() == 0)
-            back = slot.tensor if whole else on_meta(slot.table[slot.name])
-            slot.table[slot.name] = back
-            if isinstance(back, nn.Parameter):  # nn.LSTM keeps a list of its parameters
-                setattr(self.module.get_submodule(slot.key.rpartition(".")[0]), slot.name, back)
-        vars(self.module).pop(SPREAD, None)
-        if ended and self.stays_spread:
-            self.module.__dict__[SPREAD] = self._spread
-        elif not ended and self._absent.slots:
-            self.module.__dict__[INCOMPLETE] = True
+
+    def _put_back(self, slot: ParameterSlot, tensor: torch.Tensor) -> None:
+        super()._put_back(slot, tensor)
+        if isinstance(tensor, nn.Parameter):  # nn.LSTM keeps a list of its parameters
+            setattr(self.module.get_submodule(slot.key.rpartition(".")[0]), slot.name, tensor)
 
     def _stages(self, tensor: torch.Tensor) -> tuple[int, ...]:
         return self._by_id.get(id(tensor), ())

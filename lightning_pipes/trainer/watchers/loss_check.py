@@ -29,6 +29,7 @@ from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.watcher import TrainingStep, Watcher, is_due
 from lightning_pipes.trainer.module.batches import copy_batch, join, take_samples
 from lightning_pipes.trainer.module.layouts import Layout, guess_layouts, join_tensors
+from lightning_pipes.trainer.module.pipelined import ContainerCut
 from lightning_pipes.trainer.module.unchanged import evaluation_mode, keep_unchanged
 from lightning_pipes.trainer.step.logs import recorded
 from lightning_pipes.trainer.step.loss_weights import (
@@ -109,6 +110,7 @@ class LossCheck(Watcher):
         self._run = run
         self._samples = samples
         self._weights = weights
+        assert isinstance(run.cut, ContainerCut), "modules that are cut by units have another check"
         self._cut = run.cut
         self._module = run.cut.module
         self._steps = run.user_steps

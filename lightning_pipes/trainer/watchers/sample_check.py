@@ -38,6 +38,7 @@ from lightning_pipes.trainer.module.layouts import (
     guess_layouts,
     join_tensors,
 )
+from lightning_pipes.trainer.module.pipelined import ContainerCut
 from lightning_pipes.trainer.module.tape import TapedLayer
 from lightning_pipes.trainer.module.unchanged import evaluation_mode, keep_unchanged
 from lightning_pipes.trainer.private_lightning import is_compiled, spectral_norms
@@ -104,6 +105,7 @@ class SampleCheck(Watcher):
     """
 
     def __init__(self, run: PipelineRun) -> None:
+        assert isinstance(run.cut, ContainerCut), "modules that are cut by units have another check"
         self._pipeline, self._cut, self._steps, self._device = run, run.cut, run.user_steps, run.device
         self._rank = run.global_ranks[run.local_layers.holdings.rank]
         self._batches = 0

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_pipes.trainer.checkpoint.saving import snapshot_state
 from lightning_pipes.trainer.checkpoint.stored_modules import complete_modules
 from lightning_pipes.trainer.module.capture import Interceptor
-from lightning_pipes.trainer.module.pipelined import CutModule
+from lightning_pipes.trainer.module.pipelined import ContainerCut
 from lightning_pipes.trainer.units.cut import UnitCut, weights_of_stages
 from lightning_pipes.trainer.units.recording import UnitLayout
 from tests.cases import for_each
@@ -39,11 +39,11 @@ class LitOfNet(pl.LightningModule):
         self.net = net
 
 
-def cut_layers(module: pl.LightningModule) -> CutModule:
-    return CutModule(module, "net.layers", [3], Interceptor("self.net.layers"))
+def cut_layers(module: pl.LightningModule) -> ContainerCut:
+    return ContainerCut(module, "net.layers", [3], Interceptor("self.net.layers"))
 
 
-def cut_units(module: pl.LightningModule) -> CutModule:
+def cut_units(module: pl.LightningModule) -> UnitCut:
     names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
     stages = {name: (0,) if "layers.3" in name else (1,) for name in names if "scale" not in name}
     layout = UnitLayout((0, 1), ("a", "b"), (), frozenset(), stages, clones=True)

@@ -24,7 +24,7 @@ from lightning_pipes.trainer.checkpoint.files import AtomicCheckpointIO, load_ma
 from lightning_pipes.trainer.module.capture import Interceptor
 from lightning_pipes.trainer.module.checks import check_module
 from lightning_pipes.trainer.module.deferred import DeferredWeights, check_optimizers, group_layers
-from lightning_pipes.trainer.module.pipelined import CutModule
+from lightning_pipes.trainer.module.pipelined import ContainerCut
 from tests.trainer.lit import WIDTH, Lit, data, differences, plain_values, quiet
 from tests.trainers import make_trainer
 
@@ -378,7 +378,7 @@ def test_only_what_a_checkpoint_needs_to_load_is_read(tmp_path):
 
 def test_a_failed_run_leaves_nothing_to_go_on_with():
     module = on_meta(lambda: nn.Linear(1, 1), lambda: nn.Linear(1, 1))
-    CutModule(module, "model", [0], Interceptor("self.model")).restore(ended=False)
+    ContainerCut(module, "model", [0], Interceptor("self.model")).restore(ended=False)
     with pytest.raises(PipelineError, match=r"model.0.weight has no values: the last run with this object failed"):
         check_module(module, fitting=False)
 

@@ -19,7 +19,7 @@ from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.module import pipelined
 from lightning_pipes.trainer.module.capture import CacheSwitch, Interceptor
-from lightning_pipes.trainer.module.pipelined import CutModule, find_pipelined, log_choice
+from lightning_pipes.trainer.module.pipelined import ContainerCut, find_pipelined, log_choice
 from lightning_pipes.trainer.module.tape import TapedLayer
 from tests.compat.models import LitGPT2
 from tests.trainer.lit import Case, differences, train_cases
@@ -34,7 +34,7 @@ class Layer(nn.Module):
         return self.linear(h)
 
 
-def run(parts: CutModule, number: int, x: Any) -> Any:
+def run(parts: ContainerCut, number: int, x: Any) -> Any:
     """Run a layer as its stage does."""
     return TapedLayer(parts.full[number], number, lambda *_: nullcontext())(x)
 
@@ -45,11 +45,11 @@ class LitLoop(pl.LightningModule):
         self.layers = nn.ModuleList(Layer() for _ in range(layers))
 
 
-def cut(layers: int = 4) -> tuple[LitLoop, Interceptor, CutModule]:
+def cut(layers: int = 4) -> tuple[LitLoop, Interceptor, ContainerCut]:
     """Return a module, its interceptor, and the cut module that holds all of its layers."""
     module = LitLoop(layers)
     interceptor = Interceptor("self.layers", loop=True)
-    return module, interceptor, CutModule(module, "layers", range(layers), interceptor)
+    return module, interceptor, ContainerCut(module, "layers", range(layers), interceptor)
 
 
 def test_values_travel_no_further_than_they_are_needed():
@@ -175,7 +175,7 @@ def test_use_cache_is_off_while_a_step_runs():
     module = LitGPT2(use_cache=True)
     config, seen = module.net.config, []
     interceptor = Interceptor("self.net.transformer.h", loop=True, around=CacheSwitch(module))
-    CutModule(module, "net.transformer.h", range(4), interceptor)
+    ContainerCut(module, "net.transformer.h", range(4), interceptor)
 
     def step(tokens: torch.Tensor) -> Any:
         seen.append(config.use_cache)
@@ -287,7 +287,7 @@ def test_layers_of_layers():
     module = pl.LightningModule()
     module.model = nn.Sequential(nn.Sequential(nn.Linear(1, 1), nn.ReLU()), nn.Linear(1, 1))
     interceptor = Interceptor("self.model")
-    CutModule(module, "model", [0, 1], interceptor)
+    ContainerCut(module, "model", [0, 1], interceptor)
 
     def step() -> Any:
         assert len(module.model[0]) == 2

@@ -11,7 +11,7 @@ import torch
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.module.capture import Interceptor
 from lightning_pipes.trainer.module.optimizers import OptimizerLayout, check_momentum, parameter_names, predict_change
-from lightning_pipes.trainer.module.pipelined import CutModule
+from lightning_pipes.trainer.module.pipelined import ContainerCut
 from tests.trainer.lit import Lit
 
 
@@ -55,7 +55,7 @@ def test_optimizer_keeps_groups_and_loses_foreign_parameters():
         mine = torch.optim.Adagrad(
             [{"params": [p for n, p in other.named_parameters() if n.endswith(e)]} for e in ("weight", "bias")]
         )
-        cut = CutModule(other, "model", local, Interceptor("self.model"))
+        cut = ContainerCut(other, "model", local, Interceptor("self.model"))
         layouts.append((mine, OptimizerLayout(mine, whole)))
         layouts[-1][1].keep_local(cut.is_foreign)
     first, layout = layouts[0]

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from lightning_pipes.trainer.module.capture import Interceptor
-from lightning_pipes.trainer.module.pipelined import CutModule
+from lightning_pipes.trainer.module.pipelined import ContainerCut
 from tests.trainer.lit import Lit, LitTied, restore
 
 
-class TestCutModule:
-    def cut(self, module: pl.LightningModule, local: list[int]) -> CutModule:
-        return CutModule(module, "model", local, Interceptor("self.model"))
+class TestContainerCut:
+    def cut(self, module: pl.LightningModule, local: list[int]) -> ContainerCut:
+        return ContainerCut(module, "model", local, Interceptor("self.model"))
 
     def test_only_local_layers_are_registered_under_their_names(self):
         module = Lit()

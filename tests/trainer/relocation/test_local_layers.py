@@ -21,7 +21,7 @@ from lightning_pipes.engine.watch.fault_points import Fault
 from lightning_pipes.ir import Plan, PlanError, Span
 from lightning_pipes.testing.ranks import run_ranks, scale_timeout, watch_ranks
 from lightning_pipes.trainer.module.capture import Interceptor
-from lightning_pipes.trainer.module.pipelined import CutModule
+from lightning_pipes.trainer.module.pipelined import ContainerCut
 from lightning_pipes.trainer.ranks.holdings import Holdings
 from lightning_pipes.trainer.ranks.ranks import Grid
 from lightning_pipes.trainer.ranks.replicas import BufferSync
@@ -274,7 +274,7 @@ def test_a_layer_takes_along_which_of_its_buffers_change() -> None:
 
 def test_a_copy_of_weights_elsewhere_keeps_their_layer_there() -> None:
     module = Lit()
-    cut = CutModule(module, "model", [0, 1], Interceptor("self.model"))
+    cut = ContainerCut(module, "model", [0, 1], Interceptor("self.model"))
     average = copy.deepcopy(module.model)
     cut.check_arrival(1)
     with pytest.raises(PlanError, match=r"a copy of self.model.2.0.weight, such as a running average, are on the rank"):

@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grad_norm_
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import RanksFailedError, run_ranks
 from lightning_pipes.trainer.module.capture import Interceptor
-from lightning_pipes.trainer.module.pipelined import CutModule
+from lightning_pipes.trainer.module.pipelined import ContainerCut
 from lightning_pipes.trainer.module.remote_tensors import RemoteTensor
 from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.step.clipping import HookClipping
@@ -67,7 +67,7 @@ def test_a_hook_on_the_module_itself_comes_back():
     own: Any = lambda *_: called.append("hook")  # noqa: E731
     vars(module)["on_train_batch_end"] = own
     with Patches() as patches:
-        track_hooks(module, [], CutModule(module, "model", [0], Interceptor("self.model")).scope, patches)
+        track_hooks(module, [], ContainerCut(module, "model", [0], Interceptor("self.model")).scope, patches)
         wrap_module_hooks(module, patches, lambda hook: hook, True, False, lambda: called.append("agree"), lambda: None)
         module.on_train_batch_end(None, None, 0)
     assert called == ["hook", "agree"]
@@ -75,9 +75,9 @@ def test_a_hook_on_the_module_itself_comes_back():
 
 
 @contextmanager
-def in_hook(module: Lit, on_all_ranks: bool = True) -> Iterator[CutModule]:
+def in_hook(module: Lit, on_all_ranks: bool = True) -> Iterator[ContainerCut]:
     """Cut the module to its first three layers, and run a hook in the block."""
-    cut = CutModule(module, "model", [0, 1, 2], Interceptor("self.model"))
+    cut = ContainerCut(module, "model", [0, 1, 2], Interceptor("self.model"))
     with cut.scope.running("Lit.on_hook", on_all_ranks):
         yield cut
 
@@ -124,7 +124,7 @@ def test_what_is_done_to_each_weight_is_done_where_it_is():
     first, second = copy.deepcopy(whole), copy.deepcopy(whole)
     wanted, found = work(whole), {}
     for module, local in ((first, [0, 1, 2]), (second, range(3, 9))):
-        cut = CutModule(module, "model", local, Interceptor("self.model"))
+        cut = ContainerCut(module, "model", local, Interceptor("self.model"))
         with cut.scope.running("Lit.on_hook", True):
             values = {n: t for n, t in work(module).items() if not t.is_meta}
             values |= {f"{n} itself": p for n, p in module.named_parameters() if not p.is_meta}
@@ -188,7 +188,7 @@ def test_random_numbers_for_weights_elsewhere_are_drawn_here_too():
     initialise(whole)
     last = torch.rand(3)
     for module, local in zip(parts, ([0, 1, 2], range(3, 9)), strict=True):
-        cut = CutModule(module, "model", local, Interceptor("self.model"))
+        cut = ContainerCut(module, "model", local, Interceptor("self.model"))
         torch.manual_seed(1)
         with cut.scope.running("Lit.on_hook", True):
             initialise(module)
@@ -271,7 +271,7 @@ def test_gradients_of_other_ranks_are_not_left_out(use: Callable[[Lit], Any]):
     module = Lit()
     module(torch.ones(2, 6)).sum().backward()
     use(module)
-    cut = CutModule(module, "model", [0, 1, 2], Interceptor("self.model"))
+    cut = ContainerCut(module, "model", [0, 1, 2], Interceptor("self.model"))
     own = list(module.parameters())
     patches = Patches()
     HookClipping(lambda: own, cut.scope, All(), None, patches)  # type: ignore[arg-type]
@@ -304,7 +304,7 @@ def test_norms_where_stages_step_apart_and_where_no_hook_runs():
     for one in (module, other):
         one(torch.ones(2, 6)).sum().backward()
     whole = [p.grad for p in other.parameters() if p.grad is not None]
-    cut = CutModule(module, "model", [0, 1, 2], Interceptor("self.model"))
+    cut = ContainerCut(module, "model", [0, 1, 2], Interceptor("self.model"))
     own = list(module.parameters())
     patches = Patches()
     HookClipping(lambda: own, cut.scope, All(), None, patches)  # type: ignore[arg-type]
@@ -347,7 +347,7 @@ def test_a_new_target_of_weights_is_explained():
                 target.data = target.data * 0.9 + p.data * 0.1
 
     module = Hooked()
-    cut = CutModule(module, "model", [0, 1, 2], Interceptor("self.model"))
+    cut = ContainerCut(module, "model", [0, 1, 2], Interceptor("self.model"))
     track_hooks(module, [], cut.scope, Patches())
     with pytest.raises(RuntimeError) as raised:
         module.on_train_batch_end()
@@ -370,7 +370,7 @@ def test_only_hooks_of_the_users_own_are_told_and_they_come_back():
             seen.append((scope.hook, scope.on_all_ranks))
 
     seen: list[Any] = []
-    scope: Any = CutModule(Lit(), "model", [0], Interceptor("self.model")).scope
+    scope: Any = ContainerCut(Lit(), "model", [0], Interceptor("self.model")).scope
     module, own, theirs = Hooked(), Own(), ModelCheckpoint()
     function = LambdaCallback(on_fit_start=lambda *_: seen.append(scope.hook))
     before = function.on_fit_start
