@@ -62,13 +62,14 @@ from lightning_pipes.trainer.step.logs import recorded
 from lightning_pipes.trainer.step.loss_weights import compare_losses, losses_differ
 from lightning_pipes.trainer.step.steps import loss_of
 from lightning_pipes.trainer.step.uses import ChoosesLayers
-from lightning_pipes.trainer.units.batch_end import BatchEnd, Layouts, SampleTrace, find_layouts
+from lightning_pipes.trainer.units.batch_end import BatchEnd, SampleTrace, UnitAxes, find_axes, find_layouts
 from lightning_pipes.trainer.units.borders import Borders, match_starts, merge_units
 from lightning_pipes.trainer.units.cut import WHOLE, UnitCut, weights_of_stages
 from lightning_pipes.trainer.units.fake_run import FakeRun
 from lightning_pipes.trainer.units.joint_step import JointStep
 from lightning_pipes.trainer.units.lazy_step import BACKWARD_HOOKS, Crossing, LazyStep
 from lightning_pipes.trainer.units.recording import StepRecord, UnitLayout, find_atomic, record_step
+from lightning_pipes.trainer.units.rows import CrossingRows
 from lightning_pipes.trainer.units.steps import UnitSteps, stage_modules
 from lightning_pipes.trainer.units.timing import SavedByUnits, UnitCosts, measure_units, shortest
 from lightning_pipes.trainer.units.weight_groups import WeightGroups
@@ -145,6 +146,8 @@ class UnitSetup(ModuleSetup):
         """A batch whose loss is compared with the losses of its parts, or None if nothing is compared."""
         self._loss_warning = ""
         """The reason why training with micro-batches differs from training with one process, or an empty text."""
+        self._crossing_rows: CrossingRows | None = None
+        """Cuts and joins the values between stages. None if all stages and links cut a batch alike."""
         self._cut_description = ""
         """A description of the borders of the stages. Empty if no step was recorded."""
         self._layout = self._lay_units(self._request, self._n_stages)
@@ -199,13 +202,8 @@ class UnitSetup(ModuleSetup):
             decision = self._choose_schedule(request, decision, self._profile)
             request = replace(request, schedule=decision.schedule)
         (cut,) = decision.plans().for_rows(MANY_ROWS)[0].jobs
-        spans = cut.distinct_spans
-        if len(spans) > 1:
-            raise PlanError(
-                f"schedule {request.schedule.name!r} is to cut a batch into {', '.join(str(len(n)) for n in spans)} "
-                "micro-batches on different stages or links. Where modules are cut by units all need the same. "
-                "Give one number, by PipelineStrategy(microbatches=...), or put the layers into one nn.Sequential"
-            )
+        if len(cut.distinct_spans) > 1 and self._layout.names:
+            self._crossing_rows = self._find_crossing_rows(request.schedule.name)
         if planner_of(request.schedule).wants_profile and not self._moves_parts:
             rank_zero_info(
                 f"schedule {request.schedule.name!r} cuts a batch alike for all stages, because "
@@ -278,7 +276,19 @@ class UnitSetup(ModuleSetup):
             return JointStep(module, layout, ranks.index(rank), stages, device, control, of_stages, generators)
 
         steps = UnitSteps(
-            module, precision, plan, rank, seed, device, state, cut, layout, self.end, make_joint, holdings
+            module,
+            precision,
+            plan,
+            rank,
+            seed,
+            device,
+            state,
+            cut,
+            layout,
+            self.end,
+            self._crossing_rows,
+            make_joint,
+            holdings,
         )
         if self._context.is_manual:
             steps.joint = make_joint()
@@ -455,7 +465,7 @@ class UnitSetup(ModuleSetup):
         if not why and self._fake is not None:
             why = "weights are on meta, and losses can't be compared before the module is cut"
         if not why:
-            layouts = self._trace_samples(record.atomic)
+            layouts = find_layouts(self._trace_samples(record.atomic))
             possible = range(after + 1, min(len(layouts) + 1, len(record.units)))
             found = max((n for n in possible if borders.is_possible(n)), default=None)
         ends = self._ranks.control.all_gather(found)
@@ -469,8 +479,11 @@ class UnitSetup(ModuleSetup):
             )
         return None
 
-    def _trace_samples(self, atomic: tuple[str, ...]) -> tuple[Layouts, ...]:
-        """Return the positions of samples in the tensors that units make, up to the first unit that may mix samples."""
+    def _trace_samples(self, atomic: tuple[str, ...]) -> list[UnitAxes]:
+        """Return the places of samples in the tensors that units make.
+
+        The list is empty if the step cannot run with parts of a batch, and the reason is logged.
+        """
         module, device = self._module, self._ranks.device
         step, batch, arguments = named_step(module, "training_step"), self._compared_batch, self._step_arguments()
         try:
@@ -485,8 +498,31 @@ class UnitSetup(ModuleSetup):
             ]
         except Exception as error:  # the user's code may fail with other numbers of samples
             rank_zero_info(f"{type(module).__name__}.training_step was not traced with parts of a batch: {error}")
-            return ()
-        return find_layouts(traces[0], rows // 2, traces[1], rows)
+            return []
+        return find_axes(traces[0], rows // 2, traces[1], rows)
+
+    def _find_crossing_rows(self, schedule: str) -> CrossingRows:
+        """Return an object that cuts and joins the values between stages. This method is collective.
+
+        Args:
+            schedule: the name of the schedule, for the error message.
+
+        Raises:
+            PlanError: the places of samples in these values are unknown.
+        """
+        why = "weights are on meta, so no values can be compared" if self._fake is not None else ""
+        if not why and self._compared_batch is None:
+            why = "the data provide no samples to compare before training"
+        units = [] if why else self._trace_samples(self._layout.atomic)
+        found: list[list[UnitAxes]] = self._ranks.control.all_gather(units)
+        if all(found):
+            return CrossingRows(found[0])
+        raise PlanError(
+            f"Schedule {schedule!r} cuts a batch differently on different stages, ranks or links, but the axes of "
+            f"samples in the values between the stages of {type(self._module).__name__}, which is cut by units, are "
+            f"unknown: {why or 'training_step fails with parts of a batch'}. Use the same number of micro-batches "
+            "everywhere, as with schedule '1f1b', or put the layers into one nn.Sequential"
+        )
 
     def _check_end(self, layout: UnitLayout, border: int) -> None:
         """Make the step end with whole batches if its loss is then equal to the loss of the batch.
@@ -495,7 +531,7 @@ class UnitSetup(ModuleSetup):
             PlanError: the loss is different, and the user requests a loss of whole batches.
         """
         module, device = self._module, self._ranks.device
-        layouts = self._trace_samples(layout.atomic)[:border]
+        layouts = find_layouts(self._trace_samples(layout.atomic))[:border]
         end, differs = BatchEnd(border, layouts), ""
         whole = replace(end.layout(layout), starts=(0, border))
         step, batch, arguments = named_step(module, "training_step"), self._compared_batch, self._step_arguments()
@@ -647,15 +683,15 @@ class UnitSetup(ModuleSetup):
             try:
                 with forked_rng(self._ranks.device):
                     batch = self._example(data, request, stages)
-                    compares = self._settings.check_loss and request.microbatches != 1
-                    looks = compares or self._settings.loss == BATCH
+                    cuts = request.microbatches != 1
+                    looks = cuts or self._settings.loss == BATCH or self._settings.degrees
                     larger = load_batch(data, MAX_COMPARED_ROWS, streams=True) if looks else None
             except NoSampleError as why:
                 raise NotMeasuredError(str(why)) from None
             if larger is not None and rows_of(larger) > MAX_COMPARED_ROWS:  # the items of the dataset are batches
                 larger = make_cutter(larger, rows_of(larger))(Span(0, MAX_COMPARED_ROWS))
             self._compared_batch = private.on_device(trainer, larger)
-            weighs = larger is not None and compares and self._settings.loss != BATCH
+            weighs = larger is not None and cuts and self._settings.check_loss and self._settings.loss != BATCH
             weighs = weighs and self._fake is None  # a comparison needs the values of losses
             return self._record_with(batch), self._rule_out_weights(self._compared_batch) if weighs else None
 

@@ -9,6 +9,7 @@ gradient. If the sender and the receiver cut a batch in the same way, nothing is
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -45,6 +46,14 @@ class Unsampled(NamedTuple):
     """A tensor on an edge, or its gradient, that belongs to a whole micro-batch regardless of its length on axis 0."""
 
     tensor: Any
+
+
+class MicrobatchLeaf(ABC):
+    """A leaf on an edge that describes a whole micro-batch, and not its samples."""
+
+    @abstractmethod
+    def check_joined(self, others: Sequence[Any]) -> None:
+        """Check that this leaf also describes the micro-batches of the `others` after they are joined with this one."""
 
 
 def is_unsampled(node: Any) -> bool:
@@ -128,6 +137,8 @@ def join_rows(pieces: Sequence[tuple[Span, Any]], apart: Collection[int] = ()) -
 def _average(column: Sequence[Any], spans: Sequence[Span]) -> Any:
     """Return the average over rows of values without rows, or the first value if all are equal or not tensors."""
     first, tensors = column[0], [leaf for leaf in column if isinstance(leaf, torch.Tensor)]
+    if isinstance(first, MicrobatchLeaf):
+        first.check_joined(column[1:])
     if len(tensors) < len(column) or all(t is first or torch.equal(t, first) for t in tensors):
         return first
     if any(t.shape != first.shape for t in tensors):

@@ -75,8 +75,12 @@ class SampleIndependenceCheck:
         if self._seeded is not None and not same_random_state(self._seeded, random_state(self._device)):
             self._refuse(f"{self._seeded_for} draws random numbers")
 
-    def check_layer(self, number: int, layer: nn.Module) -> None:
+    def check_layer(self, number: int | str, layer: nn.Module) -> None:
         """Check that a layer contains no module that is known to mix samples.
+
+        Args:
+            number: the number or the name of the layer.
+            layer: the layer.
 
         Raises:
             PlanError: the layer contains such a module.
@@ -428,10 +432,35 @@ class Stage:
                 self.written_buffers[layer.get_submodule(part), last] = tensors[name]
             return out
         if self.recompute and item.training:
-            parts, buffers = self._in_parts, self._buffers
-            with parts.check_buffers(number, layer) if parts is not None else buffers.keep_before(key, number, layer):
+            with self.keep_buffers(key, number, layer):
                 return functional_call(layer, tensors, (x,)) if tensors else layer(x)
         return functional_call(layer, tensors, (x,)) if tensors else layer(x)
+
+    def keep_buffers(self, key: tuple[int, Span, int], number: int, layer: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which a layer runs that will run again.
+
+        The second run reads the same buffers. If it runs in parts, the layer must not change any.
+
+        Args:
+            key: the numbers of the batch and of the layer, and the samples.
+            number: the number of the layer.
+            layer: the layer.
+        """
+        parts = self._in_parts
+        return self._buffers.keep_before(key, number, layer) if parts is None else parts.check_buffers(number, layer)
+
+    def check_layers(self, find_layers: Callable[[], Mapping[str, nn.Module]]) -> None:
+        """Check that layers mix no samples, if the forward will run again in parts.
+
+        Args:
+            find_layers: returns the layers that the body of the stage calls, by name.
+
+        Raises:
+            PlanError: a layer contains a module that mixes samples.
+        """
+        if self._in_parts is not None:
+            for name, layer in find_layers().items():
+                self._in_parts.check_layer(name, layer)
 
     def run_backward(
         self,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import starmap, takewhile
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.module.layouts import Layout
+from lightning_pipes.trainer.ranks.user_lines import user_line
 from lightning_pipes.trainer.units.lazy_step import Crossing
 from lightning_pipes.trainer.units.mode import Function
 from lightning_pipes.trainer.units.recording import UnitLayout
@@ -105,11 +107,17 @@ class DeferredLoss(torch.autograd.Function):
 
 
 class SampleTrace(TracedStep):
-    """Runs a step and keeps the tensors that its units return."""
+    """Runs a step and keeps the tensors that its units make.
+
+    Attributes:
+        made: for each unit, its results that are new tensors, and the pure tensors that it has changed in place.
+        lines: for each unit, the line of the user's code that calls it.
+    """
 
     def __init__(self, module: nn.Module, atomic: Mapping[str, nn.Module], device: torch.device) -> None:
         super().__init__(module, atomic, (), device)
         self.made: list[list[torch.Tensor]] = []
+        self.lines: list[str] = []
 
     def may_draw(self, name: str, path: str | None) -> bool:
         return True
@@ -126,12 +134,39 @@ class SampleTrace(TracedStep):
         ran = self.run_here(name, path, function, args, kwargs, given)
         self.units.append(ran.done)
         pairs = zip(_leaves(ran.done.out), _leaves(ran.out), strict=True) if not ran.done.pure else ()
-        self.made.append([tensor for made, tensor in pairs if isinstance(made, Made)])
+        made = [tensor for leaf, tensor in pairs if isinstance(leaf, Made)]
+        self.made.append(made + [self.values.value(key) for _, key in ran.done.written])
+        self.lines.append(user_line())
         return ran.out
 
 
-def find_layouts(part: SampleTrace, part_rows: int, whole: SampleTrace, rows: int) -> tuple[Layouts, ...]:
-    """Return the layouts of the tensors that units return, up to the first unit that mixes samples or may do so.
+class UnitAxes(NamedTuple):
+    """The places of samples in the tensors that a unit makes.
+
+    Attributes:
+        name: the name of the unit.
+        line: the line of the user's code that calls the unit.
+        layouts: the layout of each tensor in the order of `list_made`, followed by the layouts of the pure tensors that
+            the unit changes in place. None for a tensor that depends on samples and has no axis for them.
+        joins: whether the results of several micro-batches can be joined to the result of the whole batch.
+        is_known: whether micro-batches have the same results except for tensors, so that the next unit is known.
+    """
+
+    name: str
+    line: str
+    layouts: tuple[Layout | None, ...] = ()
+    joins: bool = False
+    is_known: bool = True
+
+
+def find_layouts(units: Sequence[UnitAxes]) -> tuple[Layouts, ...]:
+    """Return the layouts of the tensors that units return, up to the first unit that mixes samples or may do so."""
+    joined = takewhile(lambda unit: unit.joins, units)
+    return tuple(tuple(layout for layout in unit.layouts if layout is not None) for unit in joined)
+
+
+def find_axes(part: SampleTrace, part_rows: int, whole: SampleTrace, rows: int) -> list[UnitAxes]:
+    """Return the places of samples in the tensors of all units, up to the first unit whose `is_known` is False.
 
     Args:
         part: the trace of a step with the first `part_rows` samples of `whole`.
@@ -139,28 +174,41 @@ def find_layouts(part: SampleTrace, part_rows: int, whole: SampleTrace, rows: in
         whole: the trace of a step with a whole batch.
         rows: the number of samples of `whole`.
     """
-    found: list[Layouts] = []
+    found: list[UnitAxes] = []
     groups: dict[int, int] = {}
     for number, (a, b) in enumerate(zip(part.units, whole.units, strict=False)):
-        layouts: list[Layout] = []
-        if (a.name, a.pure) != (b.name, b.pure) or a.written or b.written:
-            return tuple(found)
+        line = whole.lines[number]
         both = list(zip(_leaves(a.out), _leaves(b.out), strict=False)) if not a.pure else []
-        if any(type(one) is not type(other) or not isinstance(one, _PLAIN) for one, other in both):
-            return tuple(found)
-        made = [pair for pair in both if isinstance(pair[0], Made)]
-        for (one, other), *tensors in zip(made, part.made[number], whole.made[number], strict=False):
-            sizes = [
-                (at, *pair) for at, pair in enumerate(zip(one.shape, other.shape, strict=False)) if len({*pair}) > 1
-            ]
-            if len(one.shape) == len(other.shape) and not sizes and torch.equal(*tensors):
-                layouts.append(Layout(None))
-            elif len(sizes) == 1 and sizes[0][1] * rows == sizes[0][2] * part_rows:
-                layouts.append(_find_layout(sizes[0][0], tensors[0], part_rows, tensors[1], rows, groups))
-            else:
-                return tuple(found)
-        found.append(tuple(layouts))
-    return tuple(found)
+        if (a.name, a.pure, a.written) != (b.name, b.pure, b.written) or not all(starmap(_are_alike, both)):
+            return [*found, UnitAxes(b.name, line, is_known=False)]
+        layouts = [
+            _find_axis(*tensors, part_rows, rows, groups)
+            for tensors in zip(part.made[number], whole.made[number], strict=False)
+        ]
+        joins = not a.written and None not in layouts and all(isinstance(one, _PLAIN) for one, _ in both)
+        found.append(UnitAxes(a.name, line, tuple(layouts), joins))
+    return found
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    """Return whether two leaves are tensors, or other objects that are equal."""
+    try:
+        return type(one) is type(other) and (isinstance(one, Made) or bool(one == other))
+    except (TypeError, ValueError, RuntimeError):  # an object without a truth value, such as an array
+        return False
+
+
+def _find_axis(
+    part: torch.Tensor, whole: torch.Tensor, part_rows: int, rows: int, groups: dict[int, int]
+) -> Layout | None:
+    if part.ndim != whole.ndim:
+        return None
+    sizes = [(axis, *pair) for axis, pair in enumerate(zip(part.shape, whole.shape, strict=True)) if len({*pair}) > 1]
+    if not sizes and torch.equal(part, whole):
+        return Layout(None)
+    if len(sizes) == 1 and sizes[0][1] * rows == sizes[0][2] * part_rows:
+        return _find_layout(sizes[0][0], part, part_rows, whole, rows, groups)
+    return None
 
 
 def _find_layout(
@@ -195,8 +243,13 @@ def _leaves(tree: Any) -> list[Any]:
     return found
 
 
+def list_made(done: Done) -> list[Made]:
+    """Return the tensors that a unit makes, in order."""
+    return [leaf for leaf in _leaves(done.out) if isinstance(leaf, Made)]
+
+
 def _made(done: Done, layouts: Layouts) -> list[tuple[Made, Layout]]:
-    return list(zip((leaf for leaf in _leaves(done.out) if isinstance(leaf, Made)), layouts, strict=True))
+    return list(zip(list_made(done), layouts, strict=True))
 
 
 def _join_units(number: int, dones: Sequence[Done], layouts: Layouts, known: dict[int, Layout]) -> Done:
@@ -227,13 +280,13 @@ def _join_units(number: int, dones: Sequence[Done], layouts: Layouts, known: dic
         if axis is None:
             return one
         rows = sum(each.shape[axis] for each in column)
-        return _resize(one, (*one.shape[:axis], rows, *one.shape[axis + 1 :]))
+        return resize(one, (*one.shape[:axis], rows, *one.shape[axis + 1 :]))
 
     joined = iter([join(column) for column in columns])
     return first._replace(out=map_leaves(first.out, lambda _: next(joined)))
 
 
-def _resize(made: Made, shape: tuple[int, ...]) -> Made:
+def resize(made: Made, shape: tuple[int, ...]) -> Made:
     """Return the same value with another shape. The order of its axes in memory is kept."""
     strides, step = [0] * len(shape), 1
     for axis in sorted(range(len(shape)), key=lambda at: (made.stride[at], -at)):

@@ -30,6 +30,7 @@ from lightning_pipes.trainer.units.cut import UnitCut
 from lightning_pipes.trainer.units.joint_step import JointStep
 from lightning_pipes.trainer.units.lazy_step import Crossing, EarlierStageError, LazyStep, explain_change
 from lightning_pipes.trainer.units.recording import UnitLayout
+from lightning_pipes.trainer.units.rows import CrossingRows
 from lightning_pipes.trainer.units.trace import Trace
 from lightning_pipes.trainer.units.whole_step import StreamUnits
 
@@ -51,6 +52,7 @@ class UnitSteps(Steps):
         layout: the parts of the step.
         end: the end of the step that runs once on the whole batch, on the last stage; None if each micro-batch has a
             loss.
+        crossing_rows: cuts and joins the values between stages; None if all stages and links cut a batch alike.
         make_joint: creates an object that runs a step on all stages together, with the present placement of weights.
         holdings: specifies the parts of the layout that each stage has.
     """
@@ -72,6 +74,7 @@ class UnitSteps(Steps):
         cut: UnitCut,
         layout: UnitLayout,
         end: BatchEnd | None,
+        crossing_rows: CrossingRows | None,
         make_joint: Callable[[], JointStep],
         holdings: Holdings,
     ) -> None:
@@ -85,6 +88,7 @@ class UnitSteps(Steps):
         self._end, self.ends_whole = end, end is not None
         self.stream_units = StreamUnits.from_layout(layout, None if end is None else end.border)
         self._lazy: dict[tuple[int, int, bool], LazyStep] = {}
+        self._crossing_rows = crossing_rows
         self._make_joint = make_joint
         self._waiting: dict[Item, dict[Span, tuple[Crossing, list[torch.Tensor | None]]]] = {}
 
@@ -101,11 +105,14 @@ class UnitSteps(Steps):
         last = stage.number == self._stages - 1
         if last and data.weights is not None:
             data.weights.join_replicas()
-        if received is not None and received[1].rows != span.rows:
+        if received is not None and self._crossing_rows is not None:
+            received = self._crossing_rows.enter(received, span.rows, stage.number - 1)
+        elif received is not None and received[1].rows != span.rows:
             raise PipelineError(
-                f"stage {stage.number} has micro-batches of {span.rows} samples, and the stage before it of "
-                f"{received[1].rows}: where modules are cut by units all stages need the same. Leave counts for each "
-                "stage out, or put the layers into one nn.Sequential"
+                f"Stage {stage.number} has micro-batches of {span.rows} samples, and the stage before it of "
+                f"{received[1].rows}. When training began, all stages cut a batch equally, so the axes of samples in "
+                f"the values between the stages of {type(self._module).__name__} are unknown. Begin training with "
+                "the plan that cuts a batch differently, or adopt a plan that cuts it equally everywhere"
             )
         self.state.restore_state()
         with self.step_context(), data.in_initial_state:
@@ -121,6 +128,7 @@ class UnitSteps(Steps):
                 self.state.generators.microbatch(item.number, span),
                 self._weight_changes.watch(stage),
             ):
+                stage.check_layers(partial(self._called_modules, stage.number))
                 try:
                     out = self._run_lazily(stage.number, stage, item, span, step, part, received)
                 except Exception as error:
@@ -131,11 +139,17 @@ class UnitSteps(Steps):
             if last and self._end is not None:
                 return self._defer_loss(self._end, stage, item, span, out)
         if not last:
-            return out
+            return out if self._crossing_rows is None else self._crossing_rows.leave(out, stage.number)
         self.state.note_microbatch(span)
         entered = () if received is None else received[0]
         weights = (p for layer in stage.layers.values() for p in layer.parameters())  # used only if no sample counts
         return self.scale_loss(item, span, out, logged, chain(entered, weights))
+
+    def _called_modules(self, number: int) -> dict[str, nn.Module]:
+        """Return the modules that are units of a stage, by path."""
+        layers, layout = self._holdings.layers[number], self._layout
+        units = {*layout.names[layout.starts[layers.start] : layout.border_of(layers.stop - 1)]} if layout.names else ()
+        return {path: self._module.get_submodule(path) for path in layout.atomic if path in units}
 
     @contextmanager
     def _repeat_buffers(self, stage: Stage, item: Item, span: Span) -> Iterator[None]:
@@ -152,7 +166,7 @@ class UnitSteps(Steps):
                     stack.enter_context(self._cut.show_buffers(copies))
             elif stage.recompute:
                 for key, number, part in with_keys:
-                    stack.enter_context(kept.keep_before(key, number, part))
+                    stack.enter_context(stage.keep_buffers(key, number, part))
             yield
 
     def _defer_loss(self, end: BatchEnd, stage: Stage, item: Item, span: Span, crossing: Crossing) -> torch.Tensor:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 
+from lightning_pipes.engine.compute.spans import MicrobatchLeaf
 from lightning_pipes.engine.messages.message import FrozenLeaf
 from lightning_pipes.engine.trees import SentWhole, make_named
+from lightning_pipes.ir import PipelineError
 
 
 class TemplateLeaf:
@@ -142,7 +144,7 @@ class Done(NamedTuple):
 
 
 @dataclass
-class Trace(SentWhole, FrozenLeaf):
+class Trace(SentWhole, FrozenLeaf, MicrobatchLeaf):
     """The units before a border, and the keys of the values that cross it.
 
     Attributes:
@@ -164,3 +166,37 @@ class Trace(SentWhole, FrozenLeaf):
         return self is other
 
     __hash__ = None  # type: ignore[assignment]
+
+    def check_joined(self, others: Sequence[Trace]) -> None:
+        """Check that micro-batches took the same path, so that a later stage can run them as one.
+
+        Raises:
+            PipelineError: they took different paths.
+        """
+        for other in others:
+            if other is self:
+                continue
+            pairs = zip(self.units, other.units, strict=False)
+            number = next((n for n, (a, b) in enumerate(pairs) if not _took_same_path(a, b)), None)
+            if number is not None or self.keys != other.keys or len(self.units) != len(other.units):
+                at = min(len(self.units), len(other.units)) - 1 if number is None else number
+                raise PipelineError(
+                    f"Micro-batches of one batch took different paths through the step, at unit {at}, "
+                    f"{self.units[at].name}, but the next stage runs their samples together. Let control flow depend "
+                    "on no values of samples, or use a schedule that cuts a batch equally everywhere, such as '1f1b'"
+                )
+
+
+def _took_same_path(one: Done, other: Done) -> bool:
+    """Return whether a unit had the same results for two micro-batches, except for the shapes of tensors."""
+
+    def without_shape(leaf: Any) -> Any:
+        return replace(leaf, shape=(), stride=()) if isinstance(leaf, Made) else leaf
+
+    try:
+        return bool(
+            one._replace(out=map_leaves(one.out, without_shape))
+            == other._replace(out=map_leaves(other.out, without_shape))
+        )
+    except (TypeError, ValueError, RuntimeError):  # results may contain objects without a truth value, such as arrays
+        return False

@@ -34,6 +34,13 @@ FLUSHING: list[tuple[str, dict[str, Any]]] = [
     ("um1f1b", {}),
     ("csp", {}),
 ]
+UNEQUAL: list[tuple[str, dict[str, Any]]] = [
+    ("umpipe", {"forward": (2, 4)}),
+    ("umpipe", {"forward": (4, 2), "backward": (2, 4)}),
+    ("um1f1b", {"forward": (2, 1)}),
+    ("um1f1b", {"forward": (3, 5), "backward": (2, 8), "forward_links": (4,), "backward_links": (1,)}),
+]
+"""Schedules whose stages and links cut a batch into different numbers of micro-batches."""
 LATE = {
     "pipedream": (Streamed("pipedream", 2, 2, {"max_steps": 11}), 11, {9, 11}),
     "pipedream_2bw": (Streamed("pipedream_2bw", 2, 2, {"max_epochs": 1, "accumulate_grad_batches": 3}), 9, {9}),
@@ -62,6 +69,51 @@ class Prepares(Lit):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.log("prepared", batch[0].sum())
+
+
+class Axes(Prepares):
+    """A step that holds values of many forms over the border.
+
+    Samples are on axis 1, in two views, or in two entries for each sample. A mask and a product of weights have no
+    samples, and as many rows as some micro-batches have.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask = nn.Parameter(torch.linspace(0, 1, 16).view(4, 4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        self.steps += 1
+        h = self.model[0](x)
+        views, mask = torch.cat([h, 2 * h]), self.mask.tril()
+        sequence = torch.stack([h, 3 * h, h.tanh(), h])
+        entries = torch.stack([h, h.tanh()], 1).flatten(0, 1)
+        placed = torch.zeros_like(x)
+        placed[:] = h.sin()
+        for layer in self.model[1:-1]:
+            h = layer(h)
+        one, two = views.chunk(2)
+        h = h + one * two + (mask @ sequence.transpose(0, 1)).sum(1) + entries.view(len(x), 2, -1).prod(1) + placed
+        loss = F.cross_entropy(self.model[-1](h + sequence.view(-1, WIDTH).view(4, -1, WIDTH).mean(0)), y)
+        self.log("loss", loss)
+        return loss
+
+
+class Means(Prepares):
+    """A step that holds a mean over samples over the border."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        mean = self.model[0](batch[0]).mean()
+        return super().training_step(batch, batch_idx) + mean
+
+
+class Numbers(Prepares):
+    """A step that reads a value of its samples in front of the border."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        total = self.model[0](batch[0]).sum().item()
+        return super().training_step(batch, batch_idx) + total
 
 
 class Recomputes(Lit):
@@ -141,6 +193,15 @@ def fit_all(rank: int) -> list[Any]:
     return found
 
 
+def fit_unequal(rank: int) -> list[Any]:
+    quiet()
+    options: dict[str, Any] = {"module": "", "loss": "microbatch", "partition": ["model.4"]}
+    given = [(name, args, module) for module in (Prepares, Axes) for name, args in UNEQUAL]
+    found = [fit(PipelineStrategy(name, schedule_args=args, **options), 2, module) for name, args, module in given]
+    recomputed = PipelineStrategy("umpipe", schedule_args={"forward": (2, 4)}, recompute=True, **options)
+    return [*found, fit(recomputed, 2, Axes)]
+
+
 def fit_late(rank: int, folder: str) -> list[Any]:
     found = []
     for name, (case, *_) in LATE.items():
@@ -174,11 +235,13 @@ class Names(Prepares):
         return ["0"]
 
 
+UNEQUAL_CUT: dict[str, Any] = {"schedule": "umpipe", "schedule_args": {"forward": (2, 4)}, "partition": ["model.4"]}
 REFUSED: list[tuple[dict[str, Any], type[Lit], str]] = [
     ({"replan": True, "loss": "batch"}, Prepares, "replan moves units"),
     ({"partition": [9]}, Prepares, "must have numbers from 1 to 8"),
     ({"schedule": "csp"}, Names, "layers_of_batch with schedule 'csp', for units are not"),
-    ({"schedule": "umpipe", "schedule_args": {"forward": (2, 4)}}, Prepares, "'umpipe' is to cut a batch into"),
+    (UNEQUAL_CUT, Means, "sends a tensor of shape () from 'mean', which is called at"),
+    (UNEQUAL_CUT, Numbers, "'item', which is called at"),
     ({}, Hooked, "the checkpoint of torch.distributed around self.model.2 (torch.utils.checkpoint does) does not work"),
     ({"schedule": "hanayo", "loss": "batch"}, Prepares, "schedule 'hanayo' has several stages on a rank"),
 ]
@@ -199,6 +262,15 @@ def test_orders_of_one_batch_are_one_process() -> None:
         for (name, _), (values, counted) in zip(FLUSHING, found, strict=True):
             assert differences(expected, values, 1e-10, f"{name}, rank {rank}") == []
             assert counted == steps or name == "csp"  # csp counts micro-batches, because its batches may overlap
+
+
+def test_unequal_micro_batches_are_one_process() -> None:
+    expected = {module: fit("auto", 1, module) for module in (Prepares, Axes)}
+    for rank, found in enumerate(run_ranks(fit_unequal, 2, timeout=200)):
+        for n, (values, counted) in enumerate(found):
+            whole, steps = expected[Prepares if n < len(UNEQUAL) else Axes]
+            assert differences(whole, values, 1e-10, f"case {n}, rank {rank}") == []
+            assert counted == steps
 
 
 def test_late_weights_are_those_of_one_process_that_is_as_late(tmp_path: Any) -> None:
