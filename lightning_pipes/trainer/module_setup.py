@@ -40,7 +40,7 @@ from lightning_pipes.trainer.session import Session
 from lightning_pipes.trainer.state.generators import ModuleGenerators
 from lightning_pipes.trainer.state.left_values import LeftValues, layers_by_number
 from lightning_pipes.trainer.state.module_state import ModuleState
-from lightning_pipes.trainer.step.steps import Steps
+from lightning_pipes.trainer.step.steps import LayerSteps, UserSteps
 from lightning_pipes.trainer.verify.reference import ReferenceProcess
 
 _log = logging.getLogger(__name__)
@@ -172,15 +172,18 @@ class ModuleSetup(ABC):
         """Initialize the weights of this rank. This method is collective and is called while the module is whole."""
 
     @abstractmethod
-    def make_hidden_state(self, holdings: Holdings) -> HiddenState:
-        """Return the tracker of objects that layers of several stages share. It is called while the module is whole."""
+    def make_hidden_state(self, holdings: Holdings) -> HiddenState | None:
+        """Return the tracker of objects that layers of several stages share, or None if stages send all of them.
+
+        It is called while the module is whole.
+        """
 
     @abstractmethod
     def cut(self, local: Sequence[int]) -> Cut:
         """Cut the module so that this rank keeps the `local` layers."""
 
     @abstractmethod
-    def make_steps(self, part: LocalLayers, plan: Plan, seed: int) -> Steps:
+    def make_steps(self, part: LocalLayers, plan: Plan, seed: int) -> UserSteps:
         """Return the object that runs the user's steps on the stages of this rank.
 
         Args:
@@ -271,14 +274,15 @@ class ContainerSetup(ModuleSetup):
             check_same_cut(self._module, (self.path, tuple(local)), self._ranks.control)
         return ContainerCut(self._module, self.path, local, self._interceptor, self._ranks.device)
 
-    def make_steps(self, part: LocalLayers, plan: Plan, seed: int) -> Steps:
+    def make_steps(self, part: LocalLayers, plan: Plan, seed: int) -> LayerSteps:
         """Return the object that runs the user's steps around the layers of this rank."""
         module, device, cut, holdings = self._module, self._ranks.device, part.cut, part.holdings
         assert isinstance(cut, ContainerCut)
+        assert part.hidden is not None
         generators = ModuleGenerators(module, self._layers, cut.proxy)
         state = ModuleState(
             module, (cut.proxy, *self._layers.modules()), part.hidden.objects_of_layers, device, generators
         )
         left = LeftValues(module, layers_by_number(self._layers), lambda: holdings.local, state, cut.scope, self.path)
         precision = self._context.host.precision_plugin
-        return Steps(module, precision, self._interceptor, plan, holdings.rank, seed, device, state, left)
+        return LayerSteps(module, precision, self._interceptor, plan, holdings.rank, seed, device, state, left)

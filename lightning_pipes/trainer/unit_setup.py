@@ -30,7 +30,6 @@ from lightning_pipes.trainer.module.capture import named_step
 from lightning_pipes.trainer.module.checks import warn_about_module
 from lightning_pipes.trainer.module.cut import SPREAD
 from lightning_pipes.trainer.module.deferred import DeferredWeights, check_same_cut, group_owners, has_meta
-from lightning_pipes.trainer.module.hidden_state import NoHiddenState
 from lightning_pipes.trainer.module.pipelined import LEAST_FOR_STATISTICS, batch_statistics, list_containers
 from lightning_pipes.trainer.module.unchanged import keep_unchanged
 from lightning_pipes.trainer.module_setup import ModuleSetup, SetupContext
@@ -249,9 +248,9 @@ class UnitSetup(ModuleSetup):
         foreign = {id(t) for t, used in stages if used and not local & {*used}} - unsaved
         deferred.make_tensors(lambda tensor: id(tensor) not in foreign, self._settings.seed, ranks)
 
-    def make_hidden_state(self, holdings: Holdings) -> NoHiddenState:
-        """Return an empty tracker, because units pass everything that they share."""
-        return NoHiddenState(holdings, self._ranks.pipeline, self._context.connections.check_later)
+    def make_hidden_state(self, holdings: Holdings) -> None:
+        """Return None, because stages send everything that their units share."""
+        return
 
     def cut(self, local: Sequence[int]) -> UnitCut:
         """Return the module with only the weights of the `local` stages."""
@@ -292,7 +291,6 @@ class UnitSetup(ModuleSetup):
         )
         if self._context.is_manual:
             steps.joint = make_joint()
-        steps.overlaps = not self._request.schedule.flushes
         return steps
 
     def _lay_units(self, request: RunRequest, stages: int) -> UnitLayout:

@@ -114,7 +114,7 @@ class AsynchronousLoop(TrainingLoop):
         self._names_layers = isinstance(run.cut.module, ChoosesLayers)
         self.orders_uses = isinstance(schedule, Policy)
         run.state.expect_overlap(schedule.name, alone=not several)
-        run.user_steps.left.expect_overlap(schedule.name)
+        run.user_steps.expect_overlap(schedule.name)
 
         # Batches in flight, the oldest first.
         self._under_way: deque[AsynchronousStep] = deque()

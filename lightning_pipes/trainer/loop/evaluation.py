@@ -19,7 +19,7 @@ from lightning_pipes.trainer.module.batches import copy_batch, rows_of
 from lightning_pipes.trainer.module.capture import NoCallError
 from lightning_pipes.trainer.state.generators import States
 from lightning_pipes.trainer.step.logs import LogCall, merge, recorded
-from lightning_pipes.trainer.step.steps import Context, Outputs
+from lightning_pipes.trainer.step.steps import Context, LayerSteps, Outputs
 from lightning_pipes.trainer.units.lazy_step import EarlierStageError
 
 
@@ -91,6 +91,13 @@ class Evaluation:
             run.replay.replay_calls(logged)
         return move_data_to_device(out, run.device)
 
+    @property
+    def _layer_steps(self) -> LayerSteps:
+        """The steps of a module that is cut by layers."""
+        steps = self._run.user_steps
+        assert isinstance(steps, LayerSteps)
+        return steps
+
     def _evaluate_jointly(self, item: Item) -> Any:
         """Evaluate one batch on all stages together."""
         run, data = self._run, item.data
@@ -105,7 +112,7 @@ class Evaluation:
 
     def _repeat_jointly(self, item: Item) -> Any:
         """Evaluate a batch again on all stages together. Later batches of its step and loader also run this way."""
-        self._run.user_steps.apply_changes(([], {}, {}))  # restores the state at the start of the batch
+        self._run.user_steps.apply_changes(([], {}))  # restores the state at the start of the batch
         self._joint_steps.add(_key_of(item.data.step, item, item.data.arguments))
         rank_zero_info(
             f"{item.data.name} calls modules of the first stages again after modules of later stages, as decoding "
@@ -163,9 +170,9 @@ class Evaluation:
             if end is not None:  # the step has already run to its end on this rank
                 out, calls = end.out, end.calls
             elif with_layers:
-                out = run.user_steps.finish(step, item, batch, arguments, outputs, partial(self._call_again, item))
+                out = self._layer_steps.finish(step, item, batch, arguments, outputs, partial(self._call_again, item))
             else:
-                out = run.user_steps.run_without_layers(step, item, batch, arguments)
+                out = self._layer_steps.run_without_layers(step, item, batch, arguments)
         if end is not None or not with_layers:
             run.state.note_microbatch(Span(0, item.rows))
         return self._send(out, calls, item)
@@ -186,7 +193,7 @@ class Evaluation:
         """Return the message of the last stage. Before it arrives, run the layers for each further call of the step."""
         run = self._run
         while isinstance(message := run.control.broadcast(None, run.last_rank), _FurtherCall):
-            run.user_steps.begin_call(message.changes)
+            self._layer_steps.begin_call(message.changes)
             self._evaluate_again(item, move_data_to_device(message.x, run.device), message.generators)
         return message
 
@@ -194,7 +201,7 @@ class Evaluation:
         """Run the layers of all stages for a further call by the step on this rank, and return their outputs."""
         run = self._run
         run.control.broadcast(_FurtherCall(x, changes, generators), run.last_rank)
-        run.user_steps.begin_call()
+        self._layer_steps.begin_call()
         return self._evaluate_again(item, x, generators)
 
     def _evaluate_again(self, item: Item, x: Any, generators: States) -> tuple[Item, Outputs]:
@@ -223,7 +230,7 @@ class Evaluation:
         if run.is_first_rank and (known is None or known.with_layers):
             try:
                 with data.context():
-                    run.user_steps.keep_input(step, item, batch, arguments)
+                    self._layer_steps.keep_input(step, item, batch, arguments)
             except NoCallError as error:
                 if known is not None:
                     raise

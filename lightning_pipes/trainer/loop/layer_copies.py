@@ -141,7 +141,7 @@ class LayerCopies:
             run.device,
         )
         run.engine.enable_mirrors(
-            self._mirrors, {n: TapedLayer(layer, n, run.hidden.layer) for n, layer in enumerate(full)}
+            self._mirrors, {n: TapedLayer(layer, n, part.around_layer) for n, layer in enumerate(full)}
         )
 
     def layer_use(self, batch: Any, use: LayerUse, plan: Plan) -> LayerUse:

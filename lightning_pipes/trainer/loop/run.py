@@ -38,7 +38,7 @@ from lightning_pipes.trainer.reports.report import KEPT_WINDOWS, Window
 from lightning_pipes.trainer.reports.stage_bytes import SavedBytes, StageBytes
 from lightning_pipes.trainer.step.logs import LogReplay, MetricState
 from lightning_pipes.trainer.step.loss_weights import LossWeights, Sums
-from lightning_pipes.trainer.step.steps import StepResult, Steps
+from lightning_pipes.trainer.step.steps import StepResult, UserSteps
 
 _log = logging.getLogger(__name__)
 
@@ -188,7 +188,7 @@ class PipelineRun:
         connections: Connections,
         part: LocalLayers,
         plans: Plans,
-        steps: Steps,
+        steps: UserSteps,
         seed: int,
         transport: str,
         check_loss: bool,
@@ -213,7 +213,6 @@ class PipelineRun:
         self.connections = connections
         self.control = control = ranks.pipeline
         self.device = device = ranks.device
-        self.hidden = part.hidden
         self.saved_bytes = SavedBytes()
         self.lists = SampleLists()
         rank = self._rank = part.holdings.rank
@@ -356,7 +355,7 @@ class PipelineRun:
             layers = self.local_layers.layers_of(number)
             made[number] = Stage(
                 number,
-                {n: TapedLayer(layer, n, self.hidden.layer) for n, layer in layers.items()},
+                {n: TapedLayer(layer, n, self.local_layers.around_layer) for n, layer in layers.items()},
                 self._watch_body(number, self.user_steps.stage_body(number)),
                 partial(self._batch_complete, number),
                 recompute=bool(plan.recompute) and plan.recompute[number],

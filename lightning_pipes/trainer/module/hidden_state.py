@@ -327,22 +327,3 @@ def _tensors(thing: Any, depth: int = 3) -> dict[str, torch.Tensor]:
         elif depth and isinstance(entry, CONTAINERS):
             found.update({f"{place}{more}": t for more, t in _tensors(entry, depth - 1).items()})
     return found
-
-
-class NoHiddenState(HiddenState):
-    """A HiddenState without any shared objects.
-
-    Args:
-        holdings: the ranks of each weight.
-        control: the control channel of the pipeline.
-        check_later: defers a check, see `Connections.check_later`.
-    """
-
-    def __init__(self, holdings: Holdings, control: Control, check_later: CheckLater) -> None:
-        self._holdings = holdings
-        self._control = control
-        self._check_later = check_later
-        self._things: dict[int, tuple[str, Any]] = {}
-        self._having: dict[int, list[int]] = defaultdict(list)
-        self._outside: set[int] = set()
-        self.watch_again()

@@ -125,16 +125,17 @@ class TapedLayer(nn.Module):
     Args:
         layer: the layer.
         number: the number of the layer in the whole model.
-        around: called with the number and the layer. It returns a context in which the forward pass runs, or None.
+        around: called with the number and the layer. It returns a context in which the forward pass runs, or None. By
+            default, there is no context.
     """
 
     _run: nn.Module
 
-    def __init__(self, layer: nn.Module, number: int, around: Around) -> None:
+    def __init__(self, layer: nn.Module, number: int, around: Around | None = None) -> None:
         super().__init__()
         self.layer = layer
         self.number = number
-        self._around = around
+        self._around = around or _no_context
         self.__dict__["_run"] = layer  # faster than the lookup of a registered module
 
     def forward(self, x: Any) -> Any:
@@ -148,6 +149,10 @@ class TapedLayer(nn.Module):
             return layer(x)
 
     __call__ = forward  # hooks are on the layer
+
+
+def _no_context(number: int, layer: nn.Module) -> None:
+    return None
 
 
 def fill_tree(tree: Any, value: Callable[[OuterValue | Output], Any]) -> Any:

@@ -190,7 +190,7 @@ class LayerProfiler:
         self._device = device
         self._collective = collective
         self._interceptor = Interceptor(f"self.{path}", isinstance(full, nn.ModuleList), CacheSwitch(module))
-        self._taped = [TapedLayer(layer, n, lambda *_: None) for n, layer in enumerate(full)]
+        self._taped = [TapedLayer(layer, n) for n, layer in enumerate(full)]
         with_number = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         self._arguments = (0,) if with_number else ()
         self._logs = rank_zero_only.rank == 0  # type: ignore[attr-defined]

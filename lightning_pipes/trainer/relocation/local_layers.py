@@ -60,7 +60,7 @@ class LocalLayers:
         self,
         cut: Cut,
         holdings: Holdings,
-        hidden: HiddenState,
+        hidden: HiddenState | None,
         layouts: Sequence[OptimizerLayout],
         replicas: Replicas,
         ranks: Ranks,
@@ -68,6 +68,8 @@ class LocalLayers:
         steps_by_batch: bool = False,
     ) -> None:
         self.cut, self.holdings, self.hidden = cut, holdings, hidden
+        self.around_layer = None if hidden is None else hidden.layer
+        """Returns a context for the forward of a layer, see `HiddenState.layer`. None if there is no such context."""
         self.buffers = BufferSync(cut.module, replicas.group or holdings.make_stage_group(ranks.control))
         self.layouts, self._replicas, self._control, self.device = layouts, replicas, ranks.control, ranks.device
         self._shares_rank = shares_rank
@@ -111,7 +113,8 @@ class LocalLayers:
         for layer, (state, changing) in arrived.items():
             state.put_optimizer_states(self.cut.full[layer], self.optimizers, self.device)
             self.buffers.follow_names(self._prefix(layer), changing)
-        self.hidden.watch_again()
+        if self.hidden is not None:
+            self.hidden.watch_again()
         self._connect_gradients()
 
     def state_of(self, layer: int, gradients: bool = True) -> LayerState:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -341,25 +342,24 @@ def run_stage(stage: Stage, item: Item, span: Span, received: Any) -> Any:
     return received._replace(out=out) if isinstance(received, ChangedInput) else out
 
 
-class Steps:
-    """Runs the user's `*_step` methods around the pipelined module, for which `interceptor` is a placeholder.
+class UserSteps(ABC):
+    """Runs the user's `*_step` methods on the stages of this rank.
 
-    If this rank runs a step several times with the same samples, all runs except for the last one get copies of them. A
-    step may modify its batch in place, and each run must find the batch as it was loaded.
+    Subclasses differ in how the module is cut. If this rank runs a step several times with the same samples, all runs
+    except for the last one get copies of them. A step may modify its batch in place, and each run must find the batch
+    as it was loaded.
 
     Args:
         module: the user's module.
         precision: the precision plugin.
-        interceptor: the placeholder of the pipelined module.
         plan: specifies the stages of this rank, and whether they recompute.
-        rank: the position of this rank in the pipeline.
         seed: the seed of the random numbers of the steps.
         device: the device of this rank.
         state: the state of the module around its layers.
-        left: the values that layers leave for the code after them.
+        weight_changes: detects changes of weights by the steps.
     """
 
-    runs_whole_evaluation: ClassVar[bool] = False
+    runs_whole_evaluation: ClassVar[bool]
     """Whether each stage runs its part of a whole evaluation step. Otherwise, the step runs around the layers."""
     ends_whole = False
     """Whether the loss is computed once for all samples of a batch."""
@@ -376,31 +376,32 @@ class Steps:
         self,
         module: pl.LightningModule,
         precision: Precision,
-        interceptor: Interceptor,
         plan: Plan,
-        rank: int,
         seed: int,
         device: torch.device,
         state: ModuleState,
-        left: LeftValues,
+        weight_changes: WeightChangeCheck,
     ) -> None:
         self._module = module
         self.state = state
-        self.left = left
         self._precision = precision
-        self._interceptor = interceptor
         self._stages = plan.n_stages
-        self._both_ends = {0, plan.n_stages - 1} <= set(plan.stages[rank])
-        self._has_others = len(set(plan.ranks)) > 2
-        self._weight_changes = WeightChangeCheck(module, left.container, left.layers)
-        runs_again = [again[0] for again in (plan.recompute, plan.whole_forward) if again]
-        self._recomputes_first = self._both_ends and any(runs_again)
-        self._unsampled: dict[tuple[int, bool, tuple[int, ...]], list[int]] = {}
-        self._shapes: dict[tuple[str, str], list[_Shapes]] = {}
+        self._weight_changes = weight_changes
         self._train = _NOTHING if _surrounds_nothing(precision) else None
         self._seed = seed
         self._device = device
-        self._changes_input, self._input_looks = False, 0
+
+    @abstractmethod
+    def stage_body(self, number: int) -> Body:
+        """Return the function that stage `number` runs for each micro-batch."""
+
+    @abstractmethod
+    def expect_overlap(self, schedule: str) -> None:
+        """Prepare for batches that overlap.
+
+        Args:
+            schedule: the name of the schedule, for warnings.
+        """
 
     def around_batch(self) -> AbstractContextManager[Any]:
         """Return the context in which the stages of this rank run the micro-batches of a batch."""
@@ -416,11 +417,151 @@ class Steps:
         with self.step_context():
             return {torch.get_autocast_dtype(kind)} if torch.is_autocast_enabled(kind) else set()
 
+    def begin_batch(self, training: bool = True) -> None:
+        """Record the current state of the module as the state with which each micro-batch begins."""
+        self.state.begin_batch()
+
+    def collect_changes(self) -> tuple[Any, ...]:
+        """Merge the changes of the state in the batch on the last stage, and return them for `apply_changes`."""
+        return self.state.merge_microbatches(), self.state.generators.end_batch()
+
+    def apply_changes(self, changes: tuple[Any, ...] | None) -> None:
+        """End the batch with the state changes of the last stage, or with None if this rank has the last stage."""
+        if changes is None:
+            self.state.apply_changes()
+            return
+        of_state, of_generators, *_ = changes
+        self.state.apply_changes(of_state)
+        self.state.generators.set_states(of_generators)
+
+    def prepare_last_stage(self, stage: Stage, item: Item, spans: Collection[Span]) -> None:
+        """Prepare the micro-batches of the last stage before the first one arrives.
+
+        The same work takes ten times as long between layers, whose data fills the caches.
+        """
+        stage.prepare_user_seeds(item, spans)
+        item.data.cut(spans)
+
+    def scale_loss(
+        self,
+        item: Item,
+        span: Span,
+        out: Any,
+        logged: list[LogCall],
+        leaving: Iterable[torch.Tensor],
+        compare_candidates: Callable[[], None] = lambda: None,
+    ) -> torch.Tensor:
+        """Keep the result of a training step, and return its loss with the weight that it has in the loss of the batch.
+
+        Args:
+            item: the batch.
+            span: the samples of the micro-batch.
+            out: the return value of the step.
+            logged: the log calls of the step.
+            leaving: tensors from which a loss of zero is computed if the micro-batch does not count.
+            compare_candidates: called before the weight of the micro-batch is used.
+        """
+        data = item.data
+        if out is None and self.may_skip_batches:  # backward then has no graph to run, on any stage
+            data.results[span] = StepResult(None, {}, logged)
+            return torch.zeros((), device=self._device)
+        loss, extras = loss_of(out)
+        data.results[span] = StepResult(loss.detach(), extras, logged)
+        factor = span.rows / item.rows
+        if data.weights is not None:
+            compare_candidates()
+            factor = data.weights.gradient_factor(span)
+        scaled = loss * (factor / data.divisor) if factor else _no_loss(leaving)
+        scaler = getattr(self._precision, "scaler", None)
+        return scaled if scaler is None else scaler.scale(scaled)
+
+    def _blame_states(self, error: Exception, item: Item, span: Span) -> None:
+        """Raise PipelineError if a training step has failed with a part of a batch because of states that are not cut.
+
+        Such states are tensors in attributes of modules that have an axis as long as the batch, such as recurrent
+        states.
+        """
+        names = find_kept_tensors(self._module, item.rows)
+        if isinstance(error, PipelineError) or span.rows == item.rows or not (item.training and names):
+            return
+        raise PipelineError(
+            f"training_step failed with {span.rows} of the {item.rows} samples of a batch ({type(error).__name__}: "
+            f"{error}). {', '.join(names)}, which an earlier step has set, has an axis of {item.rows} entries, and "
+            "every micro-batch reads all of them. States that belong to samples, such as the states of recurrent "
+            "layers, need PipelineStrategy(microbatches=1)"
+        ) from error
+
+    def _seed_user_code(self, item: Item, layer: int) -> None:
+        seed = stream_seed(self._seed, item.job, layer, item.number, Span(0, item.rows))
+        seed_for_layer(layer, seed, self._device)
+
+
+class LayerSteps(UserSteps):
+    """Runs the user's steps around the pipelined module, for which `interceptor` is a placeholder.
+
+    Args:
+        module: the user's module.
+        precision: the precision plugin.
+        interceptor: the placeholder of the pipelined module.
+        plan: specifies the stages of this rank, and whether they recompute.
+        rank: the position of this rank in the pipeline.
+        seed: the seed of the random numbers of the steps.
+        device: the device of this rank.
+        state: the state of the module around its layers.
+        left: the values that layers leave for the code after them.
+    """
+
+    runs_whole_evaluation = False
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        precision: Precision,
+        interceptor: Interceptor,
+        plan: Plan,
+        rank: int,
+        seed: int,
+        device: torch.device,
+        state: ModuleState,
+        left: LeftValues,
+    ) -> None:
+        changes = WeightChangeCheck(module, left.container, left.layers)
+        super().__init__(module, precision, plan, seed, device, state, changes)
+        self.left = left
+        self._interceptor = interceptor
+        self._both_ends = {0, plan.n_stages - 1} <= set(plan.stages[rank])
+        self._has_others = len(set(plan.ranks)) > 2
+        runs_again = [again[0] for again in (plan.recompute, plan.whole_forward) if again]
+        self._recomputes_first = self._both_ends and any(runs_again)
+        self._unsampled: dict[tuple[int, bool, tuple[int, ...]], list[int]] = {}
+        self._shapes: dict[tuple[str, str], list[_Shapes]] = {}
+        self._changes_input, self._input_looks = False, 0
+
     def stage_body(self, number: int) -> Body:
         """Return the function that stage `number` runs for each micro-batch."""
         if number == self._stages - 1:
             return self._run_last_stage
         return self._run_middle_stage if number else self._run_first_stage
+
+    def expect_overlap(self, schedule: str) -> None:
+        """Prepare a warning of layers that count micro-batches, because batches overlap."""
+        self.left.expect_overlap(schedule)
+
+    def begin_batch(self, training: bool = True) -> None:
+        """Record the current state of the module and its layers as the state with which each micro-batch begins."""
+        super().begin_batch(training)
+        self.left.begin_batch(training)
+
+    def collect_changes(self) -> tuple[Any, ...]:
+        """Merge the changes of the module and its layers in the batch, and return them for `apply_changes`."""
+        self.left.end_batch()
+        return (*super().collect_changes(), self.left.collect_changes())
+
+    def apply_changes(self, changes: tuple[Any, ...] | None) -> None:
+        """End the batch with the changes of the last stage, or with None if this rank has the last stage."""
+        super().apply_changes(changes)
+        if changes is not None:
+            self._apply_layer_changes(changes[-1])
 
     def _run_first_stage(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
         """Run the user's step for one micro-batch until it calls the layers, then run the layers of this stage."""
@@ -536,26 +677,6 @@ class Steps:
         self.state.note_microbatch(span)
         return self.scale_loss(item, span, out, logged, tensors_in(y), partial(self._compare_candidates, stage, item))
 
-    def begin_batch(self, training: bool = True) -> None:
-        """Record the current state of the module and its layers as the state with which each micro-batch begins."""
-        self.state.begin_batch()
-        self.left.begin_batch(training)
-
-    def collect_changes(self) -> tuple[Any, ...]:
-        """Merge the changes of the state in the batch on the last stage, and return them for `apply_changes`."""
-        self.left.end_batch()
-        return self.state.merge_microbatches(), self.left.collect_changes(), self.state.generators.end_batch()
-
-    def apply_changes(self, changes: tuple[Any, ...] | None) -> None:
-        """End the batch with the state changes of the last stage, or with None if this rank has the last stage."""
-        if changes is None:
-            self.state.apply_changes()
-            return
-        of_state, of_layers, of_generators = changes
-        self.state.apply_changes(of_state)
-        self._apply_layer_changes(of_layers)
-        self.state.generators.set_states(of_generators)
-
     def begin_call(self, changes: Any = None) -> None:
         """Begin a further call of the layers by an evaluation step.
 
@@ -668,14 +789,6 @@ class Steps:
         """Set the generators to their states after the code before the layers, which has run for the whole batch."""
         if not span.start:
             self.state.generators.set_states(data.generators)
-
-    def prepare_last_stage(self, stage: Stage, item: Item, spans: Collection[Span]) -> None:
-        """Prepare the micro-batches of the last stage before the first one arrives.
-
-        The same work takes ten times as long between layers, whose data fills the caches.
-        """
-        stage.prepare_user_seeds(item, spans)
-        item.data.cut(spans)
 
     def keep_input(self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...]) -> None:
         """Keep the input that `step` passes to the pipelined module for a whole batch, and how it can be cut.
@@ -844,39 +957,6 @@ class Steps:
         if item.data.weights.undecided and item.data.compare_candidates is not None:
             item.data.compare_candidates(stage, item)
 
-    def scale_loss(
-        self,
-        item: Item,
-        span: Span,
-        out: Any,
-        logged: list[LogCall],
-        leaving: Iterable[torch.Tensor],
-        compare_candidates: Callable[[], None] = lambda: None,
-    ) -> torch.Tensor:
-        """Keep the result of a training step, and return its loss with the weight that it has in the loss of the batch.
-
-        Args:
-            item: the batch.
-            span: the samples of the micro-batch.
-            out: the return value of the step.
-            logged: the log calls of the step.
-            leaving: tensors from which a loss of zero is computed if the micro-batch does not count.
-            compare_candidates: called before the weight of the micro-batch is used.
-        """
-        data = item.data
-        if out is None and self.may_skip_batches:  # backward then has no graph to run, on any stage
-            data.results[span] = StepResult(None, {}, logged)
-            return torch.zeros((), device=self._device)
-        loss, extras = loss_of(out)
-        data.results[span] = StepResult(loss.detach(), extras, logged)
-        factor = span.rows / item.rows
-        if data.weights is not None:
-            compare_candidates()
-            factor = data.weights.gradient_factor(span)
-        scaled = loss * (factor / data.divisor) if factor else _no_loss(leaving)
-        scaler = getattr(self._precision, "scaler", None)
-        return scaled if scaler is None else scaler.scale(scaled)
-
     def _run_again(self, step: Callable[..., Any], item: Item, span: Span, y: Any, batch: Any, rows: int) -> None:
         """Run a step with copies of one micro-batch's layer output, as many as the samples require."""
         copies = [Span(start, start + span.rows) for start in range(0, rows, span.rows)]
@@ -886,22 +966,6 @@ class Steps:
     def _run_layers_again(self, stage: Stage, item: Item, step: Callable[..., Any], batch: Any, rows: int) -> None:
         """Run a step up to the layers, and the layers of the first stage."""
         stage.run_layers(item, Span(0, rows), self._interceptor.capture(step, batch, *item.data.arguments))
-
-    def _blame_states(self, error: Exception, item: Item, span: Span) -> None:
-        """Raise PipelineError if a training step has failed with a part of a batch because of states that are not cut.
-
-        Such states are tensors in attributes of modules that have an axis as long as the batch, such as recurrent
-        states.
-        """
-        names = find_kept_tensors(self._module, item.rows)
-        if isinstance(error, PipelineError) or span.rows == item.rows or not (item.training and names):
-            return
-        raise PipelineError(
-            f"training_step failed with {span.rows} of the {item.rows} samples of a batch ({type(error).__name__}: "
-            f"{error}). {', '.join(names)}, which an earlier step has set, has an axis of {item.rows} entries, and "
-            "every micro-batch reads all of them. States that belong to samples, such as the states of recurrent "
-            "layers, need PipelineStrategy(microbatches=1)"
-        ) from error
 
     def _blame_cut(self, error: Exception, item: Item, span: Span, run: Callable[[Any, int], object]) -> None:
         """Raise PipelineError if a step has failed because its batch is cut.
@@ -940,10 +1004,6 @@ class Steps:
             "because graphs are merged into one graph whose edges refer to nodes by number, needs "
             "PipelineStrategy(microbatches=1)"
         ) from error
-
-    def _seed_user_code(self, item: Item, layer: int) -> None:
-        seed = stream_seed(self._seed, item.job, layer, item.number, Span(0, item.rows))
-        seed_for_layer(layer, seed, self._device)
 
 
 def _surrounds_nothing(precision: Precision) -> bool:

@@ -65,12 +65,12 @@ class WeightChangeCheck:
 
     Args:
         module: the user's module.
-        container: the path of the pipelined module in the user's module.
+        container: the path of the pipelined module in the user's module; empty if there is none.
         layers: all layers of the pipelined module, by number.
     """
 
-    def __init__(self, module: nn.Module, container: str, layers: Mapping[int, nn.Module]) -> None:
-        self._module, self._container, self._layers = module, container, layers
+    def __init__(self, module: nn.Module, container: str = "", layers: Mapping[int, nn.Module] | None = None) -> None:
+        self._module, self._container, self._layers = module, container, layers or {}
         self._runs: Counter[int] = Counter()
         self._marks: dict[str, _Mark] | None = None
         self._has_checksums = False

@@ -18,13 +18,12 @@ from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.compute.stage import Body, Stage
 from lightning_pipes.ir import PipelineError, Plan, Span
 from lightning_pipes.trainer.module.batches import copy_batch
-from lightning_pipes.trainer.module.capture import Interceptor, named_step
+from lightning_pipes.trainer.module.capture import named_step
 from lightning_pipes.trainer.ranks.holdings import Holdings
-from lightning_pipes.trainer.state.left_values import LeftValues
 from lightning_pipes.trainer.state.module_state import ModuleState
 from lightning_pipes.trainer.step.logs import LogCall, recorded
-from lightning_pipes.trainer.step.steps import EvaluationBatch, StepResult, Steps, WholeBatch, loss_of
-from lightning_pipes.trainer.step.weight_changes import explain_repetition
+from lightning_pipes.trainer.step.steps import EvaluationBatch, StepResult, UserSteps, WholeBatch, loss_of
+from lightning_pipes.trainer.step.weight_changes import WeightChangeCheck, explain_repetition
 from lightning_pipes.trainer.units.batch_end import BatchEnd, DeferredLoss
 from lightning_pipes.trainer.units.cut import UnitCut
 from lightning_pipes.trainer.units.joint_step import JointStep
@@ -35,7 +34,7 @@ from lightning_pipes.trainer.units.trace import Trace
 from lightning_pipes.trainer.units.whole_step import StreamUnits
 
 
-class UnitSteps(Steps):
+class UnitSteps(UserSteps):
     """Runs the user's steps on every stage. Each stage skips the units of the other stages.
 
     Every unit that draws random numbers has its own stream, so the random numbers do not depend on the borders.
@@ -59,8 +58,6 @@ class UnitSteps(Steps):
 
     runs_whole_evaluation = True
     joint: JointStep | None = None
-    overlaps = False
-    """Whether other batches are in flight while a batch runs."""
 
     def __init__(
         self,
@@ -78,9 +75,9 @@ class UnitSteps(Steps):
         make_joint: Callable[[], JointStep],
         holdings: Holdings,
     ) -> None:
-        interceptor = Interceptor("self")
-        left = LeftValues(module, {}, lambda: (), state, cut.scope)
-        super().__init__(module, precision, interceptor, plan, rank, seed, device, state, left)
+        super().__init__(module, precision, plan, seed, device, state, WeightChangeCheck(module))
+        self._overlaps = False
+        """Whether other batches are in flight while a batch runs."""
         self._cut = cut
         self._final = max(plan.stages[rank])
         self.show_version = cut.show_version
@@ -94,6 +91,9 @@ class UnitSteps(Steps):
 
     def around_batch(self) -> AbstractContextManager[Any]:
         return self._cut.show_weights()
+
+    def expect_overlap(self, schedule: str) -> None:
+        self._overlaps = True
 
     def stage_body(self, number: int) -> Body:
         return self._run_stage
@@ -287,7 +287,7 @@ class UnitSteps(Steps):
 
     def _explain_once(self, stage: Stage, item: Item, span: Span) -> str:
         """Return why a change of weights by the step would differ from one process; empty if it would not."""
-        return explain_repetition(stage, item, span, self.overlaps, self.ends_whole)
+        return explain_repetition(stage, item, span, self._overlaps, self.ends_whole)
 
     def _explain_change(self, why_once: str, name: str, is_replaced: bool) -> str:
         """Return the reason why a change of this weight by the step differs from one process; empty if it does not."""

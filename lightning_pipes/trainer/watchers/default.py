@@ -13,6 +13,7 @@ from lightning_pipes.trainer.loop.asynchronous import AsynchronousLoop
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.watcher import Around, EvaluationWatcher, Step, TrainingStep, Watcher, Watchers
 from lightning_pipes.trainer.module.checks import warn_about_small_batch
+from lightning_pipes.trainer.module.hidden_state import HiddenState
 from lightning_pipes.trainer.plan.prediction import Prediction
 from lightning_pipes.trainer.step.hooks import warn_about_hooks
 from lightning_pipes.trainer.step.uses import Overlap
@@ -137,10 +138,10 @@ class FirstBatch(Watcher):
 
 
 class SharedState(EvaluationWatcher):
-    """Watches shared objects in the first batch of training and of evaluation, using `HiddenState`."""
+    """Watches objects that layers share in the first batch of training and of evaluation."""
 
-    def __init__(self, run: PipelineRun) -> None:
-        self._hidden = run.hidden
+    def __init__(self, hidden: HiddenState) -> None:
+        self._hidden = hidden
 
     def around_batch(self, step: Step) -> Around:
         """Return the context that watches the shared objects during the batch, or None if no watch is due."""
@@ -186,7 +187,9 @@ def default_watchers(
     # The averages include the buffers of each batch.
     if run.local_layers.buffers.has_peers and run.local_layers.replica_averages is None:
         watchers.append(BufferBroadcast(run))
-    watchers += [FirstBatch(run), SharedState(run)]
+    watchers.append(FirstBatch(run))
+    if run.local_layers.hidden is not None:
+        watchers.append(SharedState(run.local_layers.hidden))
     if run.connections.turns is not None:  # a single training compares immediately
         watchers.append(DeferredErrors(run))  # errors come before warnings
     if check_loss and run.is_fitting:

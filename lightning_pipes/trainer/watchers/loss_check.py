@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
@@ -40,7 +40,7 @@ from lightning_pipes.trainer.step.loss_weights import (
     candidates_differ,
     find_candidates,
 )
-from lightning_pipes.trainer.step.steps import BatchCopy, StepResult, loss_of, run_stage, why_no_room
+from lightning_pipes.trainer.step.steps import BatchCopy, LayerSteps, StepResult, loss_of, run_stage, why_no_room
 from lightning_pipes.trainer.watchers.logged_values import LoggedValues, Losses, find_weights
 from lightning_pipes.trainer.watchers.sample_check import SampleCheck
 
@@ -110,10 +110,9 @@ class LossCheck(Watcher):
         self._run = run
         self._samples = samples
         self._weights = weights
-        assert isinstance(run.cut, ContainerCut), "modules that are cut by units have another check"
-        self._cut = run.cut
+        self._cut = cast(ContainerCut, run.cut)
         self._module = run.cut.module
-        self._steps = run.user_steps
+        self._steps = cast(LayerSteps, run.user_steps)
         self._device = run.device
         self._waits = True
         self._compared = self._batches = 0

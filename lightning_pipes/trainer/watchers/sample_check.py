@@ -11,7 +11,7 @@ import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -42,7 +42,7 @@ from lightning_pipes.trainer.module.pipelined import ContainerCut
 from lightning_pipes.trainer.module.tape import TapedLayer
 from lightning_pipes.trainer.module.unchanged import evaluation_mode, keep_unchanged
 from lightning_pipes.trainer.private_lightning import is_compiled, spectral_norms
-from lightning_pipes.trainer.step.steps import HOST, why_no_room
+from lightning_pipes.trainer.step.steps import HOST, LayerSteps, why_no_room
 
 _log = logging.getLogger(__name__)
 
@@ -105,8 +105,8 @@ class SampleCheck(Watcher):
     """
 
     def __init__(self, run: PipelineRun) -> None:
-        assert isinstance(run.cut, ContainerCut), "modules that are cut by units have another check"
-        self._pipeline, self._cut, self._steps, self._device = run, run.cut, run.user_steps, run.device
+        self._pipeline, self._device = run, run.device
+        self._cut, self._steps = cast(ContainerCut, run.cut), cast(LayerSteps, run.user_steps)
         self._rank = run.global_ranks[run.local_layers.holdings.rank]
         self._batches = 0
         self._looks = False
