@@ -168,7 +168,6 @@ def choose_setup(context: SetupContext, weights: WholeWeights) -> ModuleSetup:
     path, units = (weights.container, None) if weights.container is not None else choose_cut(context)
     context.session.checkpointing.container = path
     refused = {
-        "a module that is cut by units": path == WHOLE,
         "a module with sharded layers": weights.is_sharded,
         "siblings of a job array on shared ranks": context.shares_ranks,
     }
@@ -208,7 +207,7 @@ def choose_cut(context: SetupContext) -> tuple[str, UnitSetup | None]:
         return WHOLE, None
     if not context.is_fitting and settings.module is None and module in context.by_units:
         return WHOLE, None  # the other steps use the same model
-    keeps_container = bool(settings.module is not None or settings.degrees or find_refused(context))
+    keeps_container = bool(settings.module is not None or find_refused(context))
     try:
         path = choose_container(context)
     except PipelineError as error:

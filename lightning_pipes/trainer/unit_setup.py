@@ -124,10 +124,10 @@ class UnitSetup(ModuleSetup):
         """Runs steps without values if weights are on `meta`."""
         self._check_module()
         self._request = self._complete_request()
-        self._n_stages = len(self._request.schedule.place_stages(self._ranks.grid.length))
+        self._n_stages = len(self._request.schedule.place_stages(self._ranks.grid.n_planned))
         private_transformers.install_output_hooks(module)
-        self._moves_parts = self._request.replanner is not None or (
-            self._request.may_replan and not self._request.schedule.flushes
+        self._moves_parts = not self._settings.degrees and (
+            self._request.replanner is not None or (self._request.may_replan and not self._request.schedule.flushes)
         )
         """Whether units may move between ranks during training."""
         self._run_data: Any = None
@@ -174,11 +174,12 @@ class UnitSetup(ModuleSetup):
                 f"by units, and {' and '.join(refused)} does not work with these. Leave it out, or put the layers into "
                 "one nn.Sequential: PipelineStrategy(module='path.to.it')"
             )
-        return context.connections.complete_request(request, self._ranks.grid.length)
+        return context.connections.complete_request(request, self._ranks.grid.n_planned)
 
     def decide(self) -> Decision:
         """Return the decision, in which each part is one layer."""
-        parts, ranks, request = self._layout.n_parts, self._ranks.grid.length, self._request
+        parts, ranks, request = self._layout.n_parts, self._ranks.grid.n_planned, self._request
+        degrees = self._settings.degrees
         if self._cut_description:
             rank_zero_info(self._cut_description)
         if self.end is not None:
@@ -195,12 +196,12 @@ class UnitSetup(ModuleSetup):
             request = replace(request, microbatches=1)
         least = LEAST_FOR_STATISTICS if batch_statistics(self._module) else 1
         partition = PARAMETERS if len(self._starts) == 1 else list(self._starts[1:])
-        decision = replace(request, partition=partition).unmeasured([1] * parts, ranks, least)
+        decision = replace(request, partition=partition).unmeasured([1] * parts, ranks, least, degrees)
         decision = replace(decision, profile=self._profile)
         if request.chooses and self.end is None and self._profile is not None:
             decision = self._choose_schedule(request, decision, self._profile)
             request = replace(request, schedule=decision.schedule)
-        (cut,) = decision.plans().for_rows(MANY_ROWS)[0].jobs
+        (cut,) = decision.plans(degrees=degrees).for_rows(MANY_ROWS)[0].jobs
         if len(cut.distinct_spans) > 1 and self._layout.names:
             self._crossing_rows = self._find_crossing_rows(request.schedule.name)
         if planner_of(request.schedule).wants_profile and not self._moves_parts:
@@ -269,6 +270,12 @@ class UnitSetup(ModuleSetup):
         holdings = part.holdings
 
         def make_joint() -> JointStep:
+            if holdings.grid.degrees:
+                raise PipelineError(
+                    f"A step of {type(module).__name__} returns to modules of earlier stages, so all stages run it "
+                    f"together, but data_parallel={list(holdings.grid.degrees)} gives stages several ranks. Set "
+                    "data_parallel to a number, or evaluate in a run of its own"
+                )
             ranks = [*dict.fromkeys(holdings.ranks)]
             stages = [ranks.index(holdings.ranks[stage]) for stage in holdings.stage_of_layer]
             of_stages, control = [holdings.global_ranks[each] for each in ranks], self._ranks.pipeline
@@ -605,7 +612,7 @@ class UnitSetup(ModuleSetup):
         if self._fake is not None:  # the cost of a unit is estimated from its operations
             return {}
         if request.chooses:
-            wanted = request.microbatch_rows(self._batch_rows, self._ranks.grid.length)
+            wanted = request.microbatch_rows(self._batch_rows, self._ranks.grid.n_planned)
             sizes |= {size for size in wanted if size < rows}
         found: dict[int, UnitCosts] = {}
         for size in sorted(sizes, reverse=True):
@@ -722,7 +729,7 @@ class UnitSetup(ModuleSetup):
             return batch
         rows = self._batch_rows = batch_rows(data, streams=True)
         if request.chooses:
-            return example_batch(data, request.sample_rows(rows, self._ranks.grid.length))
+            return example_batch(data, request.sample_rows(rows, self._ranks.grid.n_planned))
         return example_batch(data, max(-(-rows // min(rows, request.microbatches or 2 * stages)), 1))
 
     def _record_with(self, batch: Any) -> StepRecord:
@@ -874,7 +881,7 @@ def check_manual(context: SetupContext, refused: Sequence[str]) -> None:
         "replan": context.request.replanner is not None,
         f"microbatches={microbatches}": (microbatches or 1) > 1,
         "loss='batch'": settings.loss == BATCH,
-        f"data_parallel={settings.data_parallel}": settings.replicas > 1,
+        f"data_parallel={settings.data_parallel}": settings.data_parallel != 1,
         f"verify={settings.verify}": settings.verify.batches > 0,
         "recompute=True": context.request.recompute,
         f"schedule {AUTO!r}": context.request.chooses,
@@ -895,7 +902,7 @@ def find_whole_loss_obstacle(context: SetupContext) -> str:
     The result is the same on all ranks.
     """
     schedule, grid = context.request.schedule, context.ranks.grid
-    if grid.replicas > 1:
+    if grid.replicas > 1 or grid.degrees:
         return "data_parallel is more than 1"
     if len(schedule.place_stages(grid.length)) > grid.length or not schedule.flushes:
         return f"schedule {schedule.name!r} has several stages on a rank, or does not flush"

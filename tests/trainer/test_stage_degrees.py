@@ -58,6 +58,17 @@ class LitNumbers(Lit):
         return {"loss": loss, "logits": logits}
 
 
+class LitByUnits(LitNumbers):
+    """A module whose first layer is used again by its last stage, so that it is cut by units."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.model[0](x)
+        x = first
+        for layer in self.model[1:-1]:
+            x = layer(x)
+        return self.model[-1](x + first)  # type: ignore[no-any-return]
+
+
 class LitKeeping(LitNumbers):
     """A module that keeps a value of its batch in an attribute."""
 
@@ -147,6 +158,14 @@ def train_all(rank: int, folder: str) -> dict[str, Any]:
             found[name] = fit(f"{folder}/{name}", schedule, degrees, 3, m)
     found["clipped"] = fit(f"{folder}/clipped", "1f1b", [2, 1], 3, gradient_clip_val=0.05, accumulate_grad_batches=2)
     found["sharded"] = fit(f"{folder}/sharded", "1f1b", [1, 2], 3, strategy={"checkpoint": "sharded"})
+    by_units = {"partition": ["model.4"]}
+    for degrees in DEGREES:
+        for schedule, m in (("1f1b", 2), ("kfkb", 2), ("pipedream", 1)):
+            name = f"{schedule} {degrees} by units"
+            kind = LitNumbers if schedule == "pipedream" else LitByUnits
+            found[name] = fit(f"{folder}/{name}", schedule, degrees, 3, m, module=kind, strategy=by_units)
+    more: dict[str, Any] = {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2, "module": LitByUnits}
+    found["clipped by units"] = fit(f"{folder}/clipped units", "1f1b", [2, 1], 3, strategy={"module": ""}, **more)
     looks = {"every": 2, "windows": 2}
     uneven: dict[str, Any] = {"degrees": [2, 1], "ranks": 3, "module": LitUneven, "max_epochs": 2}
     with pytest.MonkeyPatch.context() as patch:
@@ -252,6 +271,9 @@ def test_weights_logs_and_checkpoints() -> None:
     whole = fit(f"{folder}/whole", "1f1b", None, 1)
     clipped = fit(f"{folder}/one", "1f1b", None, 1, gradient_clip_val=0.05, accumulate_grad_batches=2)
     uneven = fit(f"{folder}/uneven", "1f1b", None, 1, module=LitUneven, max_epochs=2)
+    units = fit(f"{folder}/units", "1f1b", None, 1, module=LitByUnits)
+    more: dict[str, Any] = {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2, "module": LitByUnits}
+    clipped_units = fit(f"{folder}/clipped unit", "1f1b", None, 1, **more)
     for found in ranks:
         for degrees in DEGREES:
             for schedule in ("1f1b", "kfkb"):
@@ -259,7 +281,12 @@ def test_weights_logs_and_checkpoints() -> None:
             for schedule, m in (("pipedream", 1), ("dynpipe", 2)):
                 wanted = stale(Streamed("pipedream", 2, m), 9, {4, 8, 9})
                 assert _largest(found[f"{schedule} {degrees}"]["weights"], wanted["weights"]) < TOLERANCE
+            for schedule in ("1f1b", "kfkb"):
+                _same(found[f"{schedule} {degrees} by units"], units)
+            wanted = stale(Streamed("pipedream", 2, 1), 9, {4, 8, 9})
+            assert _largest(found[f"pipedream {degrees} by units"]["weights"], wanted["weights"]) < TOLERANCE
         _same(found["clipped"], clipped)
+        _same(found["clipped by units"], clipped_units)
         _same(found["sharded"], whole)
         _same(found["balanced"], uneven)
         wanted = stale(Streamed("pipedream", 2, 1), 18, {4, 8, 9, 12, 16, 18, *_changes(found["streamed"])})
