@@ -45,7 +45,7 @@ from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.active_run import ActiveRun
 from lightning_pipes.trainer.checkpoint.files import CheckpointWriter
 from lightning_pipes.trainer.checkpointing import Checkpointing
-from lightning_pipes.trainer.loop.connections import Idle, make_connections
+from lightning_pipes.trainer.loop.connections import Connections, Idle, make_connections
 from lightning_pipes.trainer.module.checks import broadcast_random_state
 from lightning_pipes.trainer.module.cut import Cut
 from lightning_pipes.trainer.module.optimizers import OptimizerLayout
@@ -105,17 +105,13 @@ class Session:
     """Holds connections and common decisions from one call of `setup_environment` of a strategy to the next.
 
     Args:
-        trainer: the Trainer whose run begins.
-        grid: the position of this rank.
-        device: the device of this rank.
-        environment: the cluster environment that started the processes.
-        local_size: the number of ranks on this node.
-        settings: the arguments of the strategy.
+        ranks: the position of this rank, and the control channels to the other ranks.
+        connections: the connections to the other ranks.
+        status: the status of this rank.
+        replicas: the replicas of the pipeline.
+        checkpointing: saves and loads the states of all ranks.
 
     Attributes:
-        connections: the connections to the other ranks. They must be released even if `connect` fails.
-        status: the status of this rank.
-        is_connected: whether `connect` has finished, so that `ranks`, `replicas` and `checkpointing` exist.
         cut: the module after it was cut. None before this and after the run.
         layouts: for each optimizer, the parameters of the whole module that this rank steps.
         active_run: the current run, or None before and after a run.
@@ -123,49 +119,21 @@ class Session:
         verifier: compares the first batches with training in one process, or None.
     """
 
-    ranks: Ranks
-    replicas: Replicas
-    checkpointing: Checkpointing
-
     def __init__(
         self,
-        trainer: pl.Trainer,
-        grid: Grid,
-        device: torch.device,
-        environment: ClusterEnvironment,
-        local_size: int,
-        settings: Settings,
+        ranks: Ranks,
+        connections: Connections,
+        status: RankStatus,
+        replicas: Replicas,
+        checkpointing: Checkpointing,
     ) -> None:
-        self._trainer, self._grid, self._device, self._settings = trainer, grid, device, settings
-        self._environment, self._local_size = environment, local_size
-        self.is_connected = False
+        self.ranks, self.connections, self.status = ranks, connections, status
+        self.replicas, self.checkpointing = replicas, checkpointing
         self.cut: Cut | None = None
         self.layouts: list[OptimizerLayout] = []
         self.active_run: ActiveRun | None = None
         self.verifier: Verifier | None = None
         self.step_count = StepCount()
-        self._needs_process_group = not private.distributed_is_initialized()
-        if self._needs_process_group:
-            self._open_store()
-        self.connections = make_connections(trainer, grid.rank, grid.size, self._make_watch)
-        self.status = RankStatus(self.connections.report_failure)
-
-    def connect(self, threads: Threads, writing: CheckpointWriter) -> None:
-        """Connect this rank with the other ranks. This method is collective."""
-        grid, settings = self._grid, self._settings
-        if self._needs_process_group:
-            self._make_process_group()
-        control = self.connections.connect(self._make_control)
-        threads.share_cores(control)
-        self.ranks = Ranks(grid, self._device, control, control.split(grid.pipelines))
-        self.connections.connect_eagerly(self.ranks.pipeline)
-        module = self._trainer.lightning_module
-        self.replicas = Replicas(grid, control, self._device, has_mesh=is_overridden("configure_model", module))
-        private.set_device_mesh(module, self.replicas.mesh)
-        self.checkpointing = Checkpointing(self.ranks, settings.checkpoint == "sharded", writing, self.status)
-        broadcast_random_state(control, self._device)
-        self.is_connected = True
-        _log.debug("connect: rank %d of %d", grid.rank, grid.size)
 
     @property
     def control(self) -> Control:
@@ -184,6 +152,57 @@ class Session:
     def gather_timing(self, own: Share) -> Timing:
         """Return how the time of a window was spent on all ranks of the pipeline."""
         return Timing.from_shares(self.ranks.pipeline.all_gather(own), self.connections.n_siblings == 1)
+
+
+class SessionStart:
+    """Opens the connections of this rank to the other ranks.
+
+    Args:
+        trainer: the Trainer whose run begins.
+        grid: the position of this rank.
+        device: the device of this rank.
+        environment: the cluster environment that started the processes.
+        local_size: the number of ranks on this node.
+        settings: the arguments of the strategy.
+
+    Attributes:
+        connections: the connections to the other ranks. They must be released even if `connect` fails.
+        status: the status of this rank.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        grid: Grid,
+        device: torch.device,
+        environment: ClusterEnvironment,
+        local_size: int,
+        settings: Settings,
+    ) -> None:
+        self._trainer, self._grid, self._device, self._settings = trainer, grid, device, settings
+        self._environment, self._local_size = environment, local_size
+        self._needs_process_group = not private.distributed_is_initialized()
+        if self._needs_process_group:
+            self._open_store()
+        self.connections = make_connections(trainer, grid.rank, grid.size, self._make_watch)
+        self.status = RankStatus(self.connections.report_failure)
+
+    def connect(self, threads: Threads, writing: CheckpointWriter) -> Session:
+        """Connect this rank with the other ranks. This method is collective."""
+        grid, settings = self._grid, self._settings
+        if self._needs_process_group:
+            self._make_process_group()
+        control = self.connections.connect(self._make_control)
+        threads.share_cores(control)
+        ranks = Ranks(grid, self._device, control, control.split(grid.pipelines))
+        self.connections.connect_eagerly(ranks.pipeline)
+        module = self._trainer.lightning_module
+        replicas = Replicas(grid, control, self._device, has_mesh=is_overridden("configure_model", module))
+        private.set_device_mesh(module, replicas.mesh)
+        checkpointing = Checkpointing(ranks, settings.checkpoint == "sharded", writing, self.status)
+        broadcast_random_state(control, self._device)
+        _log.debug("connect: rank %d of %d", grid.rank, grid.size)
+        return Session(ranks, self.connections, self.status, replicas, checkpointing)
 
     def _open_store(self) -> None:
         """Create the store in which the ranks meet. This is called if no process group exists yet."""

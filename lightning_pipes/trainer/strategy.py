@@ -74,7 +74,7 @@ from lightning_pipes.trainer.ranks.threads import Threads
 from lightning_pipes.trainer.ranks.user_lines import find_user_frame, only_looks, user_line, warn_once_per_line
 from lightning_pipes.trainer.reports.report import PipelineReport, RunInfo, Window
 from lightning_pipes.trainer.reports.timing import Share, Timing
-from lightning_pipes.trainer.session import Launcher, Session, warn_if_untested
+from lightning_pipes.trainer.session import Launcher, Session, SessionStart, warn_if_untested
 from lightning_pipes.trainer.setup import prepare
 from lightning_pipes.trainer.step.steps import Context
 from lightning_pipes.trainer.verify.reference import ReferenceProcess, fork_reference
@@ -262,6 +262,7 @@ class PipelineStrategy(PipelineHost):
         self._stages = check_stages(stages, self._request, self._settings)
         self._writing = CheckpointWriter(check_type("async_checkpoint", async_checkpoint, bool))
         self.checkpoint_io = checkpoint_io
+        self._opened: SessionStart | None = None
         self._session: Session | None = None
         self._spread: Cut | None = None
         """The module of the last run if its layers stay on their ranks because they were made on `meta`."""
@@ -286,7 +287,7 @@ class PipelineStrategy(PipelineHost):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, which has the settings but neither the connections nor the current run."""
-        state = {**self.__dict__, **dict.fromkeys(("_session", "_spread"))}
+        state = {**self.__dict__, **dict.fromkeys(("_opened", "_session", "_spread"))}
         return {**state, "_patches": Patches(), "_by_units": WeakSet(), "_replica_world": ReplicaWorld()}
 
     # ---- processes and devices
@@ -378,7 +379,7 @@ class PipelineStrategy(PipelineHost):
             PlanError: the processes are not connected, or the run has no mesh because the module does not override
                 `configure_model`.
         """
-        mesh = None if self._session is None or not self._session.is_connected else self.session.replicas.mesh
+        mesh = None if self._session is None else self.session.replicas.mesh
         if mesh is None:
             raise PlanError(
                 "there is a device mesh while trainer.fit or another method runs, for modules that override "
@@ -394,7 +395,7 @@ class PipelineStrategy(PipelineHost):
     @property
     def session(self) -> Session:
         """The session, which connects this rank with the other ranks until the next call of `setup_environment`."""
-        assert self._session is not None and self._session.is_connected, "setup_environment has not run"  # noqa: PT018
+        assert self._session is not None, "setup_environment has not run"
         return self._session
 
     @property
@@ -458,8 +459,8 @@ class PipelineStrategy(PipelineHost):
             return
         super().setup_environment()
         warn_if_untested()
-        before, self._session = self._session, None
-        if before is not None and before.is_connected:
+        before, self._opened, self._session = self._session, None, None
+        if before is not None:
             before.connections.renew_control(before.control)
         device, local_size = self.root_device, self.num_processes
         if self._stages is not None and self.world_size > 1:
@@ -468,8 +469,9 @@ class PipelineStrategy(PipelineHost):
                 self._stages, self._request, self._settings, self._trainer, hosts, device_memory(device)
             )
             (self._request, self._settings), self._stages = chosen, None
-        self._session = Session(self._trainer, self.grid, device, self._environment, local_size, self._settings)
-        self._session.connect(self._threads, self._writing)
+        settings = self._settings
+        self._opened = SessionStart(self._trainer, self.grid, device, self._environment, local_size, settings)
+        self._session = self._opened.connect(self._threads, self._writing)
         if self.world_size > 1:
             self._replica_world.install(self.grid, self.control)
 
@@ -531,6 +533,7 @@ class PipelineStrategy(PipelineHost):
     def teardown(self) -> None:
         fault_point("teardown")
         module, cut, current, session = self.lightning_module, self._cut, self._active_run, self._session
+        opened = self._opened
         _log.debug("teardown: restoring the module and removing the patches of the run")
         self._patches.close()
         self._replica_world.remove()
@@ -539,17 +542,17 @@ class PipelineStrategy(PipelineHost):
             self._reference = None
         if session is not None:
             session.verifier = None
-            if session.is_connected:
-                session.checkpointing.finish(self._is_isolated)
-            session.connections.release_state()
+            session.checkpointing.finish(self._is_isolated)
+        if opened is not None:
+            opened.connections.release_state()
         ended = False
         if current is not None:
             current.run.settle_layers()
             ended = not self._is_isolated
             connections, ranks = self.session.connections, self.session.ranks if ended else None
             self._reported = current.close(self, connections, ranks, self._settings.gather) or self._reported
-        if session is not None:
-            session.connections.release_control(session.control if session.is_connected else None, self._is_isolated)
+        if opened is not None:
+            opened.connections.release_control(None if session is None else session.control, self._is_isolated)
         if module is not None and not has_meta(module):
             module.cpu()
         if cut is not None:
@@ -579,7 +582,7 @@ class PipelineStrategy(PipelineHost):
             self._module.to(self.root_device)
 
     def process_dataloader(self, dataloader: object) -> object:
-        if self._session is None or not self._session.is_connected or self._session.status.error is not None:
+        if self._session is None or self._session.status.error is not None:
             return dataloader  # the data of a loop is requested outside of a run
         if isinstance(dataloader, DataLoader) and private.seeded_workers(dataloader):
             rank = self.grid.replica  # the same on all stages
@@ -862,7 +865,7 @@ class PipelineStrategy(PipelineHost):
         """
         if isinstance(self._launcher, ForkLauncher) and self._launcher.is_failing:
             return  # the forked ranks have saved the weights, which this process does not have
-        if self._session is None or not self._session.is_connected:  # nothing has run yet, so the module is complete
+        if self._session is None:  # nothing has run yet, so the module is complete
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         checkpointing, current = self._session.checkpointing, self._active_run
@@ -889,7 +892,7 @@ class PipelineStrategy(PipelineHost):
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint, unless this rank has failed and its own part does not replace a complete checkpoint."""
-        if self._session is None or not self._session.is_connected:  # nothing has run yet
+        if self._session is None:  # nothing has run yet
             super().remove_checkpoint(filepath)
         elif self.is_global_zero and (not self._is_isolated or self._session.checkpointing.joins_parts):
             self._session.checkpointing.remove(filepath)
@@ -946,14 +949,14 @@ class PipelineStrategy(PipelineHost):
             shorten_traceback(exception)
         if self._leaving_together and isinstance(exception, SIGTERMException):
             self.control.barrier()  # a launcher may end all processes once the first process has ended
-        elif self._session is not None:
-            self._session.status.report_failure(exception)
+        elif self._opened is not None:
+            self._opened.status.report_failure(exception)
 
     @property
     def _is_isolated(self) -> bool:
         """Whether this rank must not rely on other ranks: before they are connected, and once this rank is failing."""
         session = self._session
-        if session is None or not session.is_connected or session.status.error is not None:
+        if session is None or session.status.error is not None:
             return True
         module = self.lightning_module
         if module is None or module._trainer is None:
