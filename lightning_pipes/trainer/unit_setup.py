@@ -19,7 +19,7 @@ from lightning_pipes.cost import ModelProfile
 from lightning_pipes.cost.layer import LayerProfile, Table
 from lightning_pipes.engine.compute.profiler import optimizer_state
 from lightning_pipes.engine.compute.rng import RngUse, forked_rng, seed_all
-from lightning_pipes.engine.private_torch import backward_hooks, has_composable_checkpoint, unsaved_buffers
+from lightning_pipes.engine.private_torch import backward_hooks, unsaved_buffers
 from lightning_pipes.ir import PipelineError, Plan, PlanError, Policy, Span
 from lightning_pipes.planning.planner import planner_of
 from lightning_pipes.trainer import private_lightning as private
@@ -30,7 +30,12 @@ from lightning_pipes.trainer.module.capture import named_step
 from lightning_pipes.trainer.module.checks import warn_about_module
 from lightning_pipes.trainer.module.cut import SPREAD
 from lightning_pipes.trainer.module.deferred import DeferredWeights, check_same_cut, group_owners, has_meta
-from lightning_pipes.trainer.module.pipelined import LEAST_FOR_STATISTICS, batch_statistics, list_containers
+from lightning_pipes.trainer.module.pipelined import (
+    LEAST_FOR_STATISTICS,
+    batch_statistics,
+    list_containers,
+    work_size,
+)
 from lightning_pipes.trainer.module.unchanged import keep_unchanged
 from lightning_pipes.trainer.module_setup import ModuleSetup, SetupContext
 from lightning_pipes.trainer.plan.decision import Decision, Piece
@@ -67,6 +72,7 @@ from lightning_pipes.trainer.units.cut import WHOLE, UnitCut, weights_of_stages
 from lightning_pipes.trainer.units.fake_run import FakeRun
 from lightning_pipes.trainer.units.joint_step import JointStep
 from lightning_pipes.trainer.units.lazy_step import BACKWARD_HOOKS, Crossing, LazyStep
+from lightning_pipes.trainer.units.mode import runs_as_whole
 from lightning_pipes.trainer.units.recording import StepRecord, UnitLayout, find_atomic, record_step
 from lightning_pipes.trainer.units.rows import CrossingRows
 from lightning_pipes.trainer.units.steps import UnitSteps, stage_modules
@@ -86,6 +92,8 @@ _STEPS = {
     TrainerFn.TESTING: "test_step",
     TrainerFn.PREDICTING: "predict_step",
 }
+MAX_UNIT = 0.75
+"""The largest share of the weights that may be in a module which has to run as a whole on one stage."""
 MAX_COMPARED_ROWS = 32
 """The largest number of samples of a batch whose loss is compared with the losses of its parts."""
 
@@ -122,9 +130,9 @@ class UnitSetup(ModuleSetup):
         is_on_meta = self._ranks.control.any(has_meta(module))[0]
         self._fake = FakeRun(self._ranks.device) if is_on_meta else None
         """Runs steps without values if weights are on `meta`."""
-        self._check_module()
         self._request = self._complete_request()
         self._n_stages = len(self._request.schedule.place_stages(self._ranks.grid.n_planned))
+        self._check_module()
         private_transformers.install_output_hooks(module)
         self._moves_parts = not self._settings.degrees and (
             self._request.replanner is not None or (self._request.may_replan and not self._request.schedule.flushes)
@@ -154,12 +162,17 @@ class UnitSetup(ModuleSetup):
         warn_about_module(module, None)
 
     def _check_module(self) -> None:
-        """Reject a module with backward hooks that need the whole module."""
+        """Reject a module of which a part that one stage must run as a whole is too large.
+
+        Raises:
+            PipelineError: there is such a part.
+        """
         module, owner = self._module, type(self._module).__name__
-        named, differentiates = module.named_modules(), self._context.is_fitting and not self._context.is_manual
-        hooked = next((path for path, part in named if _has_hooks(part, alone=differentiates)), None)
-        if hooked is not None:
-            raise PipelineError(f"{owner}.{hooked}".rstrip(".") + f" has {BACKWARD_HOOKS}")
+        size = work_size(module)
+        for path, part in module.named_modules():
+            is_large = not path or (self._n_stages > 1 and work_size(part) > MAX_UNIT * size)
+            if is_large and runs_as_whole(part):
+                raise PipelineError(f"{owner}.{path}".rstrip(".") + f" {explain_whole(part)}")
 
     def _complete_request(self) -> RunRequest:
         """Return the completed request of the user, or reject settings that need a container of layers."""
@@ -665,7 +678,7 @@ class UnitSetup(ModuleSetup):
         """Return a layout in which the last stage has all weights, or the layout that an earlier run has left."""
         atomic = tuple(find_atomic(self._module))
         named = (*self._module.named_parameters(), *self._module.named_buffers())
-        of_atomic = {id(t) for path in atomic for t in self._module.get_submodule(path).buffers(recurse=False)}
+        of_atomic = {id(t) for path in atomic for t in self._module.get_submodule(path).buffers()}
         last = {name: (stages - 1,) for name, t in named if isinstance(t, nn.Parameter) or id(t) in of_atomic}
         _, _, placed, starts, parts = vars(self._module).get(SPREAD, (WHOLE, (), last, self._starts, stages))
         if len(starts) != stages:  # `cut` rejects this case
@@ -836,9 +849,19 @@ def _measured_loss(out: Any) -> torch.Tensor:
     return loss_of(out)[0]
 
 
-def _has_hooks(part: nn.Module, alone: bool) -> bool:
-    """Return whether a module has backward hooks. If `alone` is False, only modules with submodules count."""
-    return bool(backward_hooks(part)) and (alone or next(part.children(), None) is not None)
+def explain_whole(part: nn.Module) -> str:
+    """Return the reason why a module must run as a whole on one stage, to follow its name."""
+    if private.is_compiled(part):
+        return (
+            "is compiled as a whole, but every rank holds only some of its modules; compile each layer separately "
+            "instead: for layer in layers: layer.compile()"
+        )
+    if backward_hooks(part):
+        return BACKWARD_HOOKS
+    return (
+        "has a checkpoint of torch.distributed, which runs it again as a whole, so that it must be on one stage; apply "
+        "the checkpoint to each layer separately, or use torch.utils.checkpoint"
+    )
 
 
 def _checked_names(partition: Any, stages: int) -> Any:
@@ -919,11 +942,4 @@ def find_refused(context: SetupContext) -> list[str]:
         refused.append(
             f"verify with schedule {schedule.name!r} (with a schedule that flushes, such as '1f1b', it does)"
         )
-    hooked = next((path for path, part in context.module.named_modules() if has_composable_checkpoint(part)), None)
-    if hooked is not None:
-        where = f"self.{hooked}" if hooked else "the whole module"
-        refused.append(f"the checkpoint of torch.distributed around {where} (torch.utils.checkpoint does)")
-    compiled = next((path for path, part in context.module.named_modules() if private.is_compiled(part)), None)
-    if compiled is not None:
-        refused.append(f"compile of {f'self.{compiled}' if compiled else 'the whole module'}")
     return refused

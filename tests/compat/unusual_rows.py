@@ -82,12 +82,6 @@ for way, strategy in (("", {}), (", by units", {"module": ""})):
     odd(f"trainer.train_dataloader.batch_size in the step{way}", module=m.ReadsLoader, strategy=strategy)
 for later in (False, True):
     hooked = f"full backward hooks on layers without parts{', made in on_train_start' * later}"
-    odd(hooked, module=partial(m.BackwardHooks, later), strategy={"module": "model"})
-    odd(
-        f"{hooked}, by units",
-        module=partial(m.BackwardHooks, later),
-        strategy={"module": ""},
-        refused="Register hooks on tensors in the module's forward",
-        reason="register hooks on tensors",
-    )
+    for way, strategy in (("", {"module": "model"}), (", by units", {"module": ""})):
+        odd(f"{hooked}{way}", module=partial(m.BackwardHooks, later), strategy=strategy)
 odd("two attributes for one sparse tensor, one of them replaced by the step", module=m.TwoNames)

@@ -13,6 +13,7 @@ from torchmetrics import Metric
 
 from lightning_pipes.ir import PlanError
 from lightning_pipes.trainer.plan.decision import Piece
+from lightning_pipes.trainer.units.mode import runs_as_whole
 from lightning_pipes.trainer.units.recording import StepRecord
 
 _NEAR = 0.1
@@ -176,7 +177,7 @@ def merge_units(
     """Return the modules, by path, that can be units if a record is cut in front of the units `starts`.
 
     These are the largest modules that no border divides, whose attributes the step does not change, and that log
-    nothing.
+    nothing. Modules that have to run as a whole are not merged with others.
 
     Args:
         module: the user's module.
@@ -186,7 +187,8 @@ def merge_units(
     """
     kept = {path for path, m in module.named_modules() if isinstance(m, (Metric, pl.LightningModule))}
     kept |= record.stateful | {*hidden}
-    opened = {"", *kept} | {path[:n] for path in kept for n, letter in enumerate(path) if letter == "."}
+    around = kept | {path for path in record.atomic if runs_as_whole(module.get_submodule(path))}
+    opened = {"", *kept} | {path[:n] for path in around for n, letter in enumerate(path) if letter == "."}
     found: dict[str, nn.Module] = {}
     for path, part in module.named_modules():
         calls = record.calls.get(path, ())

@@ -32,9 +32,9 @@ Crossing = tuple[Values, Trace]
 
 
 BACKWARD_HOOKS = (
-    "full backward hooks. Where modules are cut by units, the gradients of a module's input and output may be on two "
-    "ranks, so that such hooks can't be called. Register hooks on tensors in the module's forward, by "
-    "Tensor.register_hook, or put the layers into one nn.Sequential and name it: PipelineStrategy(module='path.to.it')"
+    "has backward hooks, so that it must be on one stage as a whole: the gradients of its input and output would be on "
+    "two ranks otherwise. Register such hooks on smaller modules before training begins, or hooks on tensors in the "
+    "module's forward, by Tensor.register_hook"
 )
 """The reason why hooks of `register_full_backward_hook` are refused. It follows the name of a module."""
 
@@ -150,7 +150,7 @@ class LazyStep(TracedStep):
         if self._crossing is not None:
             raise _Border
         if name == "BackwardHookFunction.apply":
-            raise PipelineError(f"A module that the step calls has {BACKWARD_HOOKS}")
+            raise PipelineError(f"A module that the step calls {BACKWARD_HOOKS}")
         number, (_, trace) = len(self.units), self._received
         names = self._layout.names
         self._as_recorded = self._as_recorded and number < len(names) and names[number] == name

@@ -16,11 +16,14 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pipes.engine.private_torch import (
     ReentrantCheckpoint,
+    backward_hooks,
+    has_composable_checkpoint,
     in_functorch,
     is_top_function_mode,
     replace_checkpoints,
     without_top_function_mode,
 )
+from lightning_pipes.trainer.private_lightning import is_compiled
 
 _LOOKING_NAMES = (
     "size dim numel nelement ndimension stride storage_offset is_contiguous element_size dim_order get_device "
@@ -42,6 +45,14 @@ DEVICES = frozenset(("device", "is_meta", "is_cpu", "is_cuda"))
 Function = Callable[..., Any]
 
 
+def runs_as_whole(module: nn.Module) -> bool:
+    """Return whether a module has to be a unit with everything around its forward, including its hooks.
+
+    It is compiled, or its hooks apply to the graph of the whole call.
+    """
+    return is_compiled(module) or bool(backward_hooks(module)) or has_composable_checkpoint(module)
+
+
 class UnitMode(TorchFunctionMode, ABC):
     """Calls `run_unit` for every unit of the code in its block, in order.
 
@@ -55,9 +66,11 @@ class UnitMode(TorchFunctionMode, ABC):
     def __init__(self, atomic: Mapping[str, nn.Module]) -> None:
         super().__init__()
         self._atomic = atomic
+        self._closed = {path for path, module in atomic.items() if any(map(runs_as_whole, module.modules()))}
+        """The modules within which no mode may be active, by path."""
         self._inside = 0
         self._thread = 0
-        self._forwards: list[tuple[dict[str, Any], Any]] = []
+        self._replaced: list[tuple[dict[str, Any], str, Any]] = []
         self._checkpoints, self._depth = 0, 0
 
     @abstractmethod
@@ -114,9 +127,11 @@ class UnitMode(TorchFunctionMode, ABC):
         self._thread, self._inside = get_ident(), 0
         self._checkpoints, self._depth = 0, 0
         for path, module in self._atomic.items():
-            table = vars(module)
-            self._forwards.append((table, table.get("forward")))
-            table["forward"] = partial(self._call_module, path, module.forward)
+            table, name, call = vars(module), "forward", module.forward
+            if path in self._closed or module._backward_hooks or module._backward_pre_hooks:
+                name, call = "_compiled_call_impl", module._compiled_call_impl or module._call_impl
+            self._replaced.append((table, name, table.get(name)))
+            table[name] = partial(self._call_module, path, call)
         self._apply = torch.autograd.Function.__dict__["apply"]  # it makes tensors, but is not a torch function
         before = self._apply
 
@@ -141,12 +156,12 @@ class UnitMode(TorchFunctionMode, ABC):
         self._thread = 0  # forwards that a checkpoint still holds then run unchanged
         torch.autograd.Function.apply = self._apply  # type: ignore[method-assign]
         replace_checkpoints(self._checkpoint_before)
-        for table, forward in self._forwards:
-            if forward is None:
-                del table["forward"]
+        for table, name, before in self._replaced:
+            if before is None:
+                del table[name]
             else:
-                table["forward"] = forward
-        self._forwards = []
+                table[name] = before
+        self._replaced = []
 
     def __torch_function__(self, function: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

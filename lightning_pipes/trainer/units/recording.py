@@ -19,9 +19,10 @@ from torchmetrics import Metric
 
 from lightning_pipes.engine.private_torch import FakeTensor, TorchDispatchMode, in_functorch, packet_of
 from lightning_pipes.ir import PipelineError, PlanError
+from lightning_pipes.trainer.private_lightning import is_compiled
 from lightning_pipes.trainer.ranks.user_lines import user_line
 from lightning_pipes.trainer.units.fake_run import FakeRun, list_places
-from lightning_pipes.trainer.units.mode import Function
+from lightning_pipes.trainer.units.mode import Function, runs_as_whole
 from lightning_pipes.trainer.units.trace import TemplateLeaf, map_leaves, tensors_of
 from lightning_pipes.trainer.units.traced_step import TracedStep, version_of
 from lightning_pipes.trainer.units.values import has_attributes, storage_of
@@ -107,6 +108,13 @@ class StepRecord:
         Raises:
             PlanError: the step does not call the module.
         """
+        whole = next((path for path in self.atomic if place.startswith(f"{path}.")), None)
+        if place not in self.entered and whole is not None:
+            raise PlanError(
+                f"partition names {place!r}, but one stage runs {whole!r} as a whole, because it is compiled, has "
+                "backward hooks or a checkpoint of torch.distributed, or calls a transform of torch.func. Name "
+                f"{whole!r} itself, or a module outside of it"
+            )
         if place not in self.entered:
             close = difflib.get_close_matches(place, self.entered, n=1)
             hint = f". Did you mean {close[0]!r}?" if close else ";"
@@ -190,7 +198,12 @@ class Recorder(TracedStep):
         for path in whole:
             vars(parts[path])["forward"] = partial(self._call_whole, path, parts[path].forward)
         try:
-            with nullcontext() if self._fake is None else self._fake.explain_errors(), self:
+            compiled = any(map(is_compiled, self._module.modules()))  # compiled code hides its operations
+            with (
+                nullcontext() if self._fake is None else self._fake.explain_errors(),
+                torch.compiler.set_stance("force_eager") if compiled else nullcontext(),
+                self,
+            ):
                 out = step(batch, *arguments)
         except _InTransform:
             out = None
@@ -235,6 +248,8 @@ class Recorder(TracedStep):
                 f"a step calls torch's {name} between its modules, and each stage has only a part of the graph from "
                 "loss to weights. Return the loss instead, or train in one process what needs gradients in its loss"
             )
+        if path is not None:
+            self.entered.setdefault(path, len(self.units))
         before = self._flops.total
         given = tensors_of((args, kwargs))
         for tensor in given:
@@ -374,16 +389,17 @@ def find_atomic(
     """Return the modules that are called as units, by path.
 
     These are the modules without children, except the `hidden` ones. The `transformed` modules replace all modules
-    inside of them, because they call transforms of torch.func.
+    inside of them, because they call transforms of torch.func. So do modules that have to run as a whole.
 
     Args:
         module: the user's module.
         hidden: paths of modules that can't be units.
         transformed: paths of modules that must be units.
     """
-    within = tuple(f"{path}." for path in transformed)
+    whole = {*transformed, *(path for path, m in module.named_modules() if path and runs_as_whole(m))}
+    within = tuple(f"{path}." for path in whole)
     named = [(path, m) for path, m in module.named_modules() if path and not path.startswith(within)]
-    return {path: m for path, m in named if path in transformed or (path not in hidden and _is_atomic(m))}
+    return {path: m for path, m in named if path in whole or (path not in hidden and _is_atomic(m))}
 
 
 def record_step(
@@ -425,6 +441,13 @@ def record_step(
         record = run(partial(_record, recorder, step, batch, arguments))
         if not recorder.hidden and not recorder.transformed:
             return record
+        closed = next((path for path in recorder.hidden if runs_as_whole(module.get_submodule(path))), None)
+        if closed is not None:
+            raise PipelineError(
+                f"{type(module).__name__}.{closed} stores tensors in attributes that code outside of it reads. It must "
+                "return them, because it is compiled, or has backward hooks or a checkpoint of torch.distributed, and "
+                "such a module runs as a whole on one stage"
+            )
         hidden |= recorder.hidden
         transformed |= recorder.transformed
     raise PipelineError(

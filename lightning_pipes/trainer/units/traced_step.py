@@ -101,7 +101,7 @@ class TracedStep(UnitMode):
         return name in self._drawing or (path is None and name in _DRAWING)
 
     def sees_inside(self, path: str) -> bool:
-        return path in self._drawing
+        return path in self._drawing and path not in self._closed
 
     def run_inner(self, name: str, function: Function, args: Any, kwargs: Any) -> Any:
         if not (self._weighed or self._in_module):

@@ -9,7 +9,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
-from torch.distributed._composable import checkpoint as compose_checkpoint
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -224,12 +223,6 @@ def fit_moving(rank: int, folder: str) -> tuple[list[Any], tuple[Any, list[set[i
     return found, (fit_streamed(case, folder, partition=["model.4"]), keeps.layers)
 
 
-class Hooked(Prepares):
-    def __init__(self) -> None:
-        super().__init__()
-        compose_checkpoint(self.model[2])
-
-
 class Names(Prepares):
     def layers_of_batch(self, batch: Any) -> list[str]:
         return ["0"]
@@ -242,7 +235,6 @@ REFUSED: list[tuple[dict[str, Any], type[Lit], str]] = [
     ({"schedule": "csp"}, Names, "layers_of_batch with schedule 'csp', for units are not"),
     (UNEQUAL_CUT, Means, "sends a tensor of shape () from 'mean', which is called at"),
     (UNEQUAL_CUT, Numbers, "'item', which is called at"),
-    ({}, Hooked, "the checkpoint of torch.distributed around self.model.2 (torch.utils.checkpoint does) does not work"),
     ({"schedule": "hanayo", "loss": "batch"}, Prepares, "schedule 'hanayo' has several stages on a rank"),
 ]
 
