@@ -219,6 +219,11 @@ def forward_hooks(module: nn.Module) -> list[Any]:
     return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
 
 
+def select_hooked(modules: Mapping[str, nn.Module]) -> set[str]:
+    """Return the keys of the modules that have backward hooks."""
+    return {key for key, module in modules.items() if module._backward_hooks or module._backward_pre_hooks}
+
+
 def backward_hooks(module: nn.Module) -> list[Any]:
     """Return all backward hooks of a module, including pre-hooks."""
     return [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]

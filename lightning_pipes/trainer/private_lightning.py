@@ -671,6 +671,16 @@ def needed_layer_outputs() -> list[str]:
     return [] if collector is None else sorted(k for k in collector.get() or () if not k.startswith("_"))
 
 
+WHOLE_CALL = "_compiled_call_impl"
+"""The attribute of a module with a function that calls run in place of the module's hooks and forward."""
+
+
+def whole_call(module: nn.Module) -> Callable[..., Any]:
+    """Return the function that calls of a module run, with its hooks around its forward."""
+    call: Callable[..., Any] = module._compiled_call_impl or module._call_impl
+    return call
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Return whether calls of a module go through torch.compile, by a wrapper or in place."""
     return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None

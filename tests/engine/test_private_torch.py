@@ -158,6 +158,13 @@ def test_backward_hooks():
     assert not private.has_gradient_hooks(weight)
 
 
+def test_select_hooked():
+    layers = {name: nn.Linear(1, 1) for name in ("full", "before", "none")}
+    layers["full"].register_full_backward_hook(lambda *_: None)
+    layers["before"].register_full_backward_pre_hook(lambda *_: None)
+    assert private.select_hooked(layers) == {"full", "before"}
+
+
 def test_post_accumulate_grad_hooks():
     weight = nn.Parameter(torch.ones(2))
     assert not private.has_accumulate_hooks(weight)

@@ -517,6 +517,17 @@ def test_compiled_in_place():
     assert private.is_compiled(layer)
 
 
+def test_whole_calls():
+    """A call of a module runs the function in `WHOLE_CALL`, which takes the place of its hooks and its forward."""
+    layer = torch.nn.Linear(1, 1)
+    calls = []
+    layer.register_forward_hook(lambda *_: calls.append("hook"))
+    call = private.whole_call(layer)
+    vars(layer)[private.WHOLE_CALL] = lambda x: calls.append("whole") or call(x)
+    layer(torch.zeros(1))
+    assert calls == ["whole", "hook"]
+
+
 def test_pauses_after_this_batch(tmp_path):
     """`pauses_after_this_batch` is true before Lightning does something other than train the next batch.
 

@@ -21,9 +21,10 @@ from lightning_pipes.engine.private_torch import (
     in_functorch,
     is_top_function_mode,
     replace_checkpoints,
+    select_hooked,
     without_top_function_mode,
 )
-from lightning_pipes.trainer.private_lightning import is_compiled
+from lightning_pipes.trainer.private_lightning import WHOLE_CALL, is_compiled, whole_call
 
 _LOOKING_NAMES = (
     "size dim numel nelement ndimension stride storage_offset is_contiguous element_size dim_order get_device "
@@ -126,10 +127,10 @@ class UnitMode(TorchFunctionMode, ABC):
     def __enter__(self) -> UnitMode:
         self._thread, self._inside = get_ident(), 0
         self._checkpoints, self._depth = 0, 0
+        whole = self._closed | select_hooked(self._atomic)
         for path, module in self._atomic.items():
-            table, name, call = vars(module), "forward", module.forward
-            if path in self._closed or module._backward_hooks or module._backward_pre_hooks:
-                name, call = "_compiled_call_impl", module._compiled_call_impl or module._call_impl
+            name, call = (WHOLE_CALL, whole_call(module)) if path in whole else ("forward", module.forward)
+            table = vars(module)
             self._replaced.append((table, name, table.get(name)))
             table[name] = partial(self._call_module, path, call)
         self._apply = torch.autograd.Function.__dict__["apply"]  # it makes tensors, but is not a torch function
