@@ -183,11 +183,11 @@ class ModuleSetup(ABC):
         """Cut the module so that this rank keeps the `local` layers."""
 
     @abstractmethod
-    def make_steps(self, part: LocalLayers, plan: Plan, seed: int) -> UserSteps:
+    def make_steps(self, local_layers: LocalLayers, plan: Plan, seed: int) -> UserSteps:
         """Return the object that runs the user's steps on the stages of this rank.
 
         Args:
-            part: the layers of this rank.
+            local_layers: the layers of this rank.
             plan: the plan of a batch.
             seed: the seed of the random numbers of the steps.
         """
@@ -274,14 +274,14 @@ class ContainerSetup(ModuleSetup):
             check_same_cut(self._module, (self.path, tuple(local)), self._ranks.control)
         return ContainerCut(self._module, self.path, local, self._interceptor, self._ranks.device)
 
-    def make_steps(self, part: LocalLayers, plan: Plan, seed: int) -> LayerSteps:
+    def make_steps(self, local_layers: LocalLayers, plan: Plan, seed: int) -> LayerSteps:
         """Return the object that runs the user's steps around the layers of this rank."""
-        module, device, cut, holdings = self._module, self._ranks.device, part.cut, part.holdings
+        module, device, cut, holdings = self._module, self._ranks.device, local_layers.cut, local_layers.holdings
         assert isinstance(cut, ContainerCut)
-        assert part.hidden is not None
+        assert local_layers.hidden is not None
         generators = ModuleGenerators(module, self._layers, cut.proxy)
         state = ModuleState(
-            module, (cut.proxy, *self._layers.modules()), part.hidden.objects_of_layers, device, generators
+            module, (cut.proxy, *self._layers.modules()), local_layers.hidden.objects_of_layers, device, generators
         )
         left = LeftValues(module, layers_by_number(self._layers), lambda: holdings.local, state, cut.scope, self.path)
         precision = self._context.host.precision_plugin

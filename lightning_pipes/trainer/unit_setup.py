@@ -273,14 +273,14 @@ class UnitSetup(ModuleSetup):
         check_same_cut(module, spread, self._ranks.control)
         return UnitCut(module, layout, self._weights, local, self._ranks.device, spread, self._moves_parts)
 
-    def make_steps(self, part: LocalLayers, plan: Plan, seed: int) -> UnitSteps:
+    def make_steps(self, local_layers: LocalLayers, plan: Plan, seed: int) -> UnitSteps:
         """Return the object that runs the user's steps on the stages of this rank."""
-        module, device, cut, layout = self._module, self._ranks.device, part.cut, self._layout
+        module, device, cut, layout = self._module, self._ranks.device, local_layers.cut, self._layout
         assert isinstance(cut, UnitCut)
         generators = ModuleGenerators(module)
         state = ModuleState(module, stage_modules(module, layout), frozenset(), device, generators)
-        precision, rank = self._context.host.precision_plugin, part.holdings.rank
-        holdings = part.holdings
+        precision, rank = self._context.host.precision_plugin, local_layers.holdings.rank
+        holdings = local_layers.holdings
 
         def make_joint() -> JointStep:
             if holdings.grid.degrees:

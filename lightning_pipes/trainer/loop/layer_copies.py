@@ -120,7 +120,7 @@ class LayerCopies:
     """
 
     def __init__(self, run: PipelineRun, control: Control) -> None:
-        module, full, part = run.cut.module, run.cut.full, run.local_layers
+        module, full, local_layers = run.cut.module, run.cut.full, run.local_layers
         if run.connections.turns is not None:
             raise PipelineError(
                 "layers can't move between batches while siblings of a job array share the ranks; run this training "
@@ -131,17 +131,17 @@ class LayerCopies:
         said = module.costs_of_layers() if isinstance(module, LayerCosts) else None
         self._cuts = Cuts(module, full, policy, control.broadcast(said, control.ranks[0]))
         self._optimizers: Sequence[Optimizer] = ()
-        holdings, here = part.holdings, part.holdings.grid.position
+        holdings, here = local_layers.holdings, local_layers.holdings.grid.position
         self._mirrors = Mirrors(
             dict(enumerate(full)),
             lambda number: holdings.position_of_layer[number] == here,
-            BulkTreeTransport(part.bulk_transfer, run.global_ranks),
+            BulkTreeTransport(local_layers.bulk_transfer, run.global_ranks),
             lambda: self._optimizers,
-            cache(part.group_of),
+            cache(local_layers.group_of),
             run.device,
         )
         run.engine.enable_mirrors(
-            self._mirrors, {n: TapedLayer(layer, n, part.around_layer) for n, layer in enumerate(full)}
+            self._mirrors, {n: TapedLayer(layer, n, local_layers.around_layer) for n, layer in enumerate(full)}
         )
 
     def layer_use(self, batch: Any, use: LayerUse, plan: Plan) -> LayerUse:

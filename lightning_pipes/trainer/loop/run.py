@@ -149,9 +149,9 @@ class PipelineRun:
         trainer: the trainer whose `fit`, `validate`, `test` or `predict` this run executes.
         ranks: the ranks of the job, and the collectives between them.
         connections: the connections to the other ranks.
-        part: the layers and parameters of this rank.
+        local_layers: the layers and parameters of this rank.
         plans: determines how batches are cut and ordered.
-        steps: runs the user's steps.
+        user_steps: runs the user's steps.
         seed: the seed of the random streams of the layers.
         transport: the name of the transport of messages, as in `make_transport`.
         check_loss: whether to determine in the first batches how losses of micro-batches are weighted.
@@ -186,9 +186,9 @@ class PipelineRun:
         trainer: pl.Trainer,
         ranks: Ranks,
         connections: Connections,
-        part: LocalLayers,
+        local_layers: LocalLayers,
         plans: Plans,
-        steps: UserSteps,
+        user_steps: UserSteps,
         seed: int,
         transport: str,
         check_loss: bool,
@@ -196,12 +196,12 @@ class PipelineRun:
         relocation: str = BLOCKING,
         ruled_out: Collection[str] | None = None,
     ) -> None:
-        self.local_layers = part
-        self.cut = cut = part.cut
+        self.local_layers = local_layers
+        self.cut = cut = local_layers.cut
         self.plans = plans
-        self.user_steps = steps
-        self.state = steps.state
-        self.global_ranks = global_ranks = tuple(part.holdings.global_ranks)
+        self.user_steps = user_steps
+        self.state = user_steps.state
+        self.global_ranks = global_ranks = tuple(local_layers.holdings.global_ranks)
         self.windows: deque[Window] = deque(maxlen=KEPT_WINDOWS)
         self.took: list[int] = []
         self.listeners: list[StageListener] = []
@@ -215,7 +215,7 @@ class PipelineRun:
         self.device = device = ranks.device
         self.saved_bytes = SavedBytes()
         self.lists = SampleLists()
-        rank = self._rank = part.holdings.rank
+        rank = self._rank = local_layers.holdings.rank
         plan, order = plans.for_rows(plans.trial_rows)
         self.last_rank = global_ranks[plan.ranks[-1]]
         self.is_first_rank = plan.ranks[0] == rank
@@ -223,7 +223,7 @@ class PipelineRun:
         self.has_last_stage = rank in plan.ranks_of_stages[-1]
         self.last_stage_ranks = tuple(global_ranks[r] for r in plan.ranks_of_stages[-1])
         if len(self.last_stage_ranks) > 1:
-            steps.state.refuse_changes(
+            user_steps.state.refuse_changes(
                 f"the last stage has {len(self.last_stage_ranks)} ranks, each with its own samples. Give it one, as in "
                 "data_parallel=[2, 1], or log the values instead"
             )
@@ -231,7 +231,7 @@ class PipelineRun:
         self.loss_weights = None
         if self.is_fitting and LossWeights.are_needed(cut.module, check_loss or ruled_out is not None):
             sums = (
-                self._sums_over_replicas(ranks) if part.replica_averages is None else None
+                self._sums_over_replicas(ranks) if local_layers.replica_averages is None else None
             )  # otherwise, each replica weights its own batch
             if self.has_last_stage:
                 replicas = ranks.grid.replicas if sums is not None else 1
@@ -250,12 +250,14 @@ class PipelineRun:
             watch=connections.engine_watch,
             turns=connections.turns,
         )
-        self.relocation = LayerRelocation(trainer, part, ranks.control, relocation, plans)
+        self.relocation = LayerRelocation(trainer, local_layers, ranks.control, relocation, plans)
         self.watchers = Watchers()
         self.decision: Decision | None = None
         self.training_loop = make_training_loop(self)
         self.relocation.is_asynchronous = self.training_loop.is_asynchronous
-        steps.may_skip_batches = steps.runs_whole_evaluation and not self.is_asynchronous and ranks.grid.replicas == 1
+        user_steps.may_skip_batches = (
+            user_steps.runs_whole_evaluation and not self.is_asynchronous and ranks.grid.replicas == 1
+        )
         fault_point("transport.made")
 
     @contextmanager

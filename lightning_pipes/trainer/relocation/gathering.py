@@ -49,7 +49,7 @@ class RankInventory(NamedTuple):
     extra: dict[str, Any]
 
 
-def gather_layers(part: LocalLayers, pipeline: Control, gather: str) -> None:
+def gather_layers(local_layers: LocalLayers, pipeline: Control, gather: str) -> None:
     """Send the layers of all ranks to the ranks that will have the whole module.
 
     Collective over the ranks of a pipeline. In addition to the restored tensors, only one message at a time is in
@@ -58,18 +58,18 @@ def gather_layers(part: LocalLayers, pipeline: Control, gather: str) -> None:
     `meta`.
 
     Args:
-        part: the layers of this rank.
+        local_layers: the layers of this rank.
         pipeline: the collectives of the pipeline.
         gather: "all", "rank0", "none" or "auto"; see `choose_receivers`.
 
     Raises:
         PipelineError: a rank has trained a tensor that another rank's copy of the layer does not have.
     """
-    cut = part.cut
+    cut = local_layers.cut
     inventories = gather_inventories(cut, pipeline)
     receivers = choose_receivers(gather, inventories)
     if len(receivers) < len(inventories):
-        move_layers_back(part)
+        move_layers_back(local_layers)
         inventories = gather_inventories(cut, pipeline)
     cut.stays_spread = pipeline.position not in receivers
     if not receivers or len(inventories) == 1:

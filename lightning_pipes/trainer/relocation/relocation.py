@@ -90,7 +90,7 @@ class LayerRelocation:
 
     Args:
         trainer: the trainer of the run.
-        part: the layers of this rank.
+        local_layers: the layers of this rank.
         control: the collectives of all ranks.
         mode: the way in which layers move: BLOCKING, OVERLAPPED or BUFFERED.
         plans: the plans of the run.
@@ -107,13 +107,15 @@ class LayerRelocation:
         PipelineError: the mode is BUFFERED, and the precision does not allow steps to wait.
     """
 
-    def __init__(self, trainer: pl.Trainer, part: LocalLayers, control: Control, mode: str, plans: Plans) -> None:
+    def __init__(
+        self, trainer: pl.Trainer, local_layers: LocalLayers, control: Control, mode: str, plans: Plans
+    ) -> None:
         self.moved: list[MoveRecord] = []
         self.max_lag = 1
         self.keeps_gradients = True
         self.is_asynchronous = False
         self.is_ending = self.is_moving = False
-        self._trainer, self._part, self._control, self._mode = trainer, part, control, mode
+        self._trainer, self._local_layers, self._control, self._mode = trainer, local_layers, control, mode
         self._plans = self._target_plans = plans  # of the last batch, and of the target of a move
         self._transfer: LayerTransfer | None = None
         self._late = DeferredSteps()
@@ -154,7 +156,7 @@ class LayerRelocation:
         These are the `wanted` plans, unless layers have to travel before these plans can be used.
         """
         if self._transfer is None:
-            if self._mode == BLOCKING or wanted.layers in ((), self._part.holdings.layers):
+            if self._mode == BLOCKING or wanted.layers in ((), self._local_layers.holdings.layers):
                 self._plans = wanted
             else:
                 self._begin(wanted, number)
@@ -170,8 +172,8 @@ class LayerRelocation:
     def move_now(self, layers: Sequence[Span]) -> None:
         """Move the layers to the stages that should have them, while all ranks wait."""
         begun = read_seconds()
-        moves = self._part.holdings.list_moves(layers)
-        move_layers(self._part, layers, self.keeps_gradients)
+        moves = self._local_layers.holdings.list_moves(layers)
+        move_layers(self._local_layers, layers, self.keeps_gradients)
         number, took = self._trainer.fit_loop.total_batch_idx, read_seconds() - begun
         self._record_move(MoveRecord(tuple(m.layer for m in moves), number, number, 0, 0, took, took, _sizes(layers)))
 
@@ -224,7 +226,7 @@ class LayerRelocation:
         assert transfer is not None
         now, layers = read_seconds(), tuple(m.layer for m in transfer.moves)
         since, late = now - self._began_at, len(self._sent_batches)
-        stages, waited = _sizes(self._part.holdings.layers), now - self._paused_at
+        stages, waited = _sizes(self._local_layers.holdings.layers), now - self._paused_at
         self._record_move(MoveRecord(layers, self._began, number, late, transfer.n_resent, since, waited, stages))
 
     def _record_move(self, moved: MoveRecord) -> None:
@@ -232,26 +234,26 @@ class LayerRelocation:
         rank_zero_info(str(moved).capitalize())
 
     def _begin(self, wanted: Plans, number: int) -> None:
-        self._transfer = LayerTransfer(self._part, wanted.layers, self._mode == BUFFERED, len(self.moved))
+        self._transfer = LayerTransfer(self._local_layers, wanted.layers, self._mode == BUFFERED, len(self.moved))
         self._began_at, self._began, self._target_plans, self.is_moving = read_seconds(), number, wanted, True
         _log.debug("move: layers %s leave at batch %d", [m.layer for m in self._transfer.moves], number)
         self._pending.clear()
         self._sent_batches.clear()
         if self.is_asynchronous:  # the stream reports every step
             return
-        optimizers = self._part.optimizers
+        optimizers = self._local_layers.optimizers
         self._hooks = [o.register_step_post_hook(partial(self._follow_step, n)) for n, o in enumerate(optimizers)]
         if self._mode == OVERLAPPED:
             self._transfer.send_states()
 
     def _follow_step(self, which: int, optimizer: Optimizer, *_: Any) -> None:
         """Handle the step of an optimizer, with a schedule that flushes."""
-        transfer, part = self._transfer, self._part
+        transfer, local_layers = self._transfer, self._local_layers
         assert transfer is not None
         if transfer.has_left:
             if self._mode == OVERLAPPED:
-                self.defer_step(self._trainer.fit_loop.total_batch_idx, which, optimizer, part.holdings.local)
-        elif which == len(part.optimizers) - 1:
+                self.defer_step(self._trainer.fit_loop.total_batch_idx, which, optimizer, local_layers.holdings.local)
+        elif which == len(local_layers.optimizers) - 1:
             transfer.send_states()  # steps wait from the next batch on
 
     def _can_end(self, number: int) -> bool:

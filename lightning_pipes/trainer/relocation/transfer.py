@@ -117,7 +117,7 @@ class LayerTransfer:
     Collective: all ranks create one, and call its methods in the same order, with `send_step` for the same batches.
 
     Args:
-        part: the layers of this rank.
+        local_layers: the layers of this rank.
         layers: the new layers of each stage.
         defers_steps: whether the steps of all layers wait until the transfer ends. Otherwise, the layers that travel
             still step at the source.
@@ -131,11 +131,13 @@ class LayerTransfer:
         PlanError: see `LocalLayers.check_placement`; or this rank can't take over a layer.
     """
 
-    def __init__(self, part: LocalLayers, layers: Sequence[Span], defers_steps: bool = False, number: int = 0) -> None:
-        part.check_placement(layers)
+    def __init__(
+        self, local_layers: LocalLayers, layers: Sequence[Span], defers_steps: bool = False, number: int = 0
+    ) -> None:
+        local_layers.check_placement(layers)
         self.n_resent = 0
-        self._part, self._layers, self._defers_steps, self._number = part, layers, defers_steps, number
-        self.moves = part.holdings.list_moves(layers)
+        self._local_layers, self._layers, self._defers_steps, self._number = local_layers, layers, defers_steps, number
+        self.moves = local_layers.holdings.list_moves(layers)
         me = process_rank()
         self._leaving = {m.layer: m.target for m in self.moves if m.source == me}
         self._arriving = {m.layer: m.source for m in self.moves if m.target == me}
@@ -145,16 +147,16 @@ class LayerTransfer:
         self._steps: dict[tuple[int, int, int], TransferHandle] = {}
         if self.moves:
             fault_point("move")
-            assert part.bulk_transfer, "asked for by all ranks"
+            assert local_layers.bulk_transfer, "asked for by all ranks"
             for layer in self._arriving:
-                part.cut.check_arrival(layer)
+                local_layers.cut.check_arrival(layer)
             self._states = {layer: self._expect(source, layer, "state") for layer, source in self._arriving.items()}
 
     def send_states(self) -> None:
         """Send the current states. After this, `send_step` sends every step."""
         self._has_left = True
         for layer, target in self._leaving.items():
-            state: Any = vars(self._part.state_of(layer, gradients=False))
+            state: Any = vars(self._local_layers.state_of(layer, gradients=False))
             if not self._defers_steps:  # the state changes while it travels
                 state = pytree.tree_map_only(torch.Tensor, torch.clone, state)
             self._send(target, layer, "state", state)
@@ -193,7 +195,7 @@ class LayerTransfer:
         fault_point("move.step")
         gradients = {p: p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
         for layer in self._leaving.keys() & layers:
-            own = {n: gradients.pop(p) for n, p in self._part.parameters_of(layer).items() if p in gradients}
+            own = {n: gradients.pop(p) for n, p in self._local_layers.parameters_of(layer).items() if p in gradients}
             if not self._defers_steps:
                 own = {name: gradient.clone() for name, gradient in own.items()}
             self._send(self._leaving[layer], layer, "step", own, batch, number)
@@ -218,12 +220,15 @@ class LayerTransfer:
             PlanError: a layer has content that can't be sent.
             PeerFailure: another rank has failed.
         """
-        part, kept = self._part, {layer: self._part.state_of(layer, gradients) for layer in self._leaving}
+        local_layers, kept = (
+            self._local_layers,
+            {layer: self._local_layers.state_of(layer, gradients) for layer in self._leaving},
+        )
         for layer, target in self._leaving.items():
             what, state = "state", vars(kept[layer])
             if self._has_left:
                 what, state = "rest", {"state": kept[layer].other_state, "sum": kept[layer].state_checksum()}
-            self._send(target, layer, what, (state, part.changing_buffers(layer)))
+            self._send(target, layer, what, (state, local_layers.changing_buffers(layer)))
         arrived, sums = {}, {}
         for layer, source in self._arriving.items():
             content = self._states[layer].content
@@ -237,14 +242,16 @@ class LayerTransfer:
         for handle in self._sent:
             handle.wait()
         fault_point("move.arrived")
-        part.take_layers(self._layers, arrived)
+        local_layers.take_layers(self._layers, arrived)
         fault_point("move.taken")
         if self._defers_steps:
             self._compare(sums, kept)
         for (batch, number, layer), own in steps.items():
-            parameters = part.parameters_of(layer)
-            deferred.add_gradients(batch, number, {parameters[name]: g.to(part.device) for name, g in own.items()})
-        deferred.apply(part.optimizers)
+            parameters = local_layers.parameters_of(layer)
+            deferred.add_gradients(
+                batch, number, {parameters[name]: g.to(local_layers.device) for name, g in own.items()}
+            )
+        deferred.apply(local_layers.optimizers)
         if not self._defers_steps:
             self._compare(sums, kept)
         fault_point("move.ended")
@@ -253,9 +260,9 @@ class LayerTransfer:
         """Compare the states of the layers with their states at the source, and wait until they are equal."""
         if not self._has_left:
             return
-        part = self._part
+        local_layers = self._local_layers
         for layer, source in self._arriving.items():
-            same = part.state_of(layer).state_checksum() == sums[layer]
+            same = local_layers.state_of(layer).state_checksum() == sums[layer]
             self.n_resent += not same
             self._send(source, layer, "same", same)
         for layer, target in self._leaving.items():
@@ -267,25 +274,25 @@ class LayerTransfer:
                 )
                 self._send(target, layer, "again", vars(kept[layer])).wait()
         for layer, source in self._arriving.items():
-            if part.state_of(layer).state_checksum() != sums[layer]:
+            if local_layers.state_of(layer).state_checksum() != sums[layer]:
                 state = LayerState(**self._expect(source, layer, "again").content)
-                state.put_values(part.cut.full[layer], part.device)
-                state.put_optimizer_states(part.cut.full[layer], part.optimizers, part.device)
+                state.put_values(local_layers.cut.full[layer], local_layers.device)
+                state.put_optimizer_states(local_layers.cut.full[layer], local_layers.optimizers, local_layers.device)
 
     def _send(self, target: int, layer: int, what: str, content: Any, *step: int) -> TransferHandle:
-        handle = self._part.bulk_transfer.send(target, (self._number, what, layer, *step), content)
+        handle = self._local_layers.bulk_transfer.send(target, (self._number, what, layer, *step), content)
         self._sent.append(handle)
         return handle
 
     def _expect(self, source: int, layer: int, what: str, *step: int) -> TransferHandle:
-        return self._part.bulk_transfer.receive(source, (self._number, what, layer, *step))
+        return self._local_layers.bulk_transfer.receive(source, (self._number, what, layer, *step))
 
 
-def move_layers(part: LocalLayers, layers: Sequence[Span], gradients: bool = True) -> None:
+def move_layers(local_layers: LocalLayers, layers: Sequence[Span], gradients: bool = True) -> None:
     """Move layers to the ranks of these stages, while no window is open and all ranks wait. Collective.
 
     Args:
-        part: the layers of this rank.
+        local_layers: the layers of this rank.
         layers: the new layers of each stage.
         gradients: whether the current gradients of the parameters travel, too.
 
@@ -293,10 +300,10 @@ def move_layers(part: LocalLayers, layers: Sequence[Span], gradients: bool = Tru
         PlanError: see `LocalLayers.check_placement`; or a layer has content that can't be sent.
         PeerFailure: another rank has failed.
     """
-    if layers != part.holdings.layers:
-        LayerTransfer(part, layers).end(DeferredSteps(), gradients)
+    if layers != local_layers.holdings.layers:
+        LayerTransfer(local_layers, layers).end(DeferredSteps(), gradients)
 
 
-def move_layers_back(part: LocalLayers) -> None:
+def move_layers_back(local_layers: LocalLayers) -> None:
     """Move the layers back to their places at the beginning of the run, where the next run expects them."""
-    move_layers(part, part.initial_layers)
+    move_layers(local_layers, local_layers.initial_layers)

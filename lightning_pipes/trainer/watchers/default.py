@@ -109,12 +109,12 @@ class BufferBroadcast(EvaluationWatcher):
     """Broadcasts the buffers that training changes, before each training batch and before each evaluation."""
 
     def __init__(self, run: PipelineRun) -> None:
-        self._part = run.local_layers
+        self._local_layers = run.local_layers
 
     def around_batch(self, step: Step) -> None:
         """Broadcast the buffers of the first replica to the others."""
         if step.training or step.first:
-            self._part.buffers.before_batch()
+            self._local_layers.buffers.before_batch()
 
 
 class FirstBatch(Watcher):
