@@ -28,17 +28,18 @@ from lightning_pipes.trainer.loop.manual import idle_optimizers
 from lightning_pipes.trainer.module.batches import copy_batch, make_cutter, rows_of
 from lightning_pipes.trainer.module.capture import named_step
 from lightning_pipes.trainer.module.checks import warn_about_module
-from lightning_pipes.trainer.module.cut import SPREAD
 from lightning_pipes.trainer.module.deferred import DeferredWeights, check_same_cut, group_owners, has_meta
+from lightning_pipes.trainer.module.piece import Piece
 from lightning_pipes.trainer.module.pipelined import (
     LEAST_FOR_STATISTICS,
     batch_statistics,
     list_containers,
     work_size,
 )
+from lightning_pipes.trainer.module.spread import SPREAD
 from lightning_pipes.trainer.module.unchanged import keep_unchanged
 from lightning_pipes.trainer.module_setup import ModuleSetup, SetupContext
-from lightning_pipes.trainer.plan.decision import Decision, Piece
+from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.layer_profiler import (
     OVERHEAD,
     CollectiveCall,

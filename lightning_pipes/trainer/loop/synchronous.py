@@ -23,8 +23,8 @@ from lightning_pipes.trainer.loop.stopping import StopAgreement
 from lightning_pipes.trainer.loop.watcher import TrainingStep
 from lightning_pipes.trainer.module.batches import rows_of
 from lightning_pipes.trainer.reports.report import Window
-from lightning_pipes.trainer.step.hooks import ParameterHooks
 from lightning_pipes.trainer.step.logs import LogCall
+from lightning_pipes.trainer.step.parameter_hooks import ParameterHooks
 
 Gradients = list[tuple[torch.Tensor, torch.Tensor]]
 

@@ -23,10 +23,10 @@ from torch.nn.parameter import UninitializedParameter
 from lightning_pipes.engine.compute.reducer import is_distributed
 from lightning_pipes.engine.compute.rng import random_state, set_random_state
 from lightning_pipes.ir import PipelineError
-from lightning_pipes.trainer.module.cut import INCOMPLETE, SPREAD
-from lightning_pipes.trainer.module.hidden_state import is_packed
 from lightning_pipes.trainer.module.pipelined import batch_statistics
 from lightning_pipes.trainer.module.proxy import Layers
+from lightning_pipes.trainer.module.spread import INCOMPLETE, SPREAD
+from lightning_pipes.trainer.module.user_objects import is_packed
 from lightning_pipes.trainer.private_lightning import callbacks, spectral_norms
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.replicas import Replicas

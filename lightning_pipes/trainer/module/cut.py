@@ -15,14 +15,7 @@ from lightning_pipes.engine.private_torch import unsaved_buffers
 from lightning_pipes.engine.residency.layer_state import LayerState
 from lightning_pipes.trainer.module.proxy import Layers
 from lightning_pipes.trainer.module.remote_tensors import HookScope, ParameterSlot, RemoteParameters
-
-INCOMPLETE = "_lightning_pipes_incomplete"
-"""Attribute of a module whose last run failed. The layers of other ranks have no values in such a module."""
-
-SPREAD = "_lightning_pipes_spread"
-"""Attribute of a module that was created on `meta` and has been run: a tuple of the path of its container and the
-numbers of the layers that have values in this process.
-"""
+from lightning_pipes.trainer.module.spread import INCOMPLETE, SPREAD, on_meta
 
 
 class Cut(ABC):
@@ -229,9 +222,3 @@ class Cut(ABC):
             if tensor is not None and name not in skipped
         }
         return {**named, **{id(s.tensor): (s.key, s.table.get(s.name, s.tensor)) for s in self._absent.slots}}
-
-
-def on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on `meta` with the shape, type and class (tensor or parameter) of another tensor."""
-    meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta

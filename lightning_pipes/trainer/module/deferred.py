@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 
 from lightning_pipes.engine.compute.rng import BEFORE_LAYERS, forked_rng, seed_all, stream_seed
 from lightning_pipes.ir import PipelineError, Span
-from lightning_pipes.trainer.module.cut import SPREAD
 from lightning_pipes.trainer.module.initializers import (
     Initializer,
     InitialWrites,
@@ -37,6 +36,7 @@ from lightning_pipes.trainer.module.pretrained import (
     own_tensors,
     take_attached,
 )
+from lightning_pipes.trainer.module.spread import SPREAD
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.ranks import Ranks
 from lightning_pipes.trainer.ranks.replicas import whole_parameters

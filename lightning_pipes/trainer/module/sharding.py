@@ -23,8 +23,8 @@ from lightning_pipes.engine.private_torch import (
     remove_fully_shard,
 )
 from lightning_pipes.ir import PipelineError
-from lightning_pipes.trainer.module.cut import SPREAD
 from lightning_pipes.trainer.module.pretrained import find_attached, own_tensors
+from lightning_pipes.trainer.module.spread import SPREAD
 from lightning_pipes.trainer.ranks.ranks import Grid
 from lightning_pipes.trainer.ranks.replicas import (
     DATA_PARALLEL,

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lightning_pipes.engine.compute.reducer import is_distributed
-from lightning_pipes.trainer.module.hidden_state import CONTAINERS, list_entries, list_reachable
+from lightning_pipes.trainer.module.user_objects import CONTAINERS, list_entries, list_reachable
 from lightning_pipes.trainer.ranks.replica_world import alone
 
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)

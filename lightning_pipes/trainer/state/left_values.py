@@ -29,8 +29,8 @@ from lightning_pipes.engine.compute.sendable import check_sendable
 from lightning_pipes.engine.private_torch import BatchNorm
 from lightning_pipes.engine.trees import close_objects, open_objects
 from lightning_pipes.ir import PipelineError, Span
-from lightning_pipes.trainer.module.hidden_state import OWN, can_change, is_packed
 from lightning_pipes.trainer.module.remote_tensors import HookScope, RemoteTensor
+from lightning_pipes.trainer.module.user_objects import OWN, can_change, is_packed
 from lightning_pipes.trainer.state.merging import Path, ValueMerger, have_equal_values
 from lightning_pipes.trainer.state.module_entries import follow_path, read_entries, tensor_version, write_entries
 from lightning_pipes.trainer.state.module_state import ModuleState

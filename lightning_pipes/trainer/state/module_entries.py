@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_pipes.engine.trees import tensors_in
-from lightning_pipes.trainer.module.hidden_state import CONTAINERS, OWN, list_entries
+from lightning_pipes.trainer.module.user_objects import CONTAINERS, OWN, list_entries
 from lightning_pipes.trainer.state.merging import Path
 
 HIDDEN_NAMES = frozenset((*OWN, *dir(pl.LightningModule), "_metric_attributes"))

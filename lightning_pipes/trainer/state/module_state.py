@@ -32,9 +32,9 @@ from torchmetrics import Metric
 from lightning_pipes.engine.compute.footprint import count_bytes
 from lightning_pipes.engine.private_torch import BatchNorm
 from lightning_pipes.ir import PipelineError, Span
-from lightning_pipes.trainer.module.hidden_state import can_change
 from lightning_pipes.trainer.module.remote_tensors import RemoteTensor
 from lightning_pipes.trainer.module.unchanged import GENERATORS
+from lightning_pipes.trainer.module.user_objects import can_change
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.state.generators import ModuleGenerators
 from lightning_pipes.trainer.state.merging import Path, ValueMerger, format_path

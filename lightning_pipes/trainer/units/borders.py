@@ -12,7 +12,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_pipes.ir import PlanError
-from lightning_pipes.trainer.plan.decision import Piece
+from lightning_pipes.trainer.module.piece import Piece
 from lightning_pipes.trainer.units.mode import runs_as_whole
 from lightning_pipes.trainer.units.recording import StepRecord
 

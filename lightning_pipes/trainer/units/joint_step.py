@@ -29,7 +29,7 @@ from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.module.remote_tensors import RemoteTensor, find_written
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.state.generators import ModuleGenerators
-from lightning_pipes.trainer.step.hooks import ParameterHooks
+from lightning_pipes.trainer.step.parameter_hooks import ParameterHooks
 from lightning_pipes.trainer.units.lazy_step import LazyStep
 from lightning_pipes.trainer.units.mode import Function
 from lightning_pipes.trainer.units.recording import DIFFERENTIATING, UnitLayout

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from torch import nn
 
 from lightning_pipes.ir import PlanError
-from lightning_pipes.trainer.plan.decision import Piece
+from lightning_pipes.trainer.module.piece import Piece
 from lightning_pipes.trainer.units.recording import StepRecord, UnitLayout
 
 _NEAR = 0.1

@@ -15,7 +15,7 @@ from lightning_pipes.trainer.loop.watcher import Around, EvaluationWatcher, Step
 from lightning_pipes.trainer.module.checks import warn_about_small_batch
 from lightning_pipes.trainer.module.hidden_state import HiddenState
 from lightning_pipes.trainer.plan.prediction import Prediction
-from lightning_pipes.trainer.step.hooks import warn_about_hooks
+from lightning_pipes.trainer.step.parameter_hooks import warn_about_hooks
 from lightning_pipes.trainer.step.uses import Overlap
 from lightning_pipes.trainer.watchers.loss_check import LossCheck, UncomparedLoss
 from lightning_pipes.trainer.watchers.replanning import (
