@@ -35,6 +35,7 @@ class Stashing:
     resumes: bool = False
     gpu: bool = False
     relocation: str = "blocking"
+    by_units: bool = False
 
 
 class Counts(Callback):
@@ -70,10 +71,11 @@ def fit(case: Stashing, folder: str, memory: MemorySwap | None, resume: str | No
     arguments = {"every": 5} if case.schedule == "stashing_mover" else {}
     place: dict[str, Any] = on_one_gpu(case.ranks) if case.gpu else {"accelerator": "cpu", "devices": case.ranks}
     shared: dict[str, Any] = SHARED if case.gpu else {}
+    cuts: list[Any] = [f"model.{n}" for n in CUTS[case.ranks]] if case.by_units else CUTS[case.ranks]
     strategy = PipelineStrategy(
         case.schedule,
         case.microbatches,
-        partition=CUTS[case.ranks],
+        partition=cuts,
         recompute=True,
         schedule_args=arguments,
         relocation=case.relocation,

@@ -282,8 +282,15 @@ class Stage:
     def compute_context(self, kind: Kind, item: Item, version: WeightVersion | None) -> AbstractContextManager[None]:
         """Return a context in which the layers of a task are on the device and the weights of `version` can be read."""
         if version is not None and self.show_version is not None:
-            return self.show_version(version)
+            return self._version_shown(version, self.show_version)
         return self.weights.on_device(version) if self.offload is None else self._task_and_weights(kind, item, version)
+
+    @contextmanager
+    def _version_shown(
+        self, version: WeightVersion, show: Callable[[WeightVersion], AbstractContextManager[None]]
+    ) -> Iterator[None]:
+        with self.weights.on_device(version), show(version):
+            yield
 
     @contextmanager
     def _task_and_weights(self, kind: Kind, item: Item, version: WeightVersion | None) -> Iterator[None]:

@@ -24,6 +24,8 @@ CASES = {
     "moving": Stashing(2, "stashing_mover", 2),
     "ahead": Stashing(2, "stashing_mover", 2, relocation="overlapped"),
     "pipedream": Stashing(3, "pipedream", 1, {"val_check_interval": 5}, resumes=True),
+    "2bw by units": Stashing(2, "pipedream_2bw", 2, {"accumulate_grad_batches": 2}, by_units=True),
+    "pipedream by units": Stashing(3, "pipedream", 1, {"val_check_interval": 5}, resumes=True, by_units=True),
     "dynpipe": Stashing(3, "dynpipe", 2, {"accumulate_grad_batches": 2}),
 }
 RATE = 2e6
