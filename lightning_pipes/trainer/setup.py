@@ -55,7 +55,7 @@ from lightning_pipes.trainer.step.clipping import GradientAgreement, HookClippin
 from lightning_pipes.trainer.step.hooks import track_hooks, track_optimizer_steps, wrap_module_hooks
 from lightning_pipes.trainer.step.logs import GradientLogs, limit_metric_sync
 from lightning_pipes.trainer.step.uses import ChoosesLayers
-from lightning_pipes.trainer.unit_setup import UnitSetup, find_refused, find_whole_loss_obstacle
+from lightning_pipes.trainer.unit_setup import UnitSetup, find_refused, find_whole_loss_obstacle, names_layers
 from lightning_pipes.trainer.units.cut import WHOLE
 from lightning_pipes.trainer.verify.verifier import Verifier, check_verifiable
 from lightning_pipes.trainer.watchers.default import default_watchers
@@ -207,7 +207,7 @@ def choose_cut(context: SetupContext) -> tuple[str, UnitSetup | None]:
         return WHOLE, None
     if not context.is_fitting and settings.module is None and module in context.by_units:
         return WHOLE, None  # the other steps use the same model
-    keeps_container = bool(settings.module is not None or find_refused(context))
+    keeps_container = bool(settings.module is not None or names_layers(context) or find_refused(context))
     try:
         path = choose_container(context)
     except PipelineError as error:

@@ -24,6 +24,7 @@ from lightning_pipes.ir import PipelineError, Plan, PlanError, Policy, Span
 from lightning_pipes.planning.planner import planner_of
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer import private_transformers
+from lightning_pipes.trainer.loop.layer_copies import Cuts
 from lightning_pipes.trainer.loop.manual import idle_optimizers
 from lightning_pipes.trainer.module.batches import copy_batch, make_cutter, rows_of
 from lightning_pipes.trainer.module.capture import named_step
@@ -47,6 +48,7 @@ from lightning_pipes.trainer.plan.layer_profiler import (
     UnsuitableContainerError,
     without_loggers,
 )
+from lightning_pipes.trainer.plan.plans import stage_layers
 from lightning_pipes.trainer.plan.profile_planner import ProfilePlanner
 from lightning_pipes.trainer.plan.request import RunRequest
 from lightning_pipes.trainer.plan.sample import (
@@ -322,6 +324,8 @@ class UnitSetup(ModuleSetup):
         """
         trains = self._context.is_fitting and self._trainer.limit_train_batches != 0
         is_made = self._fake is None or self._ranks.control.any(SPREAD in vars(self._module))[0]
+        if names_layers(self._context):
+            return self._lay_layers(request, stages)
         if stages == 1 or (is_made and not trains):
             return self._lay_unrecorded(stages)
         record = self._record(request, stages)
@@ -675,6 +679,32 @@ class UnitSetup(ModuleSetup):
         of_ranks = self._ranks.control.all_gather((found, [unit.name for unit in merged.units]))
         return (merged, found) if found and all(other == of_ranks[0] for other in of_ranks) else (record, starts)
 
+    def _lay_layers(self, request: RunRequest, stages: int) -> UnitLayout:
+        """Return a layout whose parts are the layers that batches name, and determine the borders of the stages.
+
+        Raises:
+            PlanError: `partition` names a module that is not one of the layers.
+        """
+        container = find_named_container(self._module)
+        layout, partition = UnitLayout.from_layers(self._module, container), request.partition
+        if not isinstance(partition, str) and names_modules(partition):
+            unknown = [path for path in partition if path not in layout.layers]
+            if unknown:
+                raise PlanError(
+                    f"partition names {unknown[0]!r}, but layers_of_batch of {type(self._module).__name__} names "
+                    f"layers of {container!r}, so stages begin at these. Choose from {', '.join(layout.layers[1:])}"
+                )
+            partition = [layout.layers.index(path) for path in partition]
+        layers = self._module.get_submodule(container).children()
+        cut = stage_layers(
+            PARAMETERS if isinstance(partition, str) else [int(n) for n in partition],
+            [sum(p.numel() for p in layer.parameters()) + 1 for layer in layers],
+            stages,
+            self._settings.degrees,
+        )
+        self._starts = tuple(span.start for span in cut)
+        return layout
+
     def _lay_unrecorded(self, stages: int) -> UnitLayout:
         """Return a layout in which the last stage has all weights, or the layout that an earlier run has left."""
         atomic = tuple(find_atomic(self._module))
@@ -933,12 +963,40 @@ def find_whole_loss_obstacle(context: SetupContext) -> str:
     return "replan moves units" if context.request.replanner is not None else ""
 
 
+def names_layers(context: SetupContext) -> bool:
+    """Return whether the module specifies the layers that each batch uses, and the schedule considers them."""
+    schedule = context.request.schedule
+    overlaps = isinstance(schedule, Policy) and not schedule.flushes and not context.request.chooses
+    return overlaps and context.is_fitting and isinstance(context.module, ChoosesLayers)
+
+
+def find_named_container(module: nn.Module) -> str:
+    """Return the path of the container whose layers `layers_of_batch` names; empty if the module has none.
+
+    It is the largest of the outermost containers with several layers.
+    """
+    found = [path for path, part in module.named_modules() if path and _has_layers(part)]
+    outermost = [path for path in found if not any(path.startswith(f"{other}.") for other in found)]
+    return max(outermost, key=lambda path: work_size(module.get_submodule(path)), default="")
+
+
+def _has_layers(part: nn.Module) -> bool:
+    return isinstance(part, nn.Sequential | nn.ModuleList) and len(part) > 1
+
+
 def find_refused(context: SetupContext) -> list[str]:
     """Return the settings of a run that need a container of layers. The result is the same on all ranks."""
     request = context.request
     schedule, refused = request.schedule, []
-    if isinstance(schedule, Policy) and not schedule.flushes and isinstance(context.module, ChoosesLayers):
-        refused.append(f"layers_of_batch with schedule {schedule.name!r}, for units are not the layers that it names")
+    if names_layers(context):
+        if Cuts.are_needed(context.module, schedule):
+            refused.append(f"a cut of each batch with schedule {schedule.name!r}, which sends layers between ranks")
+        if context.host.memory is not None:
+            refused.append(
+                f"MemorySwap with schedule {schedule.name!r}, which repeats single layers if memory is short"
+            )
+        if not find_named_container(context.module):
+            refused.append("layers_of_batch without any nn.Sequential or nn.ModuleList, whose layers it names,")
     if context.settings.verify.batches and isinstance(schedule, Policy) and not schedule.flushes:
         refused.append(
             f"verify with schedule {schedule.name!r} (with a schedule that flushes, such as '1f1b', it does)"

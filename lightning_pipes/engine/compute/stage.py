@@ -253,6 +253,11 @@ class Stage:
             self.written_buffers = {}
 
     @property
+    def read_only_ids(self) -> frozenset[int]:
+        """The ids of the live parameters that the running batch reads and does not step."""
+        return self._read_only_ids
+
+    @property
     def buffers_before(self) -> BuffersBefore:
         """The values of buffers before the first forward, which the second forward must read again."""
         return self._buffers

@@ -5,7 +5,7 @@ This rank holds the weights of its own stages, which may be anywhere in the modu
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -36,15 +36,41 @@ class StageWeights(nn.Module):
         self._buffers.update(buffers)
 
 
-def weights_of_stages(module: nn.Module, layout: UnitLayout) -> nn.ModuleList:
-    """Return the weights of each stage. Weights that several stages use are in each of them."""
+class LayerWeights(StageWeights):
+    """The weights and buffers of one layer, whose submodules are those of the layer.
+
+    Args:
+        layer: the layer.
+        parameters: its parameters, by their names in the user's module.
+        buffers: its buffers, by their names in the user's module.
+    """
+
+    def __init__(
+        self, layer: nn.Module, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, torch.Tensor]
+    ) -> None:
+        super().__init__(parameters, buffers)
+        self._find_part = layer.get_submodule  # the layer is no submodule, or its parameters would have two names
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """Return a submodule of the layer; the weights themselves for an empty name."""
+        return self._find_part(target) if target else self
+
+
+def weights_of_stages(module: nn.Module, layout: UnitLayout) -> nn.ModuleList | nn.Sequential:
+    """Return the weights of each part. Weights that several parts use are in each of them."""
     parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
-    return nn.ModuleList(
-        StageWeights(
-            {name: p for name, p in parameters.items() if stage in layout.parts_of.get(name, ())},
-            {name: b for name, b in buffers.items() if stage in layout.parts_of.get(name, ())},
+    weights = [
+        (
+            {name: p for name, p in parameters.items() if part in layout.parts_of.get(name, ())},
+            {name: b for name, b in buffers.items() if part in layout.parts_of.get(name, ())},
         )
-        for stage in range(layout.n_parts)
+        for part in range(layout.n_parts)
+    ]
+    if not layout.layers:
+        return nn.ModuleList(StageWeights(*each) for each in weights)
+    named = zip(layout.layers, weights, strict=True)
+    return nn.Sequential(
+        OrderedDict((path.rpartition(".")[2], LayerWeights(module.get_submodule(path), *each)) for path, each in named)
     )
 
 
@@ -67,7 +93,7 @@ class UnitCut(Cut):
         self,
         module: pl.LightningModule,
         layout: UnitLayout,
-        full: nn.ModuleList,
+        full: nn.ModuleList | nn.Sequential,
         local: Collection[int],
         device: torch.device,
         spread: tuple[Any, ...] = (),
@@ -182,6 +208,23 @@ class UnitCut(Cut):
             yield
         finally:
             self._set_parameters((live, live) for live, _ in shown)
+
+    @contextmanager
+    def show_read_only(self, ids: Collection[int]) -> Iterator[None]:
+        """Show parameters of this rank in the module without gradients during the block.
+
+        Args:
+            ids: the ids of the live parameters. If the module shows another version of them, this version is kept.
+        """
+        own = [(owner, name, owner._parameters[name]) for each in ids for owner, name in self._owners[each]]
+        for owner, name, shown in own:
+            assert shown is not None, "it is a parameter of this rank"
+            setattr(owner, name, nn.Parameter(shown.detach(), requires_grad=False))
+        try:
+            yield
+        finally:
+            for owner, name, shown in own:
+                setattr(owner, name, shown)
 
     @contextmanager
     def show_buffers(self, buffers: Mapping[str, torch.Tensor]) -> Iterator[None]:

@@ -531,6 +531,7 @@ class UnitLayout:
         drawing: the names of the units that draw random numbers, or that the recorded step did not call.
         parts_of: the parts that use a weight or buffer, by its name. Unused weights have no entry.
         clones: whether values are copied when they arrive, because units change some of them in place.
+        layers: the paths of the layers of a container that are the parts. Empty if parts consist of recorded units.
     """
 
     starts: tuple[int, ...]
@@ -539,6 +540,26 @@ class UnitLayout:
     drawing: frozenset[str]
     parts_of: Mapping[str, tuple[int, ...]]
     clones: bool
+    layers: tuple[str, ...] = ()
+
+    @classmethod
+    def from_layers(cls, module: nn.Module, container: str) -> UnitLayout:
+        """Return the layout in which each layer of a container is one part, so that no step has to be recorded.
+
+        A stage ends in front of the first unit whose weights it does not have. Weights outside of the layers are in
+        all parts.
+
+        Args:
+            module: the user's module.
+            container: the path of the container.
+        """
+        layers = tuple(f"{container}.{name}" for name, _ in module.get_submodule(container).named_children())
+        every = tuple(range(len(layers)))
+        within = {f"{path}.": (number,) for number, path in enumerate(layers)}
+        names = (name for name, _ in (*module.named_parameters(), *module.named_buffers()))
+        parts_of = {name: next((n for path, n in within.items() if name.startswith(path)), every) for name in names}
+        atomic = tuple(find_atomic(module))
+        return cls(every, (), atomic, frozenset(atomic), parts_of, clones=True, layers=layers)
 
     @classmethod
     def from_record(cls, record: StepRecord, starts: tuple[int, ...]) -> UnitLayout:

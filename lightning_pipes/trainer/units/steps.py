@@ -124,6 +124,7 @@ class UnitSteps(UserSteps):
             with (
                 recorded(self._module) as logged,
                 self._cut.show_weights(),
+                self._cut.show_read_only(stage.read_only_ids),
                 self._repeat_buffers(stage, item, span),
                 self.state.generators.microbatch(item.number, span),
                 self._weight_changes.watch(stage),

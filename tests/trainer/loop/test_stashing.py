@@ -98,6 +98,9 @@ def test_versions_took_turns() -> None:
         assert found["most"] == 3
         assert found["statistics"].bytes_in > 8 * 3 * LINEAR // 2
         assert found["statistics"].bytes_out > 8 * 3 * LINEAR // 2
+    for found in first["pipedream by units"][1:]:
+        assert found["statistics"].leases > 0
+        assert found["statistics"].bytes_in > 8 * 3 * LINEAR // 2
     statistics = first["pipedream"][1]["statistics"]
     assert statistics.late > 0
     assert statistics.stall_ns >= 2 * LINEAR / RATE * 1e9  # at least one version of two layers

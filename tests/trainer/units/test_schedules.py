@@ -232,7 +232,7 @@ UNEQUAL_CUT: dict[str, Any] = {"schedule": "umpipe", "schedule_args": {"forward"
 REFUSED: list[tuple[dict[str, Any], type[Lit], str]] = [
     ({"replan": True, "loss": "batch"}, Prepares, "replan moves units"),
     ({"partition": [9]}, Prepares, "must have numbers from 1 to 8"),
-    ({"schedule": "csp"}, Names, "layers_of_batch with schedule 'csp', for units are not"),
+    ({"schedule": "csp"}, Names, "recurrent.bias_hh_l0: several ranks train these parameters"),
     (UNEQUAL_CUT, Means, "sends a tensor of shape () from 'mean', which is called at"),
     (UNEQUAL_CUT, Numbers, "'item', which is called at"),
     ({"schedule": "hanayo", "loss": "batch"}, Prepares, "schedule 'hanayo' has several stages on a rank"),
