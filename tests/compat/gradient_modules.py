@@ -413,6 +413,20 @@ class Replaces(Lit):
         self.model[1] = nn.ReLU()
 
 
+class Removes(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = super().forward(self.extra(x) if hasattr(self, "extra") else x)
+        return out
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            del self.extra
+
+
 class Slices(Lit):
     """A module whose hook replaces the container by a shorter one with some of its layers."""
 

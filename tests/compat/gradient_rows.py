@@ -77,6 +77,13 @@ hooks("layers appended in a hook", module=g.Appends, refused="adds layers to sel
 hooks("a layer replaced in a hook", module=g.Replaces, refused="replaces layer 1 of self.model")
 hooks("a part of a layer replaced in a hook", module=g.ReplacesInside)
 hooks("the pipelined module replaced in a hook", module=g.Slices, refused="self.model has been replaced")
+for change, changed, line in (
+    ("layers appended", g.Appends, "self.model.9 is added at"),
+    ("a part of a layer replaced", g.ReplacesInside, "self.model.2.0 is replaced at"),
+    ("a layer removed", g.Removes, "is removed while the weights of the module are spread"),
+):
+    hooks(f"{change} in a hook, by units", module=changed, strategy={"module": ""}, refused=line)
+hooks("a layer without weights replaced in a hook, by units", module=g.Replaces, strategy={"module": ""})
 hooks("add_param_group in a hook", module=g.AddsGroup)
 hooks("autograd.grad through the layers", module=g.Penalises, refused="autograd.grad")
 hooks(

@@ -8,19 +8,22 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from lightning_pipes.engine.allocator import release_free_memory
 from lightning_pipes.engine.compute.weights import WeightVersion
 from lightning_pipes.engine.private_torch import unsaved_buffers
 from lightning_pipes.engine.residency.layer_state import LayerState
-from lightning_pipes.ir import PlanError
+from lightning_pipes.ir import PipelineError, PlanError
 from lightning_pipes.trainer.module.cut import Cut
 from lightning_pipes.trainer.module.remote_tensors import ParameterSlot
+from lightning_pipes.trainer.ranks.user_lines import user_line
 from lightning_pipes.trainer.units.recording import UnitLayout
 
 WHOLE = ""
@@ -116,11 +119,43 @@ class UnitCut(Cut):
         self._owners: dict[int, list[tuple[nn.Module, str]]] = {}
         self._note_places(here)
         self._hide()
+        self._parts = dict(module.named_modules())
+        self._children = {id(part): (path, dict(part._modules)) for path, part in self._parts.items()}
+        """The path and the submodules of each module, by its id."""
+        self._registered = register_module_module_registration_hook(self._check_registration)
         self.scope.module_view = self.show_weights
         release_free_memory()
 
     def check_in_place(self) -> None:
-        """Do nothing, because no other object can replace the module itself."""
+        """Raise PipelineError if the user's code has removed or replaced modules that have weights."""
+        for part, (path, before) in zip(self._parts.values(), self._children.values(), strict=True):
+            if part._modules != before:
+                for name in before.keys() | part._modules.keys():
+                    if before.get(name) is not part._modules.get(name):
+                        self._check_change(path, name, before.get(name), part._modules.get(name), "")
+                before.clear()
+                before.update(part._modules)
+
+    def _check_registration(self, part: nn.Module, name: str, child: nn.Module | None) -> None:
+        """Check a submodule that the user's code sets. All modules of the process call this."""
+        path, before = self._children.get(id(part), ("", {name: child}))
+        if before.get(name) is not child:
+            self._check_change(path, name, before.get(name), child, f" at {user_line()}")
+
+    def _check_change(self, path: str, name: str, before: nn.Module | None, now: nn.Module | None, where: str) -> None:
+        """Refuse a change of a submodule if weights come or go with it.
+
+        Raises:
+            PipelineError: the old or the new submodule has weights.
+        """
+        given = [part for part in (before, now) if part is not None]
+        if any(True for part in given for _ in chain(part.parameters(), part.buffers())):
+            how = "added" if before is None else "removed" if now is None else "replaced"
+            raise PipelineError(
+                f"self.{f'{path}.{name}'.lstrip('.')} is {how}{where} while the weights of the module are "
+                "spread over several ranks, which were divided when the run began. Make modules in __init__ or "
+                "configure_model; a module can be left out by a flag that the forward reads"
+            )
 
     def check_arrival(self, layer: int) -> None:
         """Check that the weights of a part may arrive on this rank.
@@ -314,12 +349,13 @@ class UnitCut(Cut):
         return path, tuple(self.local), *layout
 
     def _join(self) -> None:
+        self._registered.remove()
         self._show()
 
     def _put_back(self, slot: ParameterSlot, tensor: torch.Tensor) -> None:
         super()._put_back(slot, tensor)
         if isinstance(tensor, nn.Parameter):  # nn.LSTM keeps a list of its parameters
-            setattr(self.module.get_submodule(slot.key.rpartition(".")[0]), slot.name, tensor)
+            setattr(self._parts[slot.key.rpartition(".")[0]], slot.name, tensor)
 
     def _stages(self, tensor: torch.Tensor) -> tuple[int, ...]:
         return self._by_id.get(id(tensor), ())
