@@ -4,56 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.ir import Kind, PipelineError
 from lightning_pipes.strategies.csp.schedule import MICROBATCHES
-from lightning_pipes.supernets import ChoiceBlock, Supernet
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
+from tests.strategies.csp.supernets import BATCHES, ROWS, Batches, Lit, choices, new_module
 from tests.trainer.lit import plain_values, quiet
 from tests.trainers import make_trainer
-
-BATCHES, ROWS, WIDTH, BLOCKS = 6, 16, 4, 4
-
-
-def choices(number: int) -> tuple[int, ...]:
-    return tuple(torch.randint(3, (BLOCKS,), generator=torch.Generator().manual_seed(number)).tolist())
-
-
-class Lit(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        blocks = (
-            ChoiceBlock([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]) for _ in range(BLOCKS)
-        )
-        self.net = Supernet(*blocks)
-
-    def layers_of_batch(self, batch: Any) -> Any:
-        return self.net.layers_of(choices(batch[2]))
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        x, y, number = batch
-        return F.mse_loss(self.net((x, choices(number))), y)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=0.05)
-
-
-class Batches(Dataset[Any]):
-    def __len__(self) -> int:
-        return BATCHES
-
-    def __getitem__(self, number: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-        g = torch.Generator().manual_seed(100 + number)
-        return torch.randn(ROWS, WIDTH, generator=g), torch.randn(ROWS, WIDTH, generator=g), number
 
 
 class Cut(Callback):
@@ -62,11 +26,6 @@ class Cut(Callback):
     def on_train_end(self, trainer: Any, module: Any) -> None:
         events = [e.instruction for window in trainer.strategy.current_run.windows for e in window.events]
         self.microbatches = len({i.span for i in events if i.kind is Kind.F})
-
-
-def new_module(kind: type[Lit] = Lit) -> Lit:
-    torch.manual_seed(0)
-    return kind()
 
 
 def fit(rank: int, ranks: int) -> tuple[dict[str, np.ndarray], int]:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_pipes import MemorySwap, PipelineStrategy
 from lightning_pipes.ir import Delayed, PlanError
 from lightning_pipes.testing.ranks import run_ranks
-from tests.strategies.csp.test_training import BATCHES, BLOCKS, WIDTH, Batches, Lit, choices, new_module
+from tests.strategies.csp.supernets import BATCHES, BLOCKS, WIDTH, Batches, Lit, choices, new_module
 from tests.trainer.lit import differences, plain_values, quiet
 from tests.trainers import make_trainer
 
