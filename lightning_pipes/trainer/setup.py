@@ -100,6 +100,9 @@ def share_weights(context: SetupContext) -> WholeWeights:
     """Copy the weights of rank 0 to all ranks, and return a description of how the ranks hold the weights.
 
     Sharded parameters outside of the container that is cut are gathered.
+
+    Raises:
+        PipelineError: a module with sharded layers would be cut by units.
     """
     module, session, control = context.module, context.session, context.ranks.control
     is_sharded = session.replicas.mesh is not None and control.any(has_shards(module))[0]
@@ -108,6 +111,11 @@ def share_weights(context: SetupContext) -> WholeWeights:
         check_sharded_run(context)
     is_spread = equalize_weights(module, control, session.replicas if is_sharded else None)
     path = choose_container(context) if is_sharded else None
+    if path == WHOLE:
+        raise PipelineError(
+            f"{type(module).__name__} has sharded layers and would be cut by units, which can't be sharded. Put the "
+            "layers into one container and name it, PipelineStrategy(module='path.to.it'), or leave the shards out"
+        )
     if path is not None:
         unshard_outside(module, path)
     return WholeWeights(path, is_sharded, is_spread)

@@ -739,7 +739,8 @@ class UnitSetup(ModuleSetup):
                 raise NotMeasuredError(str(why)) from None
             if larger is not None and rows_of(larger) > MAX_COMPARED_ROWS:  # the items of the dataset are batches
                 larger = make_cutter(larger, rows_of(larger))(Span(0, MAX_COMPARED_ROWS))
-            self._compared_batch = private.on_device(trainer, larger)
+            with forked_rng(self._ranks.device):  # hooks may draw random numbers for a batch
+                self._compared_batch = private.on_device(trainer, larger)
             weighs = larger is not None and cuts and self._settings.check_loss and self._settings.loss != BATCH
             weighs = weighs and self._fake is None  # a comparison needs the values of losses
             return self._record_with(batch), self._rule_out_weights(self._compared_batch) if weighs else None
@@ -780,7 +781,8 @@ class UnitSetup(ModuleSetup):
         module, device = self._module, self._ranks.device
         if device.type != "cpu" and self._fake is None:
             module.to(device)
-        batch = private.on_device(self._trainer, batch)
+        with forked_rng(device):  # hooks may draw random numbers for a batch
+            batch = private.on_device(self._trainer, batch)
         run = partial(self._run_without_trace, self._context.is_fitting)
         self._recorded_rows = rows_of(batch, cut=False)
         self._recorded_step = named_step(module, self._step), partial(copy_batch, batch), self._step_arguments()

@@ -21,7 +21,7 @@ from lightning_pipes.trainer.ranks.user_lines import user_line
 from lightning_pipes.trainer.state.generators import ModuleGenerators
 from lightning_pipes.trainer.step.weight_changes import IN_HOOKS
 from lightning_pipes.trainer.units.mode import Function
-from lightning_pipes.trainer.units.recording import UnitLayout
+from lightning_pipes.trainer.units.recording import DIFFERENTIATING, UnitLayout
 from lightning_pipes.trainer.units.trace import Done, Trace, tensors_of
 from lightning_pipes.trainer.units.traced_step import TracedStep, refuse_unit
 from lightning_pipes.trainer.units.values import STANDS_ON, storage_of
@@ -40,7 +40,7 @@ BACKWARD_HOOKS = (
 
 
 class EarlierStageError(PipelineError):
-    """A step needs weights of an earlier stage, which has already sent the step to the next stage."""
+    """A step needs weights or a graph of an earlier stage, which has already sent the step to the next stage."""
 
 
 class _Border(BaseException):
@@ -179,6 +179,11 @@ class LazyStep(TracedStep):
 
     def _run_own(self, number: int, name: str, path: str | None, function: Function, args: Any, kwargs: Any) -> Any:
         given = tensors_of((args, kwargs))
+        if function in DIFFERENTIATING and self._received[1].keys:
+            raise EarlierStageError(
+                f"the step calls torch's {name} at {user_line()}, and earlier stages have a part of the graph. Return "
+                "the loss instead, or train in one process what needs gradients in its loss"
+            )
         has_weights = self._as_recorded and number < self._border  # the weights of its module
         is_border = self._as_recorded and number >= self._border and not self._ends
         foreign = [] if is_border else [t for t in self.placed(None if has_weights else path, given) if t.is_meta]
