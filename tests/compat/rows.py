@@ -32,6 +32,13 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "1f1b": {"schedule": "1f1b"},
     "kfkb": {"schedule": "kfkb", "schedule_args": {"k": 2}},
 }
+BY_UNITS = "1f1b by units"
+"""The name of the settings that cut every module by units, also one that has a container of layers."""
+SETTINGS: dict[str, dict[str, Any]] = {
+    **SCHEDULES,
+    BY_UNITS: {"schedule": "1f1b", "module": "", "partition": "parameters"},
+}
+"""Settings of the strategy by name, for rows that do not have these settings themselves."""
 
 
 def callback(trainer: pl.Trainer, kind: type[Any]) -> Any:

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -147,10 +147,12 @@ def train(row: Row, strategy: Callable[[], Any], ranks: int, folder: Path) -> Fo
     found["warnings"] = [str(each.message) for each in warned]
     if trainer is None:
         return found
-    found["watched"] = row.watch(trainer, folder)
     if "error" in found:
+        with suppress(Exception):  # the run may have ended before it wrote a file
+            found["watched"] = row.watch(trainer, folder)
         return found
     found.update(
+        watched=row.watch(trainer, folder),
         outputs=keeper.outputs,
         rates=keeper.rates,
         validations=keeper.metrics,
@@ -200,15 +202,22 @@ def rows_of_csv(path: Path) -> list[dict[str, float]]:
         ]
 
 
-def pipeline(row: Row, schedule: dict[str, Any], ranks: int) -> Any:
-    """Return the strategy of a row. The row's own schedule takes precedence over the given one."""
+def pipeline(row: Row, settings: dict[str, Any], ranks: int) -> Any:
+    """Return the strategy of a row.
+
+    Args:
+        row: the row. Its own settings take precedence over the given ones, except for `module`.
+        settings: the settings of the strategy.
+        ranks: the number of processes.
+    """
     if isinstance(row.strategy, str):
         return row.strategy
     cut = {"partition": row.cuts[ranks]} if row.cuts else {}
-    return PipelineStrategy(**{"microbatches": 4, **schedule, **cut, **(row.strategy or {})})
+    forced = {"module": settings["module"]} if "module" in settings else {}
+    return PipelineStrategy(**{"microbatches": 4, **settings, **cut, **(row.strategy or {}), **forced})
 
 
-def on_a_rank(rank: int, names: list[str], schedule: dict[str, Any], ranks: int, folder: str) -> list[Found]:
+def on_a_rank(rank: int, names: list[str], settings: dict[str, Any], ranks: int, folder: str) -> list[Found]:
     """Run rows one after another in this process, up to the first one that ends with an error."""
     from tests.compat.rows import ROWS
 
@@ -216,7 +225,7 @@ def on_a_rank(rank: int, names: list[str], schedule: dict[str, Any], ranks: int,
     for name in names:
         row = ROWS[name]
         results.append(
-            train(row, partial(pipeline, row, schedule, ranks), ranks, Path(folder) / str(names.index(name)))
+            train(row, partial(pipeline, row, settings, ranks), ranks, Path(folder) / str(names.index(name)))
         )
         if "error" in results[-1]:
             break
