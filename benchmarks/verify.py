@@ -2,7 +2,9 @@
 
     python benchmarks/verify.py [--quick] [--modules 200] [--first-seed 0] [--json]
 
-The faults are those of tests/trainer/verify/faults.py. Each one is trained on two ranks, also in quick mode.
+The faults are those of tests/trainer/verify/faults.py. Each one is trained on two ranks, also in quick mode: with a
+module that is cut in the layers of a container, and with the same module cut by units, unless both are then equal to
+one process.
 
 False alarms are counted on random modules of tests/fuzz, which are verified with a warning only and end with the same
 weights, logs and metrics as one plain process. A run can be divided into several runs by the seeds of the modules.
@@ -34,7 +36,16 @@ from lightning_pipes.trainer.plan.settings import VERIFY_VARIABLE
 from tests.fuzz.module_runs import EQUAL, WRONG, verdicts
 from tests.fuzz.modules import random_module
 from tests.trainer.lit import quiet
-from tests.trainer.verify.faults import FAULTS, FOUND, found
+from tests.trainer.verify.faults import (
+    BY_UNITS,
+    FAULTS,
+    FOUND,
+    LAID_BY_UNITS,
+    NOT_FOUND_BY_UNITS,
+    found,
+    is_found_by_units,
+)
+from tests.trainer.verify.faults import EQUAL as SOUND
 
 WIDTH, BLOCKS, ROWS, TOGETHER = 256, 32, 32, 50
 MODULES, QUICK_MODULES = 200, 40
@@ -143,12 +154,17 @@ def main() -> None:
     modules = options.modules if options.modules is not None else QUICK_MODULES if options.quick else MODULES
     said = found(range(len(FAULTS)))
     names = [FOUND in text and fault.finds in text for fault, text in zip(FAULTS, said, strict=True)]
+    units = [number for number in LAID_BY_UNITS if NOT_FOUND_BY_UNITS.get(FAULTS[number].name) != SOUND]
+    by_units = dict(zip(units, found(units, **BY_UNITS), strict=True))
+    missed = {number: text for number, text in by_units.items() if not is_found_by_units(FAULTS[number], text)}
     alarms = count_alarms(modules, options.first_seed)
     seconds = run_ranks(seconds_of_fits, 2, QUICK_REPEATS if options.quick else REPEATS, timeout=240)[0]
     with_verify, without = (statistics.median(seconds[verify]) for verify in (2, 0))
     result = {
         "seeded": len(FAULTS),
         "found": sum(names),
+        "seeded_by_units": len(units),
+        "found_by_units": len(units) - len(missed),
         "equal_modules": alarms.equal,
         "false_alarms": len({text.partition(" ")[0] for text in alarms.told}),
         "wrong_modules": len(alarms.wrong),
@@ -159,6 +175,8 @@ def main() -> None:
     for fault, right, text in zip(FAULTS, names, said, strict=True):
         if not right:
             print(f"not found: {fault.name}: {text}", file=sys.stderr)
+    for number, text in missed.items():
+        print(f"not found by units: {FAULTS[number].name}: {text}", file=sys.stderr)
     for text in alarms.told:
         print(f"false alarm: {text}", file=sys.stderr)
     for text in alarms.wrong:

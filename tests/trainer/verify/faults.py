@@ -889,3 +889,29 @@ def found(faults: Sequence[int], verify: int | str = 4, **settings: Any) -> list
         return run_ranks(all_trained, RANKS, faults, verify, settings, timeout=60 + 10 * len(faults))[0]  # type: ignore[no-any-return]
     except RanksFailedError as error:
         return [f"no end: {error}"] * len(faults)
+
+
+# ---- modules that are cut by units
+
+BY_UNITS: dict[str, Any] = {"module": ""}
+NOT_FOUND_BY_UNITS = {
+    "attribute of layers set in on_train_epoch_end": EQUAL,
+    "layers in evaluation mode with dropout": EQUAL,
+    "frozen BatchNorm that is trained": EQUAL,
+    "gradients of shared parameters not summed": EQUAL,
+    "forward hook registered in on_validation_epoch_end": "it called mul as unit",
+    "clipping in optimizer_step by the norm of one stage": "takes the value of the gradient of self.model",
+    "batches that differ by rank later": "loaded different batches",
+}
+"""Faults that occur only if layers are cut, and are equal by units, and faults that another check refuses first."""
+LAID_BY_UNITS = [number for number, fault in enumerate(FAULTS) if not fault.name.startswith("csp")]
+"""The numbers of the faults that can be made in modules that are cut by units."""
+
+
+def is_found_by_units(fault: Fault, said: str) -> bool:
+    """Return whether the sentence about a training by units names the fault, or what the fault causes instead."""
+    if fault.name in NOT_FOUND_BY_UNITS:
+        return NOT_FOUND_BY_UNITS[fault.name] in said
+    place = "the input of '" if fault.finds.startswith("the input of") else fault.finds
+    place = "the input of 'outlet'" if fault.name == "alias changed in place by a later layer" else place
+    return FOUND in said and place in said.partition("Likely reason")[0]
