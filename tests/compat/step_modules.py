@@ -13,6 +13,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.compat.registry import batches
@@ -678,3 +679,34 @@ class AddsInPlace(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.add_(self.bias)
+
+
+class TakesOtherWay(Lit):
+    """A module whose step takes another way on one rank, after the first batch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.trainer.training and self.trainer.global_step and self.trainer.is_global_zero:
+            x = x.neg().neg()
+        return super().forward(x)
+
+
+class ReadsMemory(Lit):
+    """A module whose step passes the address of a weight on, as to an extension in C++."""
+
+    address = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.trainer.training and self.trainer.global_step:
+            self.address = self.model[8].weight.data_ptr()
+        return super().forward(x)
+
+
+class Checkpointed(Lit):
+    """A module that computes some of its layers again in backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.model[1](self.model[0](x))
+        x = checkpoint(lambda h: self.model[4](self.model[3](self.model[2](h))), x, use_reentrant=False)
+        for layer in self.model[5:]:
+            x = layer(x)
+        return x

@@ -149,6 +149,23 @@ steps(
     strategy={"module": ""},
     reason="its loss is computed once for all samples, as with loss='batch'",
 )
+for what, module, settings, refused in (
+    ("a step that takes another way on one rank", s.TakesOtherWay, {}, ["it called neg as unit 0 at"] * 2),
+    (
+        "the address of a weight, as for code in C++",
+        s.ReadsMemory,
+        {},
+        ["the step reads the memory of a tensor at"] * 2,
+    ),
+    (
+        "a border in a checkpoint",
+        s.Checkpointed,
+        {"partition": ["model.4"]},
+        ["It lies in a checkpoint", "makes 2 stages, and the run has 4"],
+    ),
+):
+    on_2, on_4 = refused
+    steps(f"{what}, by units", module=module, strategy={"module": "", **settings}, refused_on={2: on_2, 4: on_4})
 
 tokens = lambda rows, size: DataLoader(data(rows, tokens=True), batch_size=size)  # noqa: E731
 decodes = partial(

@@ -158,7 +158,9 @@ class LazyStep(TracedStep):
             return self._run_own(number, name, path, function, args, kwargs)
         done = trace.units[number]
         if done.name != name:
-            raise self._other_way(f"it called {name} as unit {number}, which was {done.name} on the previous stage")
+            raise self._other_way(
+                f"it called {name} as unit {number} at {user_line()}, which was {done.name} on the previous stage"
+            )
         given = tensors_of((args, kwargs))
         if done.pure:
             if any(map(self.values.is_placed, given)) or any(map(self.values.is_value, given)):
@@ -220,6 +222,14 @@ class LazyStep(TracedStep):
         if not isinstance(leaf, torch.Tensor):
             check_sendable(leaf, f"a module of stage {self._stage} returns")
         return super()._describe_leaf(leaf)
+
+    def look(self, name: str, function: Function, args: Any) -> Any:
+        if name == "data_ptr" and args[0].is_meta:
+            raise PipelineError(
+                f"the step reads the memory of a tensor at {user_line()}, and the tensor is on another stage. Call "
+                "code that reads memory in the forward of a module without submodules, which one stage runs as a whole"
+            )
+        return super().look(name, function, args)
 
     def change(self, name: str, function: Function, args: Any, kwargs: Any) -> Any:
         if name == "data" and args and self.values.is_placed(args[0]):

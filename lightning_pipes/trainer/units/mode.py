@@ -30,7 +30,7 @@ _LOOKING_NAMES = (
     "size dim numel nelement ndimension stride storage_offset is_contiguous element_size dim_order get_device "
     "is_floating_point is_complex is_signed is_tensor is_storage is_inference is_shared is_pinned is_neg is_conj "
     "is_nested is_same_size is_set_to _is_view __len__ __hash__ __repr__ __format__ __set__ register_hook "
-    "retain_grad requires_grad_ untyped_storage data_ptr broadcast_shapes finfo iinfo result_type promote_types "
+    "retain_grad requires_grad_ untyped_storage broadcast_shapes finfo iinfo result_type promote_types "
     "can_cast set_grad_enabled is_grad_enabled _set_grad_enabled get_default_dtype _use_cudnn_rnn_flatten_weight "
     "__torch_function__ _use_count"
 )
@@ -87,7 +87,7 @@ class UnitMode(TorchFunctionMode, ABC):
         """
 
     def look(self, name: str, function: Function, args: Any) -> Any:
-        """Return a property of a tensor that is not a tensor itself."""
+        """Return a property of a tensor that is not a tensor itself, or the address of its memory."""
         return function(*args)
 
     def change(self, name: str, function: Function, args: Any, kwargs: Any) -> Any:
@@ -178,6 +178,8 @@ class UnitMode(TorchFunctionMode, ABC):
         elif name in _CHANGING:
             name = "requires_grad" if name == "requires_grad_" else function.__self__.__name__  # type: ignore[attr-defined]
             return self.change(name, function, args, kwargs)
+        elif name == "data_ptr":
+            return self.look(name, function, args)
         elif name in _LOOKING or (not isinstance(function, type) and name.startswith("_assert")):
             return function(*args, **kwargs)
         return self._unit(name, None, function, args, kwargs)
