@@ -18,7 +18,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from operator import is_
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any
 
 import lightning.pytorch as pl
@@ -126,6 +127,29 @@ class _Holder:
                     return True
             return have_same_entries(read_entries(thing), kept)
         return have_same_entries(view_entries(thing), kept)
+
+
+class _ModuleEntries:
+    """The attributes and buffers of several modules, which are all compared at once.
+
+    A comparison of one module after another takes several times as long.
+
+    Args:
+        modules: the modules, with their present entries.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self._names, self._values = self._read()
+
+    def are_unchanged(self) -> bool:
+        """Return whether all modules have the same attributes and buffers, and each is the same object as before."""
+        names, values = self._read()
+        return names == self._names and all(map(is_, values, self._values))
+
+    def _read(self) -> tuple[list[str], list[Any]]:
+        tables = [*map(vars, self._modules), *map(attrgetter("_buffers"), self._modules)]
+        return [*chain.from_iterable(tables)], [*chain.from_iterable(map(dict.values, tables))]
 
 
 @dataclass
@@ -268,6 +292,9 @@ class ModuleState:
         self.generators = generators
         self._merging = ValueMerger(type(module).__name__)
         self._holders: list[_Holder] = []
+        self._module_entries = _ModuleEntries([])
+        self._others: list[int] = []
+        """The positions of the holders that `_module_entries` does not contain."""
         self._known: dict[int, tuple[torch.Tensor, int, torch.Tensor | None]] = {}
         self._unstable: set[int] = set()
         self._begun = 0
@@ -301,12 +328,14 @@ class ModuleState:
 
     def remember_state(self) -> None:
         """Record the present state. Later changes are determined by comparison with it."""
-        changed = [holder for holder in self._holders if not holder.is_unchanged()]
+        changed = [self._holders[index] for index in self._find_changed()]
         if any(map(self._leads_to_others, changed)):
             self._walk()
         else:
             for holder in changed:
                 holder.remember_entries()
+        if not self._module_entries.are_unchanged():
+            self._note_modules()
         written = self._written()
         if changed or written or self._begun <= _FIRST:
             self._remember(written)
@@ -325,13 +354,14 @@ class ModuleState:
         fresh = {
             id(t): t if before is None else before.clone() for t, _, before in self._known.values() if id(t) in written
         }
-        for holder in self._holders:
-            if not (holder.merged or everything):
-                continue
-            if fresh and not holder.shared and any(id(t) in fresh for t in holder.tensors):
-                write_entries(holder.thing, map_entries(holder.kept, lambda _, value: fresh.get(id(value), value)))
-            elif not holder.is_unchanged():
+        for index in self._find_changed():
+            holder = self._holders[index]
+            if holder.merged or everything:
                 write_entries(holder.thing, holder.kept)
+        for holder in self._holders if fresh else ():
+            has_written = not holder.shared and any(id(t) in fresh for t in holder.tensors)
+            if has_written and (holder.merged or everything):
+                write_entries(holder.thing, map_entries(holder.kept, lambda _, value: fresh.get(id(value), value)))
 
     def note_microbatch(self, span: Span) -> None:
         """Record the changes of the step for a micro-batch, on the last stage."""
@@ -583,7 +613,23 @@ class ModuleState:
                     continue  # the metric's own tables of states
                 queue.append(((*path, (kind, key)), value, depth + 1, merged))
         self._holders = found
+        self._note_modules()
         self.generators.find()
+
+    def _note_modules(self) -> None:
+        """Note the present entries of the modules for `_find_changed`, except modules that change in every step."""
+        self._others, modules = [], list[nn.Module]()
+        for index, holder in enumerate(self._holders):
+            if isinstance(holder.thing, nn.Module) and not isinstance(holder.thing, (Metric, pl.LightningModule)):
+                modules.append(holder.thing)
+            else:
+                self._others.append(index)
+        self._module_entries = _ModuleEntries(modules)
+
+    def _find_changed(self) -> list[int]:
+        """Return the positions of the holders whose entries are not the same objects as before the batch."""
+        looked_at = self._others if self._module_entries.are_unchanged() else range(len(self._holders))
+        return [index for index in looked_at if not self._holders[index].is_unchanged()]
 
     def _leads_to_others(self, holder: _Holder) -> bool:
         """Return whether a holder has gained or lost an object with its own entries, or a generator."""
@@ -620,12 +666,11 @@ class ModuleState:
     def _differences(self, merged: bool | None) -> dict[int, Content]:
         written = self._written()
         self._unstable.update(written)
-        return {
-            index: read_entries(holder.thing)
-            for index, holder in enumerate(self._holders)
-            if (merged is None or holder.merged == merged)
-            and (not holder.is_unchanged() or (written and any(id(t) in written for t in holder.tensors)))
-        }
+        changed = {*self._find_changed()}
+        if written:
+            changed.update(n for n, each in enumerate(self._holders) if any(id(t) in written for t in each.tensors))
+        found = ((index, self._holders[index]) for index in sorted(changed))
+        return {n: read_entries(each.thing) for n, each in found if merged is None or each.merged == merged}
 
     def _is_there(self, holder: _Holder) -> bool:
         """Return whether the path of a holder still leads to its object."""
