@@ -115,7 +115,7 @@ class UnitCut(Cut):
         ]
         here = self._find_local()
         self._absent.add([slot for slot in self._slots if id(slot.tensor) not in here])
-        self._hidden: list[tuple[dict[str, Any], list[tuple[str, Any]]]] = []
+        self._hidden: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._owners: dict[int, list[tuple[nn.Module, str]]] = {}
         self._note_places(here)
         self._hide()
@@ -207,8 +207,13 @@ class UnitCut(Cut):
         return {id(slot.tensor) for slot in self._slots if {*self._stages(slot.tensor)} & {*self.local}}
 
     def _note_places(self, here: Collection[int]) -> None:
-        """Note the keys of other ranks, and the places of this rank's parameters in the module."""
+        """Note the keys and places of the weights of other ranks, and the places of this rank's parameters."""
         self._foreign_keys = {slot.key for slot in self._absent.slots}
+        tables = {id(slot.table): slot.table for slot in self._absent.slots}
+        names: dict[int, set[str]] = defaultdict(set)
+        for slot in self._absent.slots:
+            names[id(slot.table)].add(slot.name)
+        self._foreign_names = [(table, names[key]) for key, table in tables.items()]
         self._owners = defaultdict(list)
         for slot in self._slots:
             if id(slot.tensor) in here:
@@ -319,7 +324,7 @@ class UnitCut(Cut):
         The list of a tensor is empty if the tensor is on this rank.
         """
         gaps: dict[str, list[ParameterSlot]] = {slot.key: [] for slot in self._slots}
-        whole = {id(table): dict(entries) for table, entries in self._hidden}
+        whole = {id(table): entries for table, entries in self._hidden}
         for slot in self._absent.slots:
             gaps[slot.key].append(slot._replace(table=whole[id(slot.table)]))
         return gaps
@@ -362,19 +367,17 @@ class UnitCut(Cut):
 
     def _hide(self) -> None:
         """Take the stand-ins out of the module, which then has only the weights of this rank."""
-        tables = {id(slot.table): slot.table for slot in self._absent.slots}
-        names = {(id(slot.table), slot.name) for slot in self._absent.slots}
         self._is_hidden = True
-        self._hidden = [(table, list(table.items())) for table in tables.values()]
-        for key, name in names:
-            del tables[key][name]
+        self._hidden = [(table, {**table}) for table, _ in self._foreign_names]
+        for table, names in self._foreign_names:
+            for name in names:
+                del table[name]
 
     def _show(self) -> None:
         for table, whole in self._hidden:
-            own = dict(table)
+            shown = {**whole, **table}  # in the order of `whole`
             table.clear()
-            table.update((name, own.pop(name, tensor)) for name, tensor in whole)
-            table.update(own)
+            table.update(shown)
         self._is_hidden, self._hidden = False, []
 
     def _slots_of(self, layers: Collection[int]) -> Iterator[ParameterSlot]:
