@@ -33,7 +33,7 @@ from lightning_pipes.trainer.step.parameter_hooks import ParameterHooks
 from lightning_pipes.trainer.units.lazy_step import LazyStep
 from lightning_pipes.trainer.units.mode import Function
 from lightning_pipes.trainer.units.recording import DIFFERENTIATING, UnitLayout
-from lightning_pipes.trainer.units.trace import Done, Made, map_leaves, tensors_of
+from lightning_pipes.trainer.units.trace import Done, Made, map_leaves, tensors_of, tensors_of_call
 from lightning_pipes.trainer.units.traced_step import refuse_unit
 from lightning_pipes.trainer.units.values import storage_of
 
@@ -344,7 +344,7 @@ class JointStep(LazyStep):
     def run_unit(self, name: str, path: str | None, function: Function, args: Any, kwargs: Any) -> Any:
         if function in DIFFERENTIATING:
             return self._differentiate(function, args, kwargs)
-        given = tensors_of((args, kwargs))
+        given = tensors_of_call(args, kwargs)
         while not self._coming:
             # Answered here, where the user's code has reached the same place as on the other stage.
             if self._asked is not None:

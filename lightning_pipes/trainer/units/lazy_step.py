@@ -22,8 +22,8 @@ from lightning_pipes.trainer.state.generators import ModuleGenerators
 from lightning_pipes.trainer.step.weight_changes import IN_HOOKS
 from lightning_pipes.trainer.units.mode import Function
 from lightning_pipes.trainer.units.recording import DIFFERENTIATING, UnitLayout
-from lightning_pipes.trainer.units.trace import Done, Trace, tensors_of
-from lightning_pipes.trainer.units.traced_step import TracedStep, refuse_unit
+from lightning_pipes.trainer.units.trace import Done, Trace, tensors_of_call
+from lightning_pipes.trainer.units.traced_step import TracedStep, refuse_unit, version_of
 from lightning_pipes.trainer.units.values import STANDS_ON, storage_of
 
 Values = tuple[torch.Tensor, ...]
@@ -161,7 +161,7 @@ class LazyStep(TracedStep):
             raise self._other_way(
                 f"it called {name} as unit {number} at {user_line()}, which was {done.name} on the previous stage"
             )
-        given = tensors_of((args, kwargs))
+        given = tensors_of_call(args, kwargs)
         if done.pure:
             if any(map(self.values.is_placed, given)) or any(map(self.values.is_value, given)):
                 raise self._other_way(f"it passed tensors that depend on weights to unit {number}, {name}")
@@ -174,22 +174,23 @@ class LazyStep(TracedStep):
         return out
 
     def run_transformed(self, name: str, path: str | None, function: Function, args: Any, kwargs: Any) -> Any:
-        if not self._ends and any(t.is_meta for t in self.placed(path, tensors_of((args, kwargs)))):
+        if not self._ends and any(t.is_meta for t in self.placed(path, tensors_of_call(args, kwargs))):
             self._crossing = self._pack()
             raise _Border
         return function(*args, **kwargs)
 
     def _run_own(self, number: int, name: str, path: str | None, function: Function, args: Any, kwargs: Any) -> Any:
-        given = tensors_of((args, kwargs))
+        given = tensors_of_call(args, kwargs)
         if function in DIFFERENTIATING and self._received[1].keys:
             raise EarlierStageError(
                 f"the step calls torch's {name} at {user_line()}, and earlier stages have a part of the graph. Return "
                 "the loss instead, or train in one process what needs gradients in its loss"
             )
         has_weights = self._as_recorded and number < self._border  # the weights of its module
-        is_border = self._as_recorded and number >= self._border and not self._ends
-        foreign = [] if is_border else [t for t in self.placed(None if has_weights else path, given) if t.is_meta]
-        if is_border or (foreign and not self._ends):
+        if self._ends:
+            return self._run_last(number, name, path, function, args, kwargs, given, has_weights)
+        is_border = self._as_recorded and number >= self._border
+        if is_border or any(t.is_meta for t in self.placed(None if has_weights else path, given)):
             if self.checkpoint and self.checkpoint == self._held:
                 raise refuse_unit(
                     number,
@@ -199,6 +200,43 @@ class LazyStep(TracedStep):
                 )
             self._crossing = self._pack()
             raise _Border
+        ran = self.run_here(name, path, function, args, kwargs, given)
+        if path is None and ran.written:
+            self._check_weights(ran.written)
+        self.units.append(ran.done)
+        self._held = self._held if ran.done.pure else self.checkpoint
+        self.values.prune()
+        return ran.out
+
+    def _run_last(
+        self,
+        number: int,
+        name: str,
+        path: str | None,
+        function: Function,
+        args: Any,
+        kwargs: Any,
+        given: Sequence[torch.Tensor],
+        has_weights: bool,
+    ) -> Any:
+        """Run a unit of the last stage. No other stage needs its results, so they are not numbered.
+
+        Args:
+            number: the number of the unit.
+            name: the name of the function, or the path of the module.
+            path: the path of the module; None for a function.
+            function: the function, or the forward of the module.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            given: the tensors in its arguments.
+            has_weights: whether this stage has the weights of the module.
+
+        Raises:
+            EarlierStageError: the unit needs weights of an earlier stage.
+            PipelineError: it changes weights although it must not.
+        """
+        placed = given if path is None or has_weights else self.placed(path, given)
+        foreign = [t for t in placed if t.is_meta and self.values.is_placed(t)]
         if foreign:
             named = (*self._module.named_parameters(), *self._module.named_buffers())
             weight = next((name for name, t in named if any(t is each for each in foreign)), "weights")
@@ -210,13 +248,17 @@ class LazyStep(TracedStep):
                 "PipelineStrategy(partition=[...])",
             )
             raise EarlierStageError(str(refused))
-        ran = self.run_here(name, path, function, args, kwargs, given)
-        if path is None and ran.written:
-            self._check_weights(ran.written)
-        self.units.append(ran.done)
-        self._held = self._held if ran.done.pure else self.checkpoint
-        self.values.prune()
-        return ran.out
+        self._in_module = True  # only records of units need to know whether code in a function uses weights
+        versions = [version_of(t) for t in given] if path is None else []
+        if self.may_draw(name, path):
+            out = self._run_drawing(function, args, kwargs)
+        else:
+            out = function(*args, **kwargs)
+        written = [t for t, version in zip(given, versions, strict=False) if version_of(t) != version]
+        if written:
+            self._check_weights(written)
+        self.units.append(Done(name))
+        return out
 
     def _describe_leaf(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):

@@ -23,7 +23,7 @@ from lightning_pipes.trainer.private_lightning import is_compiled
 from lightning_pipes.trainer.ranks.user_lines import user_line
 from lightning_pipes.trainer.units.fake_run import FakeRun, list_places
 from lightning_pipes.trainer.units.mode import Function, runs_as_whole
-from lightning_pipes.trainer.units.trace import TemplateLeaf, map_leaves, tensors_of
+from lightning_pipes.trainer.units.trace import TemplateLeaf, map_leaves, tensors_of, tensors_of_call
 from lightning_pipes.trainer.units.traced_step import TracedStep, version_of
 from lightning_pipes.trainer.units.values import has_attributes, storage_of
 
@@ -251,7 +251,7 @@ class Recorder(TracedStep):
         if path is not None:
             self.entered.setdefault(path, len(self.units))
         before = self._flops.total
-        given = tensors_of((args, kwargs))
+        given = tensors_of_call(args, kwargs)
         for tensor in given:
             self._look_for_hidden(tensor)
         self._given, self._used = {id(t) for t in given}, set()
@@ -287,7 +287,7 @@ class Recorder(TracedStep):
         return ran.out
 
     def run_transformed(self, name: str, path: str | None, function: Function, args: Any, kwargs: Any) -> Any:
-        if path not in self._weighty and not any(map(self.values.depends_on_weights, tensors_of((args, kwargs)))):
+        if path not in self._weighty and not any(map(self.values.depends_on_weights, tensors_of_call(args, kwargs))):
             return function(*args, **kwargs)
         if not self._open:
             raise PipelineError(
@@ -315,7 +315,7 @@ class Recorder(TracedStep):
         return path in self._weighty or any(found)
 
     def run_inner(self, name: str, function: Function, args: Any, kwargs: Any) -> Any:
-        given = tensors_of((args, kwargs)) if self._inside else []
+        given = tensors_of_call(args, kwargs) if self._inside else []
         if self._running is None:  # within an autograd.Function
             self._used.update(self._names[id(t)] for t in given if self.values.is_placed(t) and id(t) in self._names)
         if self._running is None or not self._inside:

@@ -12,7 +12,7 @@ from torch import nn
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.state.generators import ModuleGenerators
 from lightning_pipes.trainer.units.mode import DEVICES, Function, UnitMode
-from lightning_pipes.trainer.units.trace import Done, KnownWeight, map_leaves, tensors_of
+from lightning_pipes.trainer.units.trace import Done, KnownWeight, map_leaves, tensors_of, tensors_of_call
 from lightning_pipes.trainer.units.values import Values, stands_on
 
 _DRAWING_NAMES = (
@@ -105,7 +105,7 @@ class TracedStep(UnitMode):
 
     def run_inner(self, name: str, function: Function, args: Any, kwargs: Any) -> Any:
         if not (self._weighed or self._in_module):
-            self._weighed = any(map(self.values.is_placed, tensors_of((args, kwargs))))
+            self._weighed = any(map(self.values.is_placed, tensors_of_call(args, kwargs)))
         if name in _DRAWING and self._inside:
             return self._run_drawing(function, args, kwargs)
         return function(*args, **kwargs)
@@ -176,7 +176,7 @@ class TracedStep(UnitMode):
         return Done(name, False, map_leaves(out, self._describe_leaf), now, drew)
 
     def _describe_leaf(self, leaf: Any) -> Any:
-        if isinstance(leaf, nn.Parameter):  # a cast may return its argument
+        if type(leaf) is not torch.Tensor and isinstance(leaf, nn.Parameter):  # a cast may return its argument
             name = next((name for name, p in self._module.named_parameters() if p is leaf), None)
             if name is not None:
                 return KnownWeight(name)

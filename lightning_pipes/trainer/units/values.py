@@ -47,7 +47,8 @@ class Values:
 
     def is_placed(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is a weight, or a buffer that belongs to an atomic module."""
-        return isinstance(tensor, nn.Parameter) or id(tensor) in self._placed
+        is_parameter = type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter)  # the second is slow
+        return is_parameter or id(tensor) in self._placed
 
     def is_value(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor depends on weights or random numbers."""
@@ -104,7 +105,8 @@ class Values:
         These are tensors of the batch, buffers, and other tensors that the user's code holds.
         """
         for tensor in tensors:
-            if id(tensor) not in self._keys and id(tensor) not in self._numbers and not self.is_placed(tensor):
+            name = id(tensor)
+            if name not in self._keys and name not in self._numbers and not self.is_placed(tensor):
                 self.add_pure(tensor)
 
     def add_pure(self, tensor: torch.Tensor) -> None:
@@ -212,7 +214,9 @@ def placeholder(made: Made, device: torch.device) -> torch.Tensor:
 
 def has_attributes(tensor: torch.Tensor) -> bool:
     """Return whether attributes of a tensor have been set."""
-    return not isinstance(tensor, (nn.Parameter, FakeTensor)) and bool(vars(tensor))
+    if type(tensor) is not torch.Tensor and isinstance(tensor, (nn.Parameter, FakeTensor)):
+        return False
+    return bool(tensor.__dict__)
 
 
 def stands_on(tensor: torch.Tensor) -> torch.device | None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_pipes.trainer.units.mode import Function
 from lightning_pipes.trainer.units.recording import UnitLayout
-from lightning_pipes.trainer.units.trace import tensors_of
+from lightning_pipes.trainer.units.trace import tensors_of_call
 from lightning_pipes.trainer.units.traced_step import TracedStep
 
 
@@ -86,6 +86,6 @@ class WholeStep(TracedStep):
         if self._count == self._end:
             self._seed = self._seed_end
         self._count += 1
-        ran = self.run_here(name, path, function, args, kwargs, tensors_of((args, kwargs)))
+        ran = self.run_here(name, path, function, args, kwargs, tensors_of_call(args, kwargs))
         self.values.prune()
         return ran.out
