@@ -324,9 +324,14 @@ def is_top_function_mode(mode: Any) -> bool:
     return overrides._get_current_function_mode() is mode
 
 
-def without_top_function_mode() -> Any:
-    """Return a context without the TorchFunctionMode that is called before all others."""
-    return torch.overrides._pop_mode_temporarily()
+def pop_function_mode() -> None:
+    """Remove the TorchFunctionMode that is called before all others."""
+    torch._C._pop_torch_function_stack()
+
+
+def push_function_mode(mode: Any) -> None:
+    """Add a TorchFunctionMode that is called before all others, without entering it."""
+    torch._C._push_on_torch_function_stack(mode)
 
 
 def replace_checkpoints(make: Any) -> Any:

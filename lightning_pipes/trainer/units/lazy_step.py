@@ -78,6 +78,7 @@ class LazyStep(TracedStep):
         self._ends = last == layout.n_parts - 1
         self._border = layout.border_of(last)
         self._received: Crossing = ((), Trace())
+        self._n_received, self._n_names = 0, len(layout.names)
         self._as_recorded = True
         self._watched: list[tuple[torch.Tensor, int]] = []
         self._crossing: Crossing | None = None
@@ -123,13 +124,14 @@ class LazyStep(TracedStep):
         self._why_once, self._refusal = why_once, None
         self.begin(batch, seed)
         self._received, self._rows = received or ((), Trace()), rows
+        self._n_received = len(self._received[1].units)
         self._as_recorded, self._watched, self._crossing, self._held = True, [], None, 0
         try:
             with self:
                 out = step(batch, *arguments)
             if self._crossing is not None:
                 raise _Border  # a bare `except:` has caught the first one
-            if len(self.units) < len(self._received[1].units):
+            if len(self.units) < self._n_received:
                 raise self._other_way(f"it ended after {len(self.units)} units")
             if not self._ends:
                 self._crossing = self._pack()  # the step uses no weights of later stages
@@ -151,12 +153,11 @@ class LazyStep(TracedStep):
             raise _Border
         if name == "BackwardHookFunction.apply":
             raise PipelineError(f"A module that the step calls {BACKWARD_HOOKS}")
-        number, (_, trace) = len(self.units), self._received
-        names = self._layout.names
-        self._as_recorded = self._as_recorded and number < len(names) and names[number] == name
-        if number >= len(trace.units):
+        number = len(self.units)
+        self._as_recorded = self._as_recorded and number < self._n_names and self._layout.names[number] == name
+        if number >= self._n_received:
             return self._run_own(number, name, path, function, args, kwargs)
-        done = trace.units[number]
+        done = self._received[1].units[number]
         if done.name != name:
             raise self._other_way(
                 f"it called {name} as unit {number} at {user_line()}, which was {done.name} on the previous stage"
@@ -169,7 +170,7 @@ class LazyStep(TracedStep):
             self.units.append(Done(name))
         else:
             out = self._pass_over(done, given)
-        if len(self.units) == len(trace.units):  # immediately, because code before the next unit may keep values
+        if number + 1 == self._n_received:  # immediately, because code before the next unit may keep values
             self._arrive()
         return out
 
@@ -299,7 +300,7 @@ class LazyStep(TracedStep):
 
     def begin_checkpoint(self) -> bool:
         super().begin_checkpoint()
-        return len(self.units) >= len(self._received[1].units)  # otherwise the checkpoint would hold placeholders
+        return len(self.units) >= self._n_received  # otherwise the checkpoint would hold placeholders
 
     def _pass_over(self, done: Done, given: Sequence[torch.Tensor]) -> Any:
         """Return placeholders for the results of a unit on an earlier stage."""

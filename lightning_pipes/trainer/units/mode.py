@@ -20,9 +20,10 @@ from lightning_pipes.engine.private_torch import (
     has_composable_checkpoint,
     in_functorch,
     is_top_function_mode,
+    pop_function_mode,
+    push_function_mode,
     replace_checkpoints,
     select_hooked,
-    without_top_function_mode,
 )
 from lightning_pipes.trainer.private_lightning import WHOLE_CALL, is_compiled, whole_call
 
@@ -187,9 +188,13 @@ class UnitMode(TorchFunctionMode, ABC):
     def _call_module(self, path: str, forward: Function, /, *args: Any, **kwargs: Any) -> Any:
         if self._inside or self._thread != get_ident():
             return forward(*args, **kwargs)
-        alone = not self.sees_inside(path) and is_top_function_mode(self)
-        with without_top_function_mode() if alone else nullcontext():  # its operations have no overhead
+        if self.sees_inside(path) or not is_top_function_mode(self):
             return self._unit(path, path, forward, args, kwargs)
+        pop_function_mode()  # its operations have no overhead
+        try:
+            return self._unit(path, path, forward, args, kwargs)
+        finally:
+            push_function_mode(self)
 
     def _make_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         make = self._checkpoint_before
