@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from lightning_pipes.engine.compute.spans import Unsampled, is_unsampled
 from lightning_pipes.engine.compute.weights import WeightVersion
 from lightning_pipes.engine.private_torch import FunctionNode, like_root, run_backward
+from lightning_pipes.engine.trees import flatten_message
 from lightning_pipes.ir import PlanError, Span
 
 Flags = tuple[bool, ...]
@@ -74,10 +75,10 @@ def enter_stage(tree: Any, flags: Flags, saved: SavedForward) -> Any:
         return tree
     if not any(flags):
         return tree
-    leaves, spec = pytree.tree_flatten(tree, is_leaf=is_unsampled)
+    leaves, rebuild = flatten_message(tree, is_unsampled)
     number, unsampled = 0, []
     for at, leaf in enumerate(leaves):
-        is_marked = is_unsampled(leaf)
+        is_marked = type(leaf) is Unsampled
         tensor = leaf.tensor if is_marked else leaf
         if isinstance(tensor, torch.Tensor):
             if flags[number]:
@@ -87,7 +88,7 @@ def enter_stage(tree: Any, flags: Flags, saved: SavedForward) -> Any:
                 saved.entered.append(entered)
             number += 1
     saved.unsampled = frozenset(unsampled)
-    return pytree.tree_unflatten(leaves, spec)
+    return rebuild(leaves)
 
 
 def leave_stage(tree: Any, saved: SavedForward, flags: Flags | None = None) -> tuple[Any, Flags]:
@@ -106,7 +107,7 @@ def leave_stage(tree: Any, saved: SavedForward, flags: Flags | None = None) -> t
             return tree, (False,)
         saved.outputs.append(_root(tree))
         return tree.detach(), (True,)
-    leaves, spec = pytree.tree_flatten(tree)
+    leaves, rebuild = flatten_message(tree)
     found = sum(isinstance(leaf, torch.Tensor) for leaf in leaves)
     if flags is not None and found != len(flags):
         raise PlanError(
@@ -122,7 +123,7 @@ def leave_stage(tree: Any, saved: SavedForward, flags: Flags | None = None) -> t
             if wanted:
                 saved.outputs.append(_root(leaf) if leaf.requires_grad else None)
             leaves[at] = leaf.detach()
-    return pytree.tree_unflatten(leaves, spec), tuple(own)
+    return rebuild(leaves), tuple(own)
 
 
 def may_want_gradients(tree: Any) -> Flags:

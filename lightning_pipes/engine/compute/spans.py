@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+from lightning_pipes.engine.trees import flatten_message
 from lightning_pipes.ir import LayerUse, PlanError, Span
 
 
@@ -73,9 +74,9 @@ def remove_marks(tree: Any) -> tuple[Any, frozenset[int]]:
     """Return the tree without the marks of `Unsampled` tensors, and the ids of the tensors that were marked."""
     if isinstance(tree, torch.Tensor):
         return tree, frozenset()
-    leaves, spec = pytree.tree_flatten(tree, is_leaf=is_unsampled)
-    ids = frozenset(id(leaf.tensor) for leaf in leaves if is_unsampled(leaf))
-    return (pytree.tree_unflatten(list(map(_unwrap, leaves)), spec), ids) if ids else (tree, ids)
+    leaves, rebuild = flatten_message(tree, is_unsampled)
+    ids = frozenset(id(leaf.tensor) for leaf in leaves if type(leaf) is Unsampled)
+    return (rebuild([*map(_unwrap, leaves)]), ids) if ids else (tree, ids)
 
 
 def take_rows(tree: Any, span: Span, part: Span, apart: Collection[int] = ()) -> Any:
