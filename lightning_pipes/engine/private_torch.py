@@ -318,20 +318,10 @@ def allow_transforms() -> Iterator[None]:
         graph.disable_saved_tensors_hooks = before
 
 
-def is_top_function_mode(mode: Any) -> bool:
-    """Return whether this TorchFunctionMode is called before all others."""
-    overrides: Any = torch.overrides
-    return overrides._get_current_function_mode() is mode
-
-
-def pop_function_mode() -> None:
-    """Remove the TorchFunctionMode that is called before all others."""
-    torch._C._pop_torch_function_stack()
-
-
-def push_function_mode(mode: Any) -> None:
-    """Add a TorchFunctionMode that is called before all others, without entering it."""
-    torch._C._push_on_torch_function_stack(mode)
+pop_function_mode = torch._C._pop_torch_function_stack
+"""Removes the TorchFunctionMode that is called before all others, and returns it."""
+push_function_mode = torch._C._push_on_torch_function_stack
+"""Adds a TorchFunctionMode that is called before all others, without entering it."""
 
 
 def replace_checkpoints(make: Any) -> Any:

@@ -275,10 +275,9 @@ def test_functions_within_modes_and_transforms() -> None:
 
     x = torch.ones(3)
     with Mode() as mode:
-        assert private.is_top_function_mode(mode)
-        with private.without_top_function_mode():
-            assert not private.is_top_function_mode(mode)
-            x.sin()
+        assert private.pop_function_mode() is mode
+        x.sin()
+        private.push_function_mode(mode)
         x.cos()
         torch.vmap(torch.sin)(x)
     assert mode.seen[0] is False

@@ -376,8 +376,9 @@ class UnitCut(Cut):
     def _show(self) -> None:
         for table, whole in self._hidden:
             shown = {**whole, **table}  # in the order of `whole`
-            table.clear()
-            table.update(shown)
+            if table:
+                table.clear()
+            table |= shown
         self._is_hidden, self._hidden = False, []
 
     def _slots_of(self, layers: Collection[int]) -> Iterator[ParameterSlot]:

@@ -19,7 +19,6 @@ from lightning_pipes.engine.private_torch import (
     backward_hooks,
     has_composable_checkpoint,
     in_functorch,
-    is_top_function_mode,
     pop_function_mode,
     push_function_mode,
     replace_checkpoints,
@@ -131,8 +130,8 @@ class UnitMode(TorchFunctionMode, ABC):
         whole = self._closed | select_hooked(self._atomic)
         for path, module in self._atomic.items():
             name, call = (WHOLE_CALL, whole_call(module)) if path in whole else ("forward", module.forward)
-            table = vars(module)
-            self._replaced.append((table, name, table.get(name)))
+            table = module.__dict__
+            self._replaced += ((table, name, table.get(name)),)
             table[name] = partial(self._call_module, path, call)
         self._apply = torch.autograd.Function.__dict__["apply"]  # it makes tensors, but is not a torch function
         before = self._apply
@@ -188,11 +187,14 @@ class UnitMode(TorchFunctionMode, ABC):
     def _call_module(self, path: str, forward: Function, /, *args: Any, **kwargs: Any) -> Any:
         if self._inside or self._thread != get_ident():
             return forward(*args, **kwargs)
-        if self.sees_inside(path) or not is_top_function_mode(self):
+        if self.sees_inside(path):
             return self._unit(path, path, forward, args, kwargs)
-        pop_function_mode()  # its operations have no overhead
+        top = pop_function_mode()
+        if top is not self:
+            push_function_mode(top)
+            return self._unit(path, path, forward, args, kwargs)
         try:
-            return self._unit(path, path, forward, args, kwargs)
+            return self._unit(path, path, forward, args, kwargs)  # its operations have no overhead
         finally:
             push_function_mode(self)
 

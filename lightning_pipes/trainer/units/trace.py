@@ -22,8 +22,8 @@ class TemplateLeaf:
 
 
 _LEAVES = (torch.Tensor, TemplateLeaf, str, bytes, int, float, complex, type(None))
-_TENSORS = frozenset((torch.Tensor, nn.Parameter))
 _PLAIN = frozenset((str, int, float, bool, type(None), torch.dtype, torch.device))
+_SIMPLE = _PLAIN | {torch.Tensor, nn.Parameter}
 
 
 def map_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
@@ -67,13 +67,10 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
 
 def tensors_of_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """Return the tensors among the arguments of a call, in order. This is a fast path of `tensors_of`."""
-    found: list[torch.Tensor] = []
-    for entry in [*args, *kwargs.values()] if kwargs else args:
-        if type(entry) in _TENSORS:
-            found.append(entry)
-        elif type(entry) not in _PLAIN:
-            _collect(entry, found)
-    return found
+    entries = [*args, *kwargs.values()] if kwargs else args
+    if _SIMPLE.issuperset(map(type, entries)):
+        return [entry for entry in entries if type(entry) not in _PLAIN]
+    return tensors_of([*entries])
 
 
 def _collect(tree: Any, found: list[torch.Tensor]) -> None:
