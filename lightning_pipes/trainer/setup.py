@@ -18,6 +18,7 @@ from lightning_pipes.ir import PipelineError, PlanError, Policy, Schedule
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.active_run import ActiveRun
 from lightning_pipes.trainer.callbacks.schedule_tuner import add_tuner
+from lightning_pipes.trainer.layout_choice import find_whole_loss_obstacle, names_layers
 from lightning_pipes.trainer.loop.asynchronous import AsynchronousLoop, check_trainer_settings
 from lightning_pipes.trainer.loop.evaluation import Evaluation
 from lightning_pipes.trainer.loop.manual import ManualLoop
@@ -55,7 +56,7 @@ from lightning_pipes.trainer.step.clipping import GradientAgreement, HookClippin
 from lightning_pipes.trainer.step.hooks import track_hooks, track_optimizer_steps, wrap_module_hooks
 from lightning_pipes.trainer.step.logs import GradientLogs, limit_metric_sync
 from lightning_pipes.trainer.step.uses import ChoosesLayers
-from lightning_pipes.trainer.unit_setup import UnitSetup, find_refused, find_whole_loss_obstacle, names_layers
+from lightning_pipes.trainer.unit_setup import UnitSetup, find_refused
 from lightning_pipes.trainer.units.cut import WHOLE
 from lightning_pipes.trainer.verify.verifier import Verifier, check_verifiable
 from lightning_pipes.trainer.watchers.default import default_watchers

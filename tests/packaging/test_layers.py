@@ -57,6 +57,8 @@ ROOMS = {  # of a layer, from the bottom; a room is a folder or a file
         "session",
         "fork_launcher",
         "module_setup",
+        "unit_recorder",
+        "layout_choice",
         "unit_setup",
         "setup",
         "strategy",
