@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol
@@ -28,6 +29,7 @@ from lightning_pipes.engine.watch.failure import PeerFailure
 from lightning_pipes.ir import (
     RECEIVES,
     SENDS,
+    B,
     Cut,
     F,
     Instruction,
@@ -344,6 +346,33 @@ class Engine:
             self._discard()
         return window.executor.outputs
 
+    def run_apart(self, item: Item, stages: Sequence[Stage], micro_batches: int | None = None) -> None:
+        """Run one batch between two windows, by stages other than those of the windows, and without keeping its events.
+
+        The gradients of the batch are added to the gradients of the parameters. No weight is updated.
+
+        Args:
+            item: the batch. Without `training`, only its forward runs, without gradients.
+            stages: the stages of this rank that run it.
+            micro_batches: the number of micro-batches into which the batch is cut; by default, it is cut as in
+                training.
+
+        Raises:
+            PlanError: a window is open.
+        """
+        if self._window is not None:
+            raise PlanError("a batch runs apart between two windows only; drain first")
+        cut = None if micro_batches is None else Cut.even(item.rows, micro_batches, self.plan.n_stages)
+        window = self._open(*_forwards_first(self.plan, item.job, cut, item.training), stages)
+        self._window = replace(window, training=item.training)
+        try:
+            with nullcontext() if item.training else torch.no_grad():
+                self.inject(item)
+                self.end_window()
+                self._finish()
+        finally:
+            self._discard()
+
     @property
     def rank(self) -> int:
         """The rank of this process in the pipeline."""
@@ -465,9 +494,10 @@ class Engine:
                 self._watch.doing = None
         return ran
 
-    def _open(self, plan: Plan, order: Program | Policy) -> _Window:
+    def _open(self, plan: Plan, order: Program | Policy, stages: Sequence[Stage] | None = None) -> _Window:
         self._windows = self._windows + 1 if self._turns is None else self._turns.window()
-        executor = Executor(plan, self._stages, self._transport, self._rank, self._windows, self._offsets)
+        stages = self._stages if stages is None else stages
+        executor = Executor(plan, stages, self._transport, self._rank, self._windows, self._offsets)
         if not isinstance(order, Program):
             return _Window(self._ready_order(order, plan), executor)
         static = StaticOrder(order, self._rank)
@@ -540,3 +570,24 @@ def _forward_only(plan: Plan, job: int, rows: int, micro_batches: int) -> tuple[
         for rank, stages in enumerate(plan.stages)
     )
     return forward, lower(Program(rows_of_ranks), forward)
+
+
+@lru_cache(maxsize=32)
+def _forwards_first(plan: Plan, job: int, cut: Cut | None, training: bool) -> tuple[Plan, Program]:
+    """Return the plan and the program of a batch whose forwards all come before its backwards.
+
+    Args:
+        plan: the plan of training.
+        job: the job of the batch.
+        cut: the cut of the batch; None for the cut of training.
+        training: whether the program has backwards.
+    """
+    plan = replace(plan, batches=1, versions=(), limits=(), after={}, split_backward=False)
+    if cut is not None:
+        plan = replace(plan, jobs=(cut,) * len(plan.jobs), whole_forward=())
+    rows_of_ranks = []
+    for rank, stages in enumerate(plan.stages):
+        forwards = [F(s, span, job) for s in stages for span in plan.local_spans(Kind.F, s, rank, job)]
+        backwards = [B(s, span, job) for s in reversed(stages) for span in plan.local_spans(Kind.B, s, rank, job)]
+        rows_of_ranks.append((*forwards, *(backwards if training else ())))
+    return plan, lower(Program(tuple(rows_of_ranks)), plan)

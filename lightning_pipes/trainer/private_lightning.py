@@ -643,9 +643,14 @@ def seeded_workers(loader: DataLoader[Any]) -> bool:
     return wanted and loader.num_workers > 0 and loader.worker_init_fn is None
 
 
+def is_spectral_norm(module: torch.nn.Module) -> bool:
+    """Return whether a module is the parametrization that `torch.nn.utils.parametrizations.spectral_norm` adds."""
+    return isinstance(module, _SpectralNorm)
+
+
 def spectral_norms(module: torch.nn.Module) -> list[str]:
     """Return the names of the layers with `torch.nn.utils.parametrizations.spectral_norm`."""
-    found = [name for name, part in module.named_modules() if isinstance(part, _SpectralNorm)]
+    found = [name for name, part in module.named_modules() if is_spectral_norm(part)]
     return [name.partition(".parametrizations.")[0] for name in found]
 
 

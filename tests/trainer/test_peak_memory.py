@@ -94,7 +94,8 @@ MOST: dict[str, tuple[float, float]] = {
     "measuring": (WHOLE + 8, WHOLE),  # of one layer: copied weights, gradients, and optimizer states
     "trial": (WHOLE + HALF + 1, WHOLE),  # the gradients of a stage
     "cut": (WHOLE, HALF + 0.75),
-    "batch": (TRAINED + 1.25, TRAINED),  # a copied layer, while the whole batch is compared with its parts
+    # The gradients of a whole batch and of its parts, and the values that are needed to compare one layer.
+    "batch": (TRAINED + 2 * HALF + 11, TRAINED),
     "step": (TRAINED + 2.25, TRAINED),  # AdamW computes on copies of one layer at a time
     "end": (TRAINED + HALF + 0.25, TRAINED + HALF),  # the layers of the other rank are received again
 }
@@ -111,7 +112,7 @@ MOST_ACTIVATIONS: dict[str, tuple[float, float]] = {
     "measuring": (DATA + 5.5, DATA),  # at most one micro-batch, and the values computed from it in a layer
     "trial": (DATA + 5.75, DATA),
     "cut": (DATA, DATA),
-    "batch": (DATA + 11, DATA + 1),  # Lightning keeps the batch; inputs of layers are kept until they are checked
+    "batch": (DATA + 12, DATA + 1),  # Lightning keeps the batch; a whole batch goes forward and backward
     "step": (DATA + 1, DATA + 1),
     "end": (DATA + 1, DATA),
 }

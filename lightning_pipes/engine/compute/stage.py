@@ -398,7 +398,7 @@ class Stage:
                     if IN_PLACE not in str(error):
                         raise
                 self._changes_input = True
-                seed_all(seed, self.device)
+                self.seed_generators(number, seed)
             x = self._time_layer(seed, item, span, number, layer, trees.map_tensors(clone_leaf, x))
         return x
 
@@ -541,6 +541,10 @@ class Stage:
         """Seed the random generators for user code that runs before or after the layers; see `seed_for_layer`."""
         self._seed(self._stream(item, span, layer), layer)
 
+    def seed_generators(self, layer: int, seed: int) -> None:
+        """Seed the random generators for a layer, or for user code around the layers; see `seed_for_layer`."""
+        seed_for_layer(layer, seed, self.device)
+
     def prepare_user_seeds(self, item: Item, spans: Iterable[Span]) -> None:
         """Compute the seeds of user code for several micro-batches at once, which takes a tenth of the time."""
         for span in spans:
@@ -554,7 +558,7 @@ class Stage:
         """Seed the random generators for a layer, or for user code around the layers."""
         if self._in_parts is not None:
             self._in_parts.check_drawn()
-        seed_for_layer(layer, seed, self.device)
+        self.seed_generators(layer, seed)
         if self._in_parts is not None:
             around = layer in (BEFORE_LAYERS, AFTER_LAYERS)
             self._in_parts.note_seeded("the step around the layers" if around else f"layer {layer}", everything=around)

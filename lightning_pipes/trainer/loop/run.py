@@ -124,6 +124,9 @@ class StageListener:
     def before_first_forward(self, stage: Stage, item: Item) -> None:
         """Handle a training batch before its first forward on a stage."""
 
+    def before_repetition(self) -> None:
+        """Handle the beginning of another run of the latest batch, which leaves no trace."""
+
     def before_optimizer_step(self, stage: Stage, item: Item) -> None:
         """Handle a batch that is about to step its layers on a stage."""
 
@@ -450,6 +453,10 @@ class PipelineRun:
         shards = range(ranks.grid.shards)
         groups = [ranks.control.subgroup(ranks.grid.on_all_replicas((place,), n), "loss weights") for n in shards]
         return partial(ranks.control.start_all_reduce, group=groups[ranks.grid.shard])
+
+    def count_microbatches(self, rows: int) -> int:
+        """Return the number of micro-batches that have samples, in a batch of `rows` samples."""
+        return sum(span.start < rows for span in self.engine.plan.spans(Kind.F, 0))
 
     @property
     def weighed_by(self) -> str:

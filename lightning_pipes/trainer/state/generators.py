@@ -122,6 +122,10 @@ class ModuleGenerators:
         if not span.start:
             self._ended = self.last
 
+    def discard_batch(self) -> None:
+        """Forget the states of a batch, after the caller has restored the earlier states."""
+        self._ended = {}
+
     def end_batch(self) -> States:
         """Set the states after the batch, on the last stage, and return them for the other ranks."""
         ended, self._ended = self._ended, {}

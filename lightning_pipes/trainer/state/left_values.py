@@ -237,6 +237,11 @@ class LeftValues:
             self._merging.warn_of_guesses()
         self._noted, self._active = {}, False
 
+    def discard_batch(self) -> None:
+        """End a batch without the values of its layers, after the caller has restored the earlier values."""
+        self._noted, self._whole, self._active = {}, {}, False
+        self._set_later.clear()
+
     def collect_changes(self) -> dict[Place, tuple[bool, Any]]:
         """Return the values of layers after the latest batch, each with whether code after the layers has set it."""
         return pytree.tree_map_only(torch.Tensor, _sendable, self._changes)  # type: ignore[no-any-return]

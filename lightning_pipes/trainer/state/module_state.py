@@ -420,6 +420,12 @@ class ModuleState:
         self._merging.warn_of_guesses()
         return self.collect_changes()
 
+    def discard_batch(self) -> None:
+        """End a batch without its changes, after the caller has reverted them."""
+        self._results, self._whole, self._active = {}, None, False
+        self.generators.discard_batch()
+        self.remember_state()
+
     def collect_changes(self) -> list[_Changed]:
         """Return the changes since the batch began or since the last `apply_changes`, for other ranks."""
         found, written = [], self._written()

@@ -221,16 +221,17 @@ class BatchWeights:
         }
 
     def gradient_factor(self, span: Span) -> float:
-        """Return the weight of the loss of a micro-batch for its gradient.
+        """Return the weight of the loss of a micro-batch, or of the whole batch, for its gradient.
 
         Replicas average gradients. The factor makes the average equal to the gradient in one process, which would have
         one batch of all samples.
         """
-        chosen = self.chosen
+        chosen, is_whole = self.chosen, span.rows == sum(each.rows for each in self.spans)
+        share, amount = (1.0, chosen.total) if is_whole else (self.loss_share(span), chosen.of(span))
         if not self._totals or chosen.name == SAMPLES:
-            return self.loss_share(span)
+            return share
         total = 1.0 if chosen.name == SUMS else self._totals[self.found.index(chosen)]
-        return chosen.of(span) * self._replicas / total if total else self.loss_share(span)
+        return amount * self._replicas / total if total else share
 
 
 class LossWeights:

@@ -90,6 +90,19 @@ class ParameterHooks:
             rank_zero_warn(f"hooks of parameters {what}, so that training differs from one process")
 
 
+@contextmanager
+def without_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Remove all hooks of parameters for the block, which computes gradients that no optimizer uses."""
+    hooked, stepped = with_hooks(parameters)
+    tables = [*map(gradient_hooks, hooked), *map(accumulate_hooks, stepped)]
+    aside = [_set_aside(table, None) for table in tables]
+    try:
+        yield
+    finally:
+        for table, found in aside:
+            table.update(found)
+
+
 def warn_about_hooks(parameters: Sequence[nn.Parameter], reducer: Reducer | None) -> None:
     """Warn about hooks of parameters if batches overlap, because each hook call then sees only a part of a gradient."""
     number = sum(

@@ -123,9 +123,12 @@ class BatchCopy:
         return (tensor.movedim(self.axis, 0) if moved else tensor).to(HOST, copy=True)
 
 
-def why_no_room(needed: int) -> str:
-    """Return the reason why the host has no room for `needed` bytes, or an empty text if it has."""
+def why_no_room(needed: int, device: torch.device = HOST) -> str:
+    """Return the reason why a device, or the host, has no room for `needed` bytes, or an empty text if it has."""
     available = psutil.virtual_memory().available
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        available = torch.cuda.mem_get_info(device)[0] + unused
     if needed <= available // 4:
         return ""
     return f"the whole batch takes about {needed / 2**30:.1f} GiB at once, and {available / 2**30:.1f} GiB are free"
@@ -421,6 +424,10 @@ class UserSteps(ABC):
         """Record the current state of the module as the state with which each micro-batch begins."""
         self.state.begin_batch()
 
+    def discard_batch(self) -> None:
+        """End a batch without the changes of its state, which the caller reverts."""
+        self.state.discard_batch()
+
     def collect_changes(self) -> tuple[Any, ...]:
         """Merge the changes of the state in the batch on the last stage, and return them for `apply_changes`."""
         return self.state.merge_microbatches(), self.state.generators.end_batch()
@@ -551,6 +558,10 @@ class LayerSteps(UserSteps):
         """Record the current state of the module and its layers as the state with which each micro-batch begins."""
         super().begin_batch(training)
         self.left.begin_batch(training)
+
+    def discard_batch(self) -> None:
+        super().discard_batch()
+        self.left.discard_batch()
 
     def collect_changes(self) -> tuple[Any, ...]:
         """Merge the changes of the module and its layers in the batch, and return them for `apply_changes`."""

@@ -95,6 +95,10 @@ class UnitSteps(UserSteps):
     def expect_overlap(self, schedule: str) -> None:
         self._overlaps = True
 
+    def discard_batch(self) -> None:
+        super().discard_batch()
+        self._waiting.clear()
+
     def stage_body(self, number: int) -> Body:
         return self._run_stage
 

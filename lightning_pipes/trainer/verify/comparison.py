@@ -25,6 +25,11 @@ _SIDES = 3.0
 
 A pipeline may take the other side of more jumps than a repetition.
 """
+NEGLIGIBLE_EPS = 1e-12
+"""A rounding that is too small to matter, because hardly any value is so close to a jump.
+
+The rounding of float64 is smaller.
+"""
 _NOISE = 10.0
 """The number of roundings of the largest value of a kind that do not count as a difference.
 
@@ -337,6 +342,16 @@ REASONS = {
 }
 
 
+MIXING_REASONS = {
+    Phase.LOSS: "layers or the loss use several samples of a batch together, or read state that the earlier "
+    "micro-batches of the batch have changed, such as queues, running means and counters",
+    Phase.GRADIENT: "the loss is the same, so the difference arises in the backward pass of this layer or of code "
+    "between it and the loss: a backward of its own or a hook that uses several samples together, or gradients that "
+    "are scaled by the content of a batch, as with scale_grad_by_freq",
+}
+"""The likely reasons for differences between a whole batch and its micro-batches in one pipeline."""
+
+
 def likely_reason(
     difference: Difference, notes: Sequence[str], layers: Sequence[Any], names: Sequence[str] = ()
 ) -> str:
@@ -425,6 +440,21 @@ def describe_difference(
         f"batch {difference.number} differs from one plain process. The first difference is in "
         f"{place_of(difference, names)}, {where}: {difference.ours} here, {difference.theirs} in one process. "
         f"Likely reason: {likely_reason(difference, notes, layers, names)}"
+    )
+
+
+def describe_mixing(difference: Difference, names: Sequence[str]) -> str:
+    """Return a description of a difference between a whole batch and its micro-batches, with its likely reason.
+
+    Args:
+        difference: the difference. Its `ours` belongs to the micro-batches, and its `theirs` to the whole batch.
+        names: the paths of the layers.
+    """
+    reason = MIXING_REASONS[difference.key.phase]
+    return (
+        f"In batch {difference.number}, {place_of(difference, names)}{difference.where and f' ({difference.where})'} "
+        f"is {difference.ours} for the micro-batches together, and {difference.theirs} for the whole batch. Likely "
+        f"reason: {reason}. {_CUT}"
     )
 
 

@@ -406,7 +406,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
             self._has_workers = bool(multiprocessing.active_children())
         attempt, self._snapshot = fork_snapshot(self._snapshot)
         if attempt is not None:
-            perturb_weights(module, _AMPLITUDES[attempt % len(_AMPLITUDES)], attempt)
+            perturb_weights(module, attempt)
 
     def _watch(self, module: pl.LightningModule, order: Order) -> ModuleParts:
         if order.units is not None:
@@ -519,15 +519,20 @@ def fork_snapshot(before: Snapshot | None) -> tuple[int | None, Snapshot]:
             return asked[0], Snapshot(ask, True)
 
 
-def perturb_weights(module: nn.Module, amplitude: float, seed: int) -> None:
-    """Change each weight by a random number of up to `amplitude` roundings."""
-    generator = torch.Generator().manual_seed(seed)
+def perturb_weights(module: nn.Module, attempt: int) -> None:
+    """Change each weight by a random number of a few roundings, for a repetition of a batch.
+
+    Args:
+        module: the module. Weights on `meta` are skipped.
+        attempt: the number of the repetition, on which the random numbers depend.
+    """
+    generator, amplitude = torch.Generator().manual_seed(attempt), _AMPLITUDES[attempt % len(_AMPLITUDES)]
     with torch.no_grad():
         for parameter in module.parameters():
-            if parameter.is_floating_point():
+            if parameter.is_floating_point() and not parameter.is_meta:
                 eps = torch.finfo(parameter.dtype).eps
                 moved = torch.rand(parameter.shape, generator=generator) * 2 - 1
-                parameter.data.mul_((1 + amplitude * eps * moved.double()).to(parameter.dtype))
+                parameter.data.mul_((1 + amplitude * eps * moved.double()).to(parameter))
 
 
 def no_room_for(module: nn.Module) -> str:

@@ -31,6 +31,7 @@ class SampleDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         common: operations whose random numbers do not belong to particular samples. Each micro-batch draws its own
             numbers for them.
+        was_used: whether a random operation was executed span by span.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -39,6 +40,7 @@ class SampleDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._streams: dict[int, tuple[int, Sequence[Span], list[State]]] = {}
         self._names = 0
         self.common: list[str] = []
+        self.was_used = False
 
     def begin_batch(self, seed: int, job: int, number: int, rows: int, spans: Mapping[int, Sequence[Span]]) -> None:
         """Drop earlier streams, and start the streams of batch number `number`.
@@ -85,6 +87,7 @@ class SampleDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _draw(
         self, func: Any, args: Any, kwargs: Any, rows: int, spans: Sequence[Span], states: Sequence[State]
     ) -> Any:
+        self.was_used = True
         names = argument_names(func)
         given = dict(zip(names, args, strict=False)) | kwargs
         axes = {name: sample_axis(_shape(name, value), rows) for name, value in given.items()}

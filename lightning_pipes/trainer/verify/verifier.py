@@ -25,6 +25,7 @@ from lightning_pipes.trainer.plan.settings import Verify
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.verify.comparison import (
     GRADIENTS,
+    NEGLIGIBLE_EPS,
     Comparison,
     ComparisonResult,
     Difference,
@@ -60,11 +61,6 @@ from lightning_pipes.trainer.verify.slices import LayerSlices
 NAME = "PipelineStrategy(verify={})"
 REPETITIONS = 16
 """The number of times that one process repeats a batch that differs, with weights that are rounded differently."""
-NEGLIGIBLE_EPS = 1e-12
-"""A rounding that is too small to matter, because hardly any value is so close to a jump.
-
-The rounding of float64 is smaller.
-"""
 
 
 class VerificationError(PipelineError):
@@ -116,17 +112,9 @@ class Verifier(StageListener):
         self._jumps: list[int] = []
         self._ends_early = False
         cut, self._units = run.cut, run.user_steps.stream_units
-        if self._units is None:
-            names = list(cut.full._modules)
-            local = {n: layer for n, layer in enumerate(cut.full) if n in cut.local}
-            self._parts = ModuleParts(cut.module, cut.path, local, names)
-            layers = dict(enumerate(cut.full)) if run.is_asynchronous else local  # streams may run layers of others
-        else:
-            names = self._units.modules
-            every = self._units.number_modules(cut.module)
-            layers = {n: part for n, part in every.items() if any(map(cut.owns, _weight_names(names[n], part)))}
-            self._parts = ModuleParts(cut.module, None, layers, names)
-        self._inputs = LayerInputs(layers, lambda: self._current)
+        self._parts = parts_of_run(run)
+        streams = self._units is None and run.is_asynchronous  # they may run layers of other ranks
+        self._inputs = LayerInputs(dict(enumerate(cut.full)) if streams else self._parts.layers, lambda: self._current)
         weights = Record(-1)
         self._parts.add_weights(weights, has_buffer=lambda _: False)
         self._weights = {key: value for key, value in weights.values.items() if key.phase is Phase.WEIGHT}
@@ -146,16 +134,11 @@ class Verifier(StageListener):
         record = self._records[item.number] = Record(item.number, complete=item.data.complete)
         record.add(Phase.BATCH, OUTSIDE, "the batch", checksum_batch(item.data.batch))
         self._parts.add_modes(record)
-        plan = self._run.engine.plan
         self._place = item.job, item.number, item.rows
         if self._slices is not None:
             self._slices.begin_batch()
         elif self._reference is not None:
-            spans: Mapping[int, Sequence[Span]]
-            if self._units is None:
-                spans = spans_of_layers(plan, self._run.local_layers.holdings.layers, item.rows)
-            else:
-                spans = spans_of_units(plan, item.rows)
+            spans = spans_of_streams(self._run, item.rows)
             order = Order(item.number, item.rows, self._parts.path, self._seed, item.job, spans, self._units)
             self._reference.send(order)
 
@@ -165,6 +148,10 @@ class Verifier(StageListener):
         new = item.training and not stage.recomputing and record is not None
         self._current = (record, span) if new and record is not None else None
         self._running = span if item.training and record is not None else None
+
+    def before_repetition(self) -> None:
+        """Record nothing until the next micro-batch of the training."""
+        self._current = self._running = None
 
     def after_result(self, number: int, batch: Any, out: Any) -> None:
         self._keep_result(number, out)
@@ -521,6 +508,24 @@ def _size(gradient: torch.Tensor) -> str:
 
 def _gradients(values: Mapping[ValueKey, Any]) -> dict[ValueKey, Any]:
     return {key: value for key, value in values.items() if key.phase in GRADIENTS}
+
+
+def parts_of_run(run: PipelineRun) -> ModuleParts:
+    """Return the layers, or the modules of units, that are on this rank, and the rest of the module."""
+    cut, units = run.cut, run.user_steps.stream_units
+    if units is None:
+        local = {n: layer for n, layer in enumerate(cut.full) if n in cut.local}
+        return ModuleParts(cut.module, cut.path, local, list(cut.full._modules))
+    names, every = units.modules, units.number_modules(cut.module)
+    layers = {n: part for n, part in every.items() if any(map(cut.owns, _weight_names(names[n], part)))}
+    return ModuleParts(cut.module, None, layers, names)
+
+
+def spans_of_streams(run: PipelineRun, rows: int) -> Mapping[int, Sequence[Span]]:
+    """Return the spans of each random stream of a batch, by the number of the layer or of the draw in a unit."""
+    if run.user_steps.stream_units is None:
+        return spans_of_layers(run.engine.plan, run.local_layers.holdings.layers, rows)
+    return spans_of_units(run.engine.plan, rows)
 
 
 def spans_of_units(plan: Plan, rows: int) -> Mapping[int, Sequence[Span]]:

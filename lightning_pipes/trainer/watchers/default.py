@@ -17,6 +17,7 @@ from lightning_pipes.trainer.module.hidden_state import HiddenState
 from lightning_pipes.trainer.plan.prediction import Prediction
 from lightning_pipes.trainer.step.parameter_hooks import warn_about_hooks
 from lightning_pipes.trainer.step.uses import Overlap
+from lightning_pipes.trainer.watchers.batch_comparison import BatchComparison, ReportsDifferences
 from lightning_pipes.trainer.watchers.loss_check import LossCheck, UncomparedLoss
 from lightning_pipes.trainer.watchers.replanning import (
     AsynchronousReplanning,
@@ -192,6 +193,7 @@ def default_watchers(
         watchers.append(SharedState(run.local_layers.hidden))
     if run.connections.turns is not None:  # a single training compares immediately
         watchers.append(DeferredErrors(run))  # errors come before warnings
+    others: list[ReportsDifferences] = []
     if check_loss and run.is_fitting:
         if uncompared and not run.user_steps.ends_whole:
             watchers.append(UncomparedLoss(run, uncompared))
@@ -200,8 +202,13 @@ def default_watchers(
         samples = None if by_units else SampleCheck(run)
         if samples is not None:
             watchers.append(samples)
+            others.append(samples)
         if run.loss_weights is not None and not uncompared:
-            watchers.append(LossCheck(run, run.loss_weights, samples))  # it reads the layouts that `samples` finds
+            losses = LossCheck(run, run.loss_weights, samples)  # it reads the layouts that `samples` finds
+            watchers.append(losses)
+            others.append(losses)
+        if run.user_steps.joint is None:
+            watchers.append(BatchComparison(run, others))  # layers may move after it
     watchers.append(RunStatistics(run))
     if prediction is not None:
         watchers.append(PredictionCheck(run, prediction))  # it reads the windows of RunStatistics

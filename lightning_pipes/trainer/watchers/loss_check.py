@@ -104,6 +104,9 @@ class LossCheck(Watcher):
         run: the run.
         weights: receives the candidates for the weights of micro-batches that reproduce the loss.
         samples: determines the sample axes of the tensors of the last stage; None without such a check.
+
+    Attributes:
+        has_warned: whether it has warned of a difference.
     """
 
     def __init__(self, run: PipelineRun, weights: LossWeights, samples: SampleCheck | None = None) -> None:
@@ -117,7 +120,7 @@ class LossCheck(Watcher):
         self._waits = True
         self._compared = self._batches = 0
         self._again: set[int] = set()
-        self._is_other = False
+        self.has_warned = False
         self._size = 0.0
         self._values = LoggedValues(self._module, weights)
 
@@ -146,7 +149,7 @@ class LossCheck(Watcher):
         """
         self._batches += 1
         epoch = self._run.trainer.current_epoch
-        return not self._is_other and (is_due(self._batches - 1) or (step.batch_idx == 0 and is_due(epoch)))
+        return not self.has_warned and (is_due(self._batches - 1) or (step.batch_idx == 0 and is_due(epoch)))
 
     def before_optimizer_step(self, step: TrainingStep) -> None:
         """Compare the loss of the whole batch with the losses of its micro-batches."""
@@ -238,7 +241,7 @@ class LossCheck(Watcher):
         # A small loss may have the rounding errors of an earlier, larger loss.
         self._size = max(self._size, abs(losses.whole))
         if losses.are_different(share, self._size):
-            self._is_other = True
+            self.has_warned = True
             mean = sum(loss * share(span) for span, loss in losses.parts.items() if share(span))
             later = "" if again else self._later(losses, data.weights)
             batch = "the first batch" if first else f"batch {item.number}"

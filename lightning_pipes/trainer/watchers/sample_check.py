@@ -119,6 +119,11 @@ class SampleCheck(Watcher):
         self.layouts: dict[int, tuple[list[Layout] | None, list[Layout] | None]] = {}
         self.compared = -1
 
+    @property
+    def has_warned(self) -> bool:
+        """Whether global rank 0 has warned of a place."""
+        return bool(self._warned)
+
     def around_batch(self, step: TrainingStep) -> None:
         """Keep a copy of the batch if it is due and has several micro-batches. Collective for batches that are due."""
         spans = self._pipeline.engine.plan.spans(Kind.F, 0)

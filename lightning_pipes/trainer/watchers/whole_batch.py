@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_pipes.engine.allocator import trimmed_heap
 from lightning_pipes.engine.compute.spans import Item
-from lightning_pipes.ir import Kind, Span
+from lightning_pipes.ir import Span
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.watcher import TrainingStep, Watcher, is_due
 from lightning_pipes.trainer.module.batches import copy_batch, move_batch
@@ -44,7 +44,7 @@ class WholeBatchValues(Watcher):
     def around_batch(self, step: TrainingStep) -> None:
         """Keep a copy of the batch if it is due and has several micro-batches."""
         self._copy = None
-        if self._count_parts(step) < 2:
+        if self._run.count_microbatches(step.rows) < 2:
             return
         begins_epoch = step.batch_idx == 0 and is_due(self._run.trainer.current_epoch)
         if is_due(self._batches) or begins_epoch:  # the epoch number may be logged
@@ -70,7 +70,7 @@ class WholeBatchValues(Watcher):
 
         Warn of values that still do not fit.
         """
-        counts = (1, self._count_parts(step), 1)
+        counts = (1, self._run.count_microbatches(step.rows), 1)
         once, parts, again = (self._run_again(step, batch, evaluate=True, parts=count) for count in counts)
         if self._values is None or step.weights is None:
             return
@@ -81,10 +81,6 @@ class WholeBatchValues(Watcher):
         losses = self._losses(once.results[whole], parts.results)
         found = self._values.weigh_values(step.weights, losses, wrong)
         self._values.warn_of_values(found, losses, again.results[whole])
-
-    def _count_parts(self, step: TrainingStep) -> int:
-        """Return the number of micro-batches that have samples."""
-        return sum(span.start < step.rows for span in self._run.engine.plan.spans(Kind.F, 0))
 
     def _run_again(self, step: TrainingStep, batch: Any, evaluate: bool = False, parts: int = 1) -> WholeBatch:
         """Run a batch again in the given number of parts, forward only and without a trace."""
