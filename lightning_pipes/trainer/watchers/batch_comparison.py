@@ -181,7 +181,11 @@ class BatchComparison(Watcher):
 
     def _find_failure(self, parts: Repetition, whole: Repetition) -> str:
         """Return the reason why two runs are not comparable, on any rank. Collective."""
-        values = [*parts.gradients.values(), *whole.gradients.values(), *_losses(parts).values()]
+        values: list[torch.Tensor | float] = [
+            *parts.gradients.values(),
+            *whole.gradients.values(),
+            *_losses(parts).values(),
+        ]
         values += _losses(whole).values()
         failure = whole.failure and f"the step does not run on a whole batch ({whole.failure})"
         failure = failure or (parts.failure and f"the step does not run a second time ({parts.failure})")

@@ -92,8 +92,9 @@ class RepeatedStage(Stage):
 
     def _run_body(self, item: Item, span: Span, received: Any) -> Any:
         earlier = self._sent.get(span)
-        if isinstance(received, StageFailure) or isinstance(earlier, StageFailure):
-            return self._fail(received if isinstance(received, StageFailure) else earlier, span)
+        for failure in (received, earlier):
+            if isinstance(failure, StageFailure):
+                return self._fail(failure, span)
         self._seeded = _other_generators()
         try:
             with self._draw_context():

@@ -30,19 +30,19 @@ def due_batches(epochs: int, batches: int, seconds: float, seed: int = 0) -> tup
     return found, spent / (epochs * batches + spent)
 
 
-def test_batches_at_growing_distances_are_always_due():
+def test_batches_at_growing_distances_are_always_due() -> None:
     found, _ = due_batches(1, 70, seconds=1e9)
     assert found == [0, 1, 2, 4, 8, 16, 32, 64]
 
 
-def test_first_batches_of_epochs_are_due():
+def test_first_batches_of_epochs_are_due() -> None:
     found, _ = due_batches(5, 10, seconds=1e-3)
     assert {0, 10, 20, 30, 40} <= {*found}
     expensive, _ = due_batches(5, 10, seconds=100.0)
     assert expensive == [0, 1, 2, 4, 8, 10, 16, 20, 32, 40]
 
 
-def test_further_batches_take_a_small_share_of_the_time():
+def test_further_batches_take_a_small_share_of_the_time() -> None:
     found, share = due_batches(1, 20_000, seconds=2.0)
     powers = 1 + 15
     assert len(found) > 3 * powers
@@ -51,7 +51,7 @@ def test_further_batches_take_a_small_share_of_the_time():
     assert len(cheap) > len(found)
 
 
-def test_the_answer_of_one_rank_counts():
+def test_the_answer_of_one_rank_counts() -> None:
     due = DueBatches(0, lambda answer: False)
     assert [n for n in range(1000) if due.is_due(n // 10, n % 10 == 0)] == sorted(
         {0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512} | {10, 20, 40, 80, 160, 320, 640}
