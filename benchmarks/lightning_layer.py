@@ -9,6 +9,9 @@ layer's times in the first steps.
 
 - `lightning_ms` is the difference between a step with Lightning and a step of the plain loop in one process.
 - `ours_ms` is the difference between a step in the pipeline and a step of the bare engine, minus `lightning_ms`.
+- `units_over_layers` is the time of a step by units over the time of a step by layers, both with the strategy and
+  relative to the bare engine. `units_more_calls` is the number of Python and C calls that a stage makes more by units
+  for each micro-batch. It does not depend on the load of the machine.
 - `user_between_ms` is the cost for a user, without paced layers: the time from the last backward of a step to the first
   forward of the next step in an ordinary training. It includes the optimizer, the data, Lightning's loop and our
   strategy.
@@ -27,10 +30,12 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +51,13 @@ from lightning_pipes.trainer.plan.trial import waited_so_far
 RANKS, MICROBATCHES, ROWS, TOKENS = 2, 8, 16, 96
 WARM_UP = 5
 """The number of pairs of steps that measure how long layers take."""
+COUNTED = range(10, 14)
+"""The steps whose calls are counted. No check runs in them that runs in the first steps only."""
+NOT_COUNTED = (
+    *("engine/messages", "engine/engine.py", "engine/watch", "trainer/ranks", "threading.py", "queue.py", "selectors"),
+    *("order.py", "/distributed/", "torch/optim", "lightning/pytorch", "lightning/fabric"),
+)
+"""The files whose calls are not counted, because they depend on waiting or are not ours."""
 DISTURBED = 0.02
 """The share of a step by which layers may exceed their pace and for which ranks may wait for a core, in total."""
 SPREAD = 0.02
@@ -233,6 +245,39 @@ def layers_of(parts: Sequence[nn.Sequential]) -> nn.Sequential:
     return nn.Sequential(*(layer for part in parts for layer in part))
 
 
+def make_gpt(parts: Sequence[nn.Sequential]) -> Any:
+    """Return the LightningModule that trains a model."""
+    import lightning as L
+
+    class GPT(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers_of(parts)
+
+        def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+            (rows,) = batch
+            loss = nn.functional.cross_entropy(self.layers(rows[:, :-1]), rows[:, 1:])
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    return GPT()
+
+
+def make_strategy(by_units: bool) -> Any:
+    """Return the strategy, which cuts the model between two layers.
+
+    Args:
+        by_units: whether the model is cut by units, at the same place.
+    """
+    from lightning_pipes import PipelineStrategy
+
+    cut: dict[str, Any] = {"module": ""} if by_units else {}
+    return PipelineStrategy("1f1b", microbatches=MICROBATCHES, partition=[len(gpt_parts(RANKS)[0])], **cut)
+
+
 class Took(NamedTuple):
     """The time of a step on one rank.
 
@@ -283,20 +328,6 @@ def in_turns(plain: Plain, paces: Paces, pairs: int, rows: int, **options: Any) 
 
     spans: list[tuple[Took, Took]] = []
 
-    class GPT(L.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = layers_of(paces.parts())
-
-        def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-            (rows,) = batch
-            loss = nn.functional.cross_entropy(self.layers(rows[:, :-1]), rows[:, 1:])
-            self.log("loss", loss)
-            return loss
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
     class TakeTurns(L.Callback):
         """Runs a step of the plain loop after each batch of the training, and records the times of both."""
 
@@ -323,7 +354,7 @@ def in_turns(plain: Plain, paces: Paces, pairs: int, rows: int, **options: Any) 
         **QUIET,
         **options,
     )
-    trainer.fit(GPT(), batches(pairs, rows))
+    trainer.fit(make_gpt(paces.parts()), batches(pairs, rows))
     plain.close()
     return spans[WARM_UP:]
 
@@ -340,9 +371,8 @@ def quiet() -> None:
     hush()
 
 
-def piped_rank(rank: int, pairs: int) -> list[tuple[Took, Took]]:
+def piped_rank(rank: int, pairs: int, by_units: bool = False) -> list[tuple[Took, Took]]:
     """Run the pairs of steps on one rank of a pipeline: the bare engine, and the strategy."""
-    from lightning_pipes import PipelineStrategy
     from lightning_pipes.engine import FailureWatch
 
     quiet()
@@ -350,10 +380,9 @@ def piped_rank(rank: int, pairs: int) -> list[tuple[Took, Took]]:
     # A separate prefix, because the strategy's watch would take the entries of this watch for entries of another rank.
     store = dist.PrefixStore("engine", dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
     watch = FailureWatch(store, rank)
-    strategy = PipelineStrategy("1f1b", microbatches=MICROBATCHES, partition=[len(gpt_parts(RANKS)[0])])
     paces = Paces()
     plain = Plain(pairs, ROWS, paces).piped(rank, watch)
-    found = in_turns(plain, paces, pairs, ROWS, devices=RANKS, strategy=strategy)
+    found = in_turns(plain, paces, pairs, ROWS, devices=RANKS, strategy=make_strategy(by_units))
     watch.close()
     return found
 
@@ -372,29 +401,50 @@ def user_rank(rank: int, steps: int) -> tuple[float, float]:
     """Run an ordinary training, and return the median seconds between two steps and the seconds of a step."""
     import lightning as L
 
-    from lightning_pipes import PipelineStrategy
-
-    class GPT(L.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = layers_of(gpt_parts(RANKS))
-
-        def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-            (rows,) = batch
-            loss = nn.functional.cross_entropy(self.layers(rows[:, :-1]), rows[:, 1:])
-            self.log("loss", loss)
-            return loss
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
     quiet()
-    strategy = PipelineStrategy("1f1b", microbatches=MICROBATCHES, partition=[len(gpt_parts(RANKS)[0])])
+    strategy = make_strategy(by_units=False)
     trainer = L.Trainer(accelerator="cpu", devices=RANKS, strategy=strategy, max_epochs=1, **QUIET)
-    trainer.fit(GPT(), batches(steps, ROWS))
+    trainer.fit(make_gpt(gpt_parts(RANKS)), batches(steps, ROWS))
     record = strategy.report.record
     assert record.between is not None
     return record.between, record.displayed_timeline.makespan / 1e9
+
+
+def calls_rank(rank: int, by_units: bool) -> float:
+    """Return the calls of Python and C functions for each micro-batch, without messages, Lightning and the optimizer.
+
+    The number is the same in every run, however busy the machine is.
+    """
+    import lightning as L
+
+    calls = 0
+
+    def notice(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal calls
+        if event in ("call", "c_call") and not any(part in frame.f_code.co_filename for part in NOT_COUNTED):
+            calls += 1
+
+    class Counter(L.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == COUNTED.start:
+                sys.setprofile(notice)
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == COUNTED.stop - 1:
+                sys.setprofile(None)
+
+    quiet()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=RANKS,
+        strategy=make_strategy(by_units),
+        max_epochs=1,
+        callbacks=[Counter()],
+        limit_train_batches=COUNTED.stop,
+        **QUIET,
+    )
+    trainer.fit(make_gpt(gpt_parts(RANKS)), batches(COUNTED.stop, ROWS))
+    return calls / len(COUNTED) / MICROBATCHES
 
 
 def seconds(spans: Sequence[Took]) -> float:
@@ -434,7 +484,12 @@ def main() -> None:
     pairs = 60 if options.quick else options.pairs
     print(f"{describe_machine()}, torch {torch.__version__}; {pairs} pairs of steps")
     keys: dict[str, float] = {}
-    for name, rank_main, ranks in (("pipeline", piped_rank, RANKS), ("one_process", single_rank, 1)):
+    sides: list[tuple[str, Callable[..., Any], int]] = [
+        ("pipeline", piped_rank, RANKS),
+        ("units", partial(piped_rank, by_units=True), RANKS),
+        ("one_process", single_rank, 1),
+    ]
+    for name, rank_main, ranks in sides:
         by_rank = run_ranks(rank_main, ranks, pairs, timeout=600)
         counted = [pair for pair in zip(*by_rank, strict=True) if not is_disturbed(pair)]
         steps = [tuple(seconds(spans) for spans in zip(*pair, strict=True)) for pair in counted]
@@ -448,13 +503,22 @@ def main() -> None:
         print(f"{name:12} plain loop {plain:.1f} ms a step, through Lightning {through:.1f} ms: ", end="")
         print(f"{overhead:.2f} ms more (quartiles {low:.2f} and {high:.2f})", flush=True)
         keys |= {f"{name}_overhead_ms": overhead, f"{name}_step_ms": plain}
-    if len(keys) == 4:
+    if {"pipeline_step_ms", "units_step_ms"} <= keys.keys():  # each is compared with the same bare engine
+        by_layers, by_units = (
+            1 + keys[f"{side}_overhead_ms"] / keys[f"{side}_step_ms"] for side in ("pipeline", "units")
+        )
+        keys["units_over_layers"] = by_units / by_layers
+        print(f"a step by units takes {keys['units_over_layers']:.3f} of the time of a step by layers")
+    if {"pipeline_step_ms", "one_process_step_ms"} <= keys.keys():
         keys["lightning_ms"] = keys["one_process_overhead_ms"]
         keys["ours_ms"] = keys["pipeline_overhead_ms"] - keys["lightning_ms"]
         found = f"{keys['lightning_ms']:.2f} ms are Lightning's, {keys['ours_ms']:.2f} ms are ours"
         print(f"of a step in the pipeline {found}")
     else:
         print("so there is no ours_ms; repeat it on a quiet machine with more cores than ranks")
+    layers, units = (run_ranks(calls_rank, RANKS, by_units, timeout=600) for by_units in (False, True))
+    keys["units_more_calls"] = max(more - less for less, more in zip(layers, units, strict=True))
+    print(f"a stage by units makes {keys['units_more_calls']:.0f} calls a micro-batch more than by layers")
     between, step = run_ranks(user_rank, RANKS, max(20, pairs // 2), timeout=600)[0]
     keys["user_between_ms"] = 1e3 * between
     print(f"a user pays {1e3 * between:.2f} ms between two steps of {1e3 * step:.1f} ms, with the optimizer and data")
