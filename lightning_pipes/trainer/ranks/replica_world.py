@@ -156,6 +156,11 @@ class ReplicaGroup(dist.ProcessGroup):
         """Return the number of replicas."""
         return 1 if _place.is_alone else self._grid.replicas
 
+    @property
+    def group_desc(self) -> str:
+        """The description of the group. It creates no group, because torch's profiler reads it in a loop over groups."""
+        return "replicas"
+
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the group of the replicas, or of all ranks."""
         if name in _TO_ALL and not _place.is_in_step and _place.control is not None:
