@@ -6,7 +6,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 from weakref import WeakSet
 
 import lightning.pytorch as pl
@@ -276,8 +276,8 @@ class ContainerSetup(ModuleSetup):
 
     def make_steps(self, local_layers: LocalLayers, plan: Plan, seed: int) -> LayerSteps:
         """Return the object that runs the user's steps around the layers of this rank."""
-        module, device, cut, holdings = self._module, self._ranks.device, local_layers.cut, local_layers.holdings
-        assert isinstance(cut, ContainerCut)
+        module, device, holdings = self._module, self._ranks.device, local_layers.holdings
+        cut = cast(ContainerCut, local_layers.cut)
         assert local_layers.hidden is not None
         generators = ModuleGenerators(module, self._layers, cut.proxy)
         state = ModuleState(

@@ -45,7 +45,12 @@ for name, work in (
     ("centred over the batch", g.in_layer_centred),
     ("softmax over the batch", g.in_layer_softmax),
 ):
-    several(f"in a layer: {name}", module=partial(g.LitInLayer, work), warned="layer 4 of self.model")
+    several(
+        f"in a layer: {name}",
+        module=partial(g.LitInLayer, work),
+        strategy={"module": "model"},
+        warned="layer 4 of self.model",
+    )
 several(
     "in a layer: a branch by the first sample",
     module=partial(g.LitInLayer, g.in_layer_first, at=0),

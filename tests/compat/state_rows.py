@@ -122,7 +122,7 @@ state(
 state(
     "what is no mean, sum or extreme over samples, kept by a layer",
     module=values.Deviations,
-    warned=".spread, to",
+    warned=".spread to",
     reason="it is another one for every micro-batch, and a warning says which",
 )
 state(

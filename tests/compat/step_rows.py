@@ -55,6 +55,7 @@ steps("auxiliary losses that layers pass along, of each sample", module=partial(
 steps(
     "auxiliary losses that layers pass along, of several samples",
     module=partial(s.PassesLosses, False),
+    strategy={"module": "model"},
     warned="computes something from several samples together",
 )
 steps("an auxiliary loss in an attribute, of each sample", module=partial(s.LeavesLosses, True), cuts=LAST)

@@ -158,7 +158,7 @@ class ReplicaGroup(dist.ProcessGroup):
 
     @property
     def group_desc(self) -> str:
-        """The description of the group. It creates no group, because torch's profiler reads it in a loop over groups."""
+        """The description of the group. The profiler of torch reads it in a loop over groups, so none is made."""
         return "replicas"
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
