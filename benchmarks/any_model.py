@@ -4,7 +4,7 @@
 
 | part | what it trains |
 | --- | --- |
-| zoo | the models of tests/trainer/units, by `Trainer` on two and three processes, compared with plain Lightning |
+| zoo | the models of tests/trainer/cuts/units, by `Trainer` on two and three processes, compared with plain Lightning |
 | hf | a tiny model of each of 135 families of transformers, in two stages |
 | towers | families with an encoder and a decoder, or with pictures, whose batches use both; cut by measured time |
 | vision | models of torchvision and timm, if installed, in two stages that are cut by the measured time of units |
@@ -47,12 +47,12 @@ from benchmarks.harness.report import Report, make_parser, run_parts
 from benchmarks.harness.silence import QUIET, hush
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.testing.ranks import RanksFailedError, run_ranks
-from lightning_pipes.trainer.units.recording import UnitLayout
+from lightning_pipes.trainer.cuts.units.recording import UnitLayout
+from tests.trainer.cuts.units.library_zoo import VISION, own_loss
+from tests.trainer.cuts.units.lit_zoo import ALL, draws, read_result, settings_of, train_many, train_zoo
+from tests.trainer.cuts.units.test_lazy_step import Stages, cloned, cut
+from tests.trainer.cuts.units.zoo import Case
 from tests.trainer.lit import differences
-from tests.trainer.units.library_zoo import VISION, own_loss
-from tests.trainer.units.lit_zoo import ALL, draws, read_result, settings_of, train_many, train_zoo
-from tests.trainer.units.test_lazy_step import Stages, cloned, cut
-from tests.trainer.units.zoo import Case
 
 ROWS, TOKENS, MICROBATCHES = 16, 96, 4
 SPLIT = "blocks.4"

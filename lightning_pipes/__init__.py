@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lightning_pipes.trainer.callbacks.reproducibility_log import ReproducibilityLog
     from lightning_pipes.trainer.checkpoint.export import export_weights
     from lightning_pipes.trainer.checkpoint.sharded import consolidate
-    from lightning_pipes.trainer.module.pretrained import load_pretrained
+    from lightning_pipes.trainer.weights.pretrained import load_pretrained
     from lightning_pipes.tune.studies.reporting import OptunaPruning
     from lightning_pipes.tune.studies.study import optimize_array
 
@@ -35,7 +35,7 @@ _WHERE = {
     "TimelineLogger": "lightning_pipes.trainer",
     "consolidate": "lightning_pipes.trainer.checkpoint.sharded",
     "export_weights": "lightning_pipes.trainer.checkpoint.export",
-    "load_pretrained": "lightning_pipes.trainer.module.pretrained",
+    "load_pretrained": "lightning_pipes.trainer.weights.pretrained",
     "optimize_array": "lightning_pipes.tune.studies.study",
 }
 

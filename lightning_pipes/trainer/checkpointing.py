@@ -35,20 +35,20 @@ from lightning_pipes.trainer.checkpoint.files import (
     load_mapped,
     local_path,
 )
-from lightning_pipes.trainer.checkpoint.resumable import LoaderPass, ResumableLoader, State, make_resumable
 from lightning_pipes.trainer.checkpoint.saving import Saver
 from lightning_pipes.trainer.checkpoint.stored_modules import complete_modules
-from lightning_pipes.trainer.module.cut import Cut
-from lightning_pipes.trainer.module.deferred import has_meta
-from lightning_pipes.trainer.module.optimizer_shards import OptimizerShards
-from lightning_pipes.trainer.module.optimizers import OptimizerLayout
-from lightning_pipes.trainer.module.remote_tensors import RemoteTensor
-from lightning_pipes.trainer.patches import Patches
+from lightning_pipes.trainer.cuts.cut import Cut
+from lightning_pipes.trainer.data.resumable import LoaderPass, ResumableLoader, State, make_resumable
+from lightning_pipes.trainer.optimizers.optimizer_shards import OptimizerShards
+from lightning_pipes.trainer.optimizers.optimizers import OptimizerLayout
 from lightning_pipes.trainer.plan.request import Placement
 from lightning_pipes.trainer.private_lightning import optimizer_to_device
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.ranks import Ranks, RankStatus
 from lightning_pipes.trainer.ranks.replicas import gather_uneven, gather_whole, has_shards, shard_like
+from lightning_pipes.trainer.user.patches import Patches
+from lightning_pipes.trainer.user.remote_tensors import RemoteTensor
+from lightning_pipes.trainer.weights.deferred import has_meta
 
 if TYPE_CHECKING:
     from lightning_pipes.trainer.checkpoint.sharded import ShardedCheckpoint

@@ -45,10 +45,10 @@ from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.active_run import ActiveRun
 from lightning_pipes.trainer.checkpoint.files import CheckpointWriter
 from lightning_pipes.trainer.checkpointing import Checkpointing
+from lightning_pipes.trainer.checks import broadcast_random_state
+from lightning_pipes.trainer.cuts.cut import Cut
 from lightning_pipes.trainer.loop.connections import Connections, Idle, make_connections
-from lightning_pipes.trainer.module.checks import broadcast_random_state
-from lightning_pipes.trainer.module.cut import Cut
-from lightning_pipes.trainer.module.optimizers import OptimizerLayout
+from lightning_pipes.trainer.optimizers.optimizers import OptimizerLayout
 from lightning_pipes.trainer.plan.settings import Settings
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.processes import process_rank, whole_group

@@ -44,22 +44,17 @@ from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.active_run import ActiveRun
 from lightning_pipes.trainer.checkpoint.files import CheckpointWriter
 from lightning_pipes.trainer.checkpointing import load_model
+from lightning_pipes.trainer.checks import broadcast_random_state
+from lightning_pipes.trainer.cuts.cut import Cut
+from lightning_pipes.trainer.cuts.layers.capture import named_step
+from lightning_pipes.trainer.cuts.steps import Context
+from lightning_pipes.trainer.data.shared_data import Data, share_loader
 from lightning_pipes.trainer.fork_launcher import ForkLauncher
 from lightning_pipes.trainer.loop.adopting import adopt_plan
 from lightning_pipes.trainer.loop.host import PipelineHost
 from lightning_pipes.trainer.loop.manual import ManualLoop
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.stopping import as_terminated
-from lightning_pipes.trainer.module.capture import named_step
-from lightning_pipes.trainer.module.checks import broadcast_random_state
-from lightning_pipes.trainer.module.cut import Cut
-from lightning_pipes.trainer.module.deferred import has_meta
-from lightning_pipes.trainer.module.pretrained import reads_later
-from lightning_pipes.trainer.module.remote_tensors import HookScope
-from lightning_pipes.trainer.module.shared_data import Data, share_loader
-from lightning_pipes.trainer.module.weight_callbacks import restore_averages
-from lightning_pipes.trainer.module_setup import SetupContext
-from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.profile_planner import device_memory
 from lightning_pipes.trainer.plan.request import RunRequest
@@ -75,9 +70,14 @@ from lightning_pipes.trainer.ranks.user_lines import find_user_frame, only_looks
 from lightning_pipes.trainer.reports.report import PipelineReport, RunInfo, Window
 from lightning_pipes.trainer.reports.timing import Share, Timing
 from lightning_pipes.trainer.session import Launcher, Session, SessionStart, warn_if_untested
-from lightning_pipes.trainer.setup import prepare
-from lightning_pipes.trainer.step.steps import Context
+from lightning_pipes.trainer.setup.module_setup import SetupContext
+from lightning_pipes.trainer.setup.prepare import prepare
+from lightning_pipes.trainer.setup.weight_callbacks import restore_averages
+from lightning_pipes.trainer.user.patches import Patches
+from lightning_pipes.trainer.user.remote_tensors import HookScope
 from lightning_pipes.trainer.verify.reference import ReferenceProcess, fork_reference
+from lightning_pipes.trainer.weights.deferred import has_meta
+from lightning_pipes.trainer.weights.pretrained import reads_later
 
 _log = logging.getLogger(__name__)
 _REFUSALS = {

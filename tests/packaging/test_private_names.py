@@ -23,7 +23,7 @@ HOMES = {
         "engine/private_torch",
         "engine/private_numpy",
         "trainer/private_lightning",
-        "trainer/private_transformers",
+        "trainer/weights/private_transformers",
         "tune/studies/private_optuna",
         "tune/private_hydra",
     )

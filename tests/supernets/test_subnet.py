@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from lightning_pipes.engine.watch import plain
 from lightning_pipes.ir import InputError, Span
 from lightning_pipes.supernets import SearchSpace, Subnet
-from lightning_pipes.trainer.module.batches import rows_of, take_samples
+from lightning_pipes.trainer.data.batches import rows_of, take_samples
 
 ONE = Subnet((0, 2, 1), id=5, space=1)
 

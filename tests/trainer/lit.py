@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.utilities import dim_zero_cat
 
 from lightning_pipes import PipelineStrategy
-from lightning_pipes.trainer.module.pipelined import ContainerCut
-from lightning_pipes.trainer.module.remote_tensors import give_values
+from lightning_pipes.trainer.cuts.layers.pipelined import ContainerCut
+from lightning_pipes.trainer.user.remote_tensors import give_values
 from tests.trainers import make_trainer
 
 ROWS = 22  # batches of 8, 8 and 6 samples

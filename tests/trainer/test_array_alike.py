@@ -17,7 +17,7 @@ from lightning_pipes.arrays.siblings.sibling import RETURN_SECONDS, Sibling
 from lightning_pipes.arrays.siblings.sibling_board import Failure, PeerStore, Return
 from lightning_pipes.ir import PipelineError, PlanError
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer.module.optimizers import check_same_settings, settings_of
+from lightning_pipes.trainer.optimizers.optimizers import check_same_settings, settings_of
 from tests.arrays.jobs import Job, told_text
 from tests.trainer.lit import quiet
 

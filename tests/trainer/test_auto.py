@@ -30,12 +30,12 @@ from lightning_pipes.engine.compute.rng import random_state
 from lightning_pipes.ir import Kind, Plan, PlanError
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer.module.unchanged import keep_unchanged
+from lightning_pipes.trainer.data.sample import NoSampleError, batch_rows, example_batch, expected_batches
 from lightning_pipes.trainer.plan import decider, layer_profiler, profile_planner
 from lightning_pipes.trainer.plan.request import RunRequest
-from lightning_pipes.trainer.plan.sample import NoSampleError, batch_rows, example_batch, expected_batches
 from lightning_pipes.trainer.plan.trial import Trial, Trials
-from lightning_pipes.trainer.setup import explain_choice
+from lightning_pipes.trainer.setup.prepare import explain_choice
+from lightning_pipes.trainer.user.unchanged import keep_unchanged
 from tests.trainer.lit import WIDTH, Case, Lit, LitOutside, LitTied, data, differences, plain_values, quiet, train
 from tests.trainers import make_trainer
 

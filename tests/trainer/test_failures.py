@@ -30,8 +30,8 @@ from lightning_pipes.engine.watch.failure import PeerFailure
 from lightning_pipes.ir import PipelineError, PlanError
 from lightning_pipes.strategies.kfkb import KFKB
 from lightning_pipes.testing.ranks import run_ranks, scale_timeout, watch_ranks
-from lightning_pipes.trainer.module import checks
-from lightning_pipes.trainer.module.checks import (
+from lightning_pipes.trainer import checks
+from lightning_pipes.trainer.checks import (
     warn_about_microbatch_effects,
     warn_about_module,
     warn_about_small_batch,
@@ -547,7 +547,7 @@ def test_spectral_norm_warns():
 
 def test_batches_too_small_for_the_stages_warn(recwarn, monkeypatch):
     notes: list[str] = []
-    monkeypatch.setattr("lightning_pipes.trainer.module.checks.rank_zero_info", notes.append)
+    monkeypatch.setattr("lightning_pipes.trainer.checks.rank_zero_info", notes.append)
     warn_about_small_batch(4, stages=4, pieces=4, asked=4)
     warn_about_small_batch(1, stages=4, pieces=1, asked=1)  # a batch of graphs, whose samples are not counted
     assert not recwarn

@@ -16,7 +16,7 @@ from lightning_pipes import PipelineStrategy, consolidate
 from lightning_pipes.engine.watch.failure import PeerFailure
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer.module.user_objects import is_packed
+from lightning_pipes.trainer.user.user_objects import is_packed
 from tests.trainer.lit import differences, plain_values, quiet
 from tests.trainers import make_trainer
 

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.engine.compute.footprint import measure_footprint
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer import module_setup, setup
 from lightning_pipes.trainer.plan import decider, layer_profiler
+from lightning_pipes.trainer.setup import module_setup, prepare
 from tests.trainer.lit import quiet
 from tests.trainers import make_trainer
 
@@ -68,9 +68,9 @@ def phases(rank: int, width: int, rows: int, unit: int) -> dict[str, tuple[float
 
             patch.setattr(owner, name, watched)
 
-        watch(setup, "equalize_weights", "setup")
+        watch(prepare, "equalize_weights", "setup")
         watch(layer_profiler.LayerProfiler, "profile", "measuring")
-        watch(setup, "decide", "trial")
+        watch(prepare, "decide", "trial")
         watch(module_setup, "ContainerCut", "cut")
         watch(PipelineStrategy, "training_step", "batch")
         watch(PipelineStrategy, "optimizer_step", "step")

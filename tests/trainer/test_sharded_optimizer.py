@@ -18,7 +18,7 @@ from lightning_pipes import PipelineStrategy, consolidate
 from lightning_pipes.ir import InputError, PipelineError, PlanError
 from lightning_pipes.planning.partition import with_layer
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer.module.optimizer_shards import check_shardable
+from lightning_pipes.trainer.optimizers.optimizer_shards import check_shardable
 from tests.trainer.lit import Lit, LitOutside, data, differences, plain_values, quiet
 from tests.trainer.replicas import REPLICAS, ROWS, Dealt
 from tests.trainers import make_trainer

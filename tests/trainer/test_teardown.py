@@ -18,9 +18,9 @@ from lightning_pipes import PipelineStrategy
 from lightning_pipes.engine.watch import failure
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer.module.capture import Interceptor
-from lightning_pipes.trainer.module.checks import check_module
-from lightning_pipes.trainer.module.pipelined import ContainerCut
+from lightning_pipes.trainer.checks import check_module
+from lightning_pipes.trainer.cuts.layers.capture import Interceptor
+from lightning_pipes.trainer.cuts.layers.pipelined import ContainerCut
 from tests.trainer.lit import Lit, LitOutside, data, quiet
 from tests.trainers import make_trainer
 

@@ -23,7 +23,7 @@ from lightning_pipes.trainer.loop.stopping import StopAgreement, check_ends
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.request import RunRequest
 from lightning_pipes.trainer.ranks.control import Control, PendingGather
-from lightning_pipes.trainer.step.hooks import HOOKS
+from lightning_pipes.trainer.user.hooks import HOOKS
 
 
 def join(

@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_pipes.ir import InputError, PipelineError, check_count, check_type
-from lightning_pipes.trainer import private_transformers as private
 from lightning_pipes.trainer.checkpoint.checksums import is_sharded
 from lightning_pipes.trainer.checkpoint.files import AtomicCheckpointIO, find_existing, load_mapped, replace_path
 from lightning_pipes.trainer.checkpoint.sharded import ShardedCheckpoint
+from lightning_pipes.trainer.weights import private_transformers as private
 
 FILE = "model.safetensors"
 _SHOWN = 5

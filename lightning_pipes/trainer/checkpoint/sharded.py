@@ -52,7 +52,7 @@ from lightning_pipes.trainer.checkpoint.files import (
     sync_folder,
     temporary_for,
 )
-from lightning_pipes.trainer.module.optimizers import number_state_dict
+from lightning_pipes.trainer.optimizers.optimizers import number_state_dict
 from lightning_pipes.trainer.private_lightning import storage_info
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.replicas import own_box, shard_from_local

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pipes.trainer.module.cut import Cut
-from lightning_pipes.trainer.module.remote_tensors import RemoteTensor
+from lightning_pipes.trainer.cuts.cut import Cut
+from lightning_pipes.trainer.user.remote_tensors import RemoteTensor
 
 _WITHOUT_MODULES = ("state_dict", "optimizer_states")
 """Entries of a checkpoint that contain many tensors and no modules."""

@@ -8,8 +8,8 @@ from dataclasses import replace
 from lightning_pipes.ir import PipelineError, Plan, PlanError, Policy, Schedule, Span, check_type
 from lightning_pipes.planning.candidates import Candidate
 from lightning_pipes.planning.formatting import schedule_settings
+from lightning_pipes.trainer.checks import warn_about_microbatch_effects
 from lightning_pipes.trainer.loop.run import PipelineRun
-from lightning_pipes.trainer.module.checks import warn_about_microbatch_effects
 from lightning_pipes.trainer.plan.plans import Plans
 from lightning_pipes.trainer.plan.settings import AUTO, check_microbatches, find_schedule
 from lightning_pipes.trainer.ranks.control import Control

@@ -31,22 +31,13 @@ from lightning_pipes.engine.residency.mirrors import BulkTreeTransport
 from lightning_pipes.engine.residency.upcoming import PREDICTORS, PredictorChoice
 from lightning_pipes.ir import LayerUse, PipelineError, Plan, Policy, Schedule
 from lightning_pipes.trainer import private_lightning as private
+from lightning_pipes.trainer.data.batches import rows_of
+from lightning_pipes.trainer.loop.between_steps import BATCH_HOOKS, BetweenSteps
 from lightning_pipes.trainer.loop.layer_copies import Cuts, LayerCopies, LayerCosts
 from lightning_pipes.trainer.loop.run import PipelineRun, TrainingLoop
 from lightning_pipes.trainer.loop.step_statistics import AsynchronousStatistics, WindowRecorder
 from lightning_pipes.trainer.loop.stopping import LateAgreement, StopAgreement
-from lightning_pipes.trainer.loop.watcher import AsynchronousStep
-from lightning_pipes.trainer.module.batches import rows_of
-from lightning_pipes.trainer.module.optimizers import check_momentum, predict_change
-from lightning_pipes.trainer.module.remote_tensors import RemoteTensor
-from lightning_pipes.trainer.ranks.control import Control
-from lightning_pipes.trainer.ranks.notices import Notices
-from lightning_pipes.trainer.ranks.processes import process_rank
-from lightning_pipes.trainer.ranks.ranks import Grid
-from lightning_pipes.trainer.relocation.transfer import settings_of, with_settings
-from lightning_pipes.trainer.step.between_steps import BATCH_HOOKS, BetweenSteps
-from lightning_pipes.trainer.step.hooks import has_hooks
-from lightning_pipes.trainer.step.uses import (
+from lightning_pipes.trainer.loop.uses import (
     ChoosesLayers,
     PartialSteps,
     check_layers,
@@ -54,6 +45,15 @@ from lightning_pipes.trainer.step.uses import (
     use_of,
     warn_without_uses,
 )
+from lightning_pipes.trainer.loop.watcher import AsynchronousStep
+from lightning_pipes.trainer.optimizers.optimizers import check_momentum, predict_change
+from lightning_pipes.trainer.ranks.control import Control
+from lightning_pipes.trainer.ranks.notices import Notices
+from lightning_pipes.trainer.ranks.processes import process_rank
+from lightning_pipes.trainer.ranks.ranks import Grid
+from lightning_pipes.trainer.relocation.transfer import settings_of, with_settings
+from lightning_pipes.trainer.user.hooks import has_hooks
+from lightning_pipes.trainer.user.remote_tensors import RemoteTensor
 
 
 class AsynchronousLoop(TrainingLoop):

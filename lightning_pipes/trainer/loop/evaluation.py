@@ -13,14 +13,14 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.ir import PipelineError, Span
+from lightning_pipes.trainer.cuts.layers.capture import NoCallError
+from lightning_pipes.trainer.cuts.steps import Context, LayerSteps, Outputs
+from lightning_pipes.trainer.cuts.units.lazy_step import EarlierStageError
+from lightning_pipes.trainer.data.batches import copy_batch, rows_of
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.watcher import EvaluationStep
-from lightning_pipes.trainer.module.batches import copy_batch, rows_of
-from lightning_pipes.trainer.module.capture import NoCallError
-from lightning_pipes.trainer.state.generators import States
-from lightning_pipes.trainer.step.logs import LogCall, merge, recorded
-from lightning_pipes.trainer.step.steps import Context, LayerSteps, Outputs
-from lightning_pipes.trainer.units.lazy_step import EarlierStageError
+from lightning_pipes.trainer.results.generators import States
+from lightning_pipes.trainer.results.logs import LogCall, merge, recorded
 
 
 class EvaluatedStep(NamedTuple):

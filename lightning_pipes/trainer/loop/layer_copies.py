@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 
 from lightning_pipes.engine.residency.mirrors import BulkTreeTransport, Mirrors
 from lightning_pipes.ir import LayerUse, PipelineError, Plan, PlanError, Policy, Span
+from lightning_pipes.trainer.cuts.layers.proxy import Layers
+from lightning_pipes.trainer.cuts.layers.tape import TapedLayer
 from lightning_pipes.trainer.loop.run import PipelineRun
-from lightning_pipes.trainer.module.proxy import Layers
-from lightning_pipes.trainer.module.tape import TapedLayer
+from lightning_pipes.trainer.loop.uses import ChoosesLayers, number_layers
 from lightning_pipes.trainer.ranks.control import Control
-from lightning_pipes.trainer.step.uses import ChoosesLayers, number_layers
 
 
 @runtime_checkable

@@ -22,12 +22,12 @@ from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.engine.private_torch import Clipping, averages_one_by_one
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer import private_lightning as private
+from lightning_pipes.trainer.cuts.layers.capture import named_step
+from lightning_pipes.trainer.data.batches import rows_of
 from lightning_pipes.trainer.loop.run import PipelineRun, TrainingLoop
 from lightning_pipes.trainer.loop.stopping import StopAgreement
 from lightning_pipes.trainer.loop.watcher import TrainingStep
-from lightning_pipes.trainer.module.batches import rows_of
-from lightning_pipes.trainer.module.capture import named_step
-from lightning_pipes.trainer.step.logs import recorded
+from lightning_pipes.trainer.results.logs import recorded
 
 
 class ManualLoop(TrainingLoop):

@@ -23,12 +23,13 @@ from lightning_pipes.engine.messages.transport import make_transport
 from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.ir import Kind, LayerUse, PipelineError, Plan, Policy, Program, Span
 from lightning_pipes.planning.planner import BLOCKING
+from lightning_pipes.trainer.cuts.layers.tape import TapedLayer
+from lightning_pipes.trainer.cuts.steps import StepResult, UserSteps
+from lightning_pipes.trainer.data.batches import SampleLists
 from lightning_pipes.trainer.loop.connections import Connections
 from lightning_pipes.trainer.loop.step_statistics import StepStatistics
 from lightning_pipes.trainer.loop.stopping import StopAgreement
 from lightning_pipes.trainer.loop.watcher import TrainingStep, Watchers
-from lightning_pipes.trainer.module.batches import SampleLists
-from lightning_pipes.trainer.module.tape import TapedLayer
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.plans import Plans
 from lightning_pipes.trainer.ranks.ranks import Ranks
@@ -36,9 +37,8 @@ from lightning_pipes.trainer.relocation.local_layers import LocalLayers
 from lightning_pipes.trainer.relocation.relocation import LayerRelocation
 from lightning_pipes.trainer.reports.report import KEPT_WINDOWS, Window
 from lightning_pipes.trainer.reports.stage_bytes import SavedBytes, StageBytes
-from lightning_pipes.trainer.step.logs import LogReplay, MetricState
-from lightning_pipes.trainer.step.loss_weights import LossWeights, Sums
-from lightning_pipes.trainer.step.steps import StepResult, UserSteps
+from lightning_pipes.trainer.results.logs import LogReplay, MetricState
+from lightning_pipes.trainer.results.loss_weights import LossWeights, Sums
 
 _log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_pipes.engine.watch.launcher import TERMINATED, signal_launched
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer import private_lightning as private
-from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.ranks.control import Control
+from lightning_pipes.trainer.user.patches import Patches
 
 
 class StopAgreement:

@@ -18,13 +18,13 @@ from torch.optim import Optimizer
 from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.trainer import private_lightning as private
+from lightning_pipes.trainer.data.batches import rows_of
 from lightning_pipes.trainer.loop.run import PipelineRun, TrainingLoop
 from lightning_pipes.trainer.loop.stopping import StopAgreement
 from lightning_pipes.trainer.loop.watcher import TrainingStep
-from lightning_pipes.trainer.module.batches import rows_of
 from lightning_pipes.trainer.reports.report import Window
-from lightning_pipes.trainer.step.logs import LogCall
-from lightning_pipes.trainer.step.parameter_hooks import ParameterHooks
+from lightning_pipes.trainer.results.logs import LogCall
+from lightning_pipes.trainer.user.parameter_hooks import ParameterHooks
 
 Gradients = list[tuple[torch.Tensor, torch.Tensor]]
 

@@ -25,10 +25,10 @@ from typing import Any, ClassVar
 
 from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.ir import LayerUse, Policy, Program
+from lightning_pipes.trainer.cuts.steps import EvaluationBatch, TrainingBatch
 from lightning_pipes.trainer.plan.plans import Plans
 from lightning_pipes.trainer.relocation.transfer import GroupSettings
 from lightning_pipes.trainer.reports.report import Window
-from lightning_pipes.trainer.step.steps import EvaluationBatch, TrainingBatch
 
 TRAINING = "training"
 Mark = tuple[int, int] | None

@@ -20,10 +20,9 @@ from lightning_pipes.engine.compute.rng import forked_rng
 from lightning_pipes.ir import Kind
 from lightning_pipes.ir.clock import read_seconds
 from lightning_pipes.trainer import private_lightning as private
-from lightning_pipes.trainer.module.batches import copy_batch, rows_of
-from lightning_pipes.trainer.module.deferred import has_meta
-from lightning_pipes.trainer.module.pipelined import find_pipelined, list_containers, work_size
-from lightning_pipes.trainer.module.unchanged import keep_unchanged
+from lightning_pipes.trainer.cuts.layers.pipelined import find_pipelined, list_containers, work_size
+from lightning_pipes.trainer.data.batches import copy_batch, rows_of
+from lightning_pipes.trainer.data.sample import NoSampleError, batch_rows, example_batch, load_batch
 from lightning_pipes.trainer.plan.layer_profiler import (
     CollectiveCall,
     LayerProfiler,
@@ -31,10 +30,11 @@ from lightning_pipes.trainer.plan.layer_profiler import (
     UnsuitableContainerError,
     without_loggers,
 )
-from lightning_pipes.trainer.plan.sample import NoSampleError, batch_rows, example_batch, load_batch
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.replicas import has_shards
-from lightning_pipes.trainer.step.logs import recorded
+from lightning_pipes.trainer.results.logs import recorded
+from lightning_pipes.trainer.user.unchanged import keep_unchanged
+from lightning_pipes.trainer.weights.deferred import has_meta
 
 ROWS, RUNS = 4, 4
 """The number of samples of the step in which containers are timed, and the number of runs. The fastest run counts."""

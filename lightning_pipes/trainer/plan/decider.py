@@ -22,9 +22,9 @@ from lightning_pipes.engine.trees import tensors_in
 from lightning_pipes.ir import Kind, PlanError
 from lightning_pipes.ir.clock import read_seconds
 from lightning_pipes.trainer import private_lightning as private
-from lightning_pipes.trainer.module.deferred import has_meta
-from lightning_pipes.trainer.module.proxy import Layers
-from lightning_pipes.trainer.module.tape import describe_layer
+from lightning_pipes.trainer.cuts.layers.proxy import Layers
+from lightning_pipes.trainer.cuts.layers.tape import describe_layer
+from lightning_pipes.trainer.data.sample import NoSampleError, batch_rows, example_batch, expected_batches
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.layer_profiler import (
     CollectiveCall,
@@ -35,11 +35,11 @@ from lightning_pipes.trainer.plan.layer_profiler import (
 from lightning_pipes.trainer.plan.profile_cache import MeasuredRun, ProfileCache, describe_module
 from lightning_pipes.trainer.plan.profile_planner import ProfilePlanner
 from lightning_pipes.trainer.plan.request import RunRequest
-from lightning_pipes.trainer.plan.sample import NoSampleError, batch_rows, example_batch, expected_batches
 from lightning_pipes.trainer.plan.trial import Trial, Trials
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.ranks import Ranks
 from lightning_pipes.trainer.ranks.replicas import has_shards
+from lightning_pipes.trainer.weights.deferred import has_meta
 
 SECONDS_UNTIL_LOG = 2.0
 """The number of seconds after which a message explains the work in progress."""

@@ -13,7 +13,7 @@ from lightning_pipes.planning.balance import BalancedPlanner
 from lightning_pipes.planning.fit import evaluate_plan
 from lightning_pipes.planning.planner import BLOCKING, Planner, Problem, Solution, planner_of
 from lightning_pipes.sim import simulate
-from lightning_pipes.trainer.module.piece import Piece
+from lightning_pipes.trainer.cuts.piece import Piece
 from lightning_pipes.trainer.plan.plans import Plans
 from lightning_pipes.trainer.reports.report import PredictedStep
 

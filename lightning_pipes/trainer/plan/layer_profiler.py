@@ -29,16 +29,16 @@ from lightning_pipes.engine.trees import tensors_in
 from lightning_pipes.ir import PipelineError, Span
 from lightning_pipes.ir.clock import read_seconds
 from lightning_pipes.trainer import private_lightning as private
-from lightning_pipes.trainer.module.batches import copy_batch, rows_of, take_samples
-from lightning_pipes.trainer.module.capture import CacheSwitch, Interceptor, named_step
-from lightning_pipes.trainer.module.proxy import Layers, StageProxy
-from lightning_pipes.trainer.module.tape import TapedLayer, identify_layer
-from lightning_pipes.trainer.module.unchanged import evaluation_mode, keep_unchanged
+from lightning_pipes.trainer.cuts.layers.capture import CacheSwitch, Interceptor, named_step
+from lightning_pipes.trainer.cuts.layers.proxy import Layers, StageProxy
+from lightning_pipes.trainer.cuts.layers.tape import TapedLayer, identify_layer
+from lightning_pipes.trainer.cuts.steps import loss_of
+from lightning_pipes.trainer.data.batches import copy_batch, rows_of, take_samples
 from lightning_pipes.trainer.ranks.control import Control
-from lightning_pipes.trainer.step.hooks import has_hooks
-from lightning_pipes.trainer.step.logs import recorded
-from lightning_pipes.trainer.step.loss_weights import compare_losses
-from lightning_pipes.trainer.step.steps import loss_of
+from lightning_pipes.trainer.results.logs import recorded
+from lightning_pipes.trainer.results.loss_weights import compare_losses
+from lightning_pipes.trainer.user.hooks import has_hooks
+from lightning_pipes.trainer.user.unchanged import evaluation_mode, keep_unchanged
 
 T = TypeVar("T")
 

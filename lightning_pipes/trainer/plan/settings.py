@@ -27,7 +27,7 @@ from lightning_pipes.ir import (
 )
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.planner import BLOCKING, Planner, Relocation, planner_of
-from lightning_pipes.trainer.module.shared_data import Data
+from lightning_pipes.trainer.data.shared_data import Data
 
 AUTO = "auto"
 """The name of the schedule, and of the partition, that is chosen when training starts."""

@@ -21,12 +21,12 @@ from lightning_pipes.engine.messages.transport import make_transport
 from lightning_pipes.ir import B, F, Kind, Plan, Policy, Program, Span, graph_spans
 from lightning_pipes.planning.fit import evaluate_plan
 from lightning_pipes.sim import simulate
+from lightning_pipes.trainer.cuts.layers.left_values import pack_message, unpack_message
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.layer_profiler import LayerProfiler
 from lightning_pipes.trainer.ranks.holdings import Holdings
 from lightning_pipes.trainer.ranks.ranks import Ranks
 from lightning_pipes.trainer.reports.timing import Share
-from lightning_pipes.trainer.state.left_values import pack_message, unpack_message
 
 SECONDS = 2.0
 """The seconds of a trial after its first step, unless a single step takes longer."""

@@ -15,12 +15,12 @@ from torch import nn
 
 from lightning_pipes.engine.private_torch import NoSubclassFunctions
 from lightning_pipes.ir import PipelineError
-from lightning_pipes.trainer.module.cut import Cut
-from lightning_pipes.trainer.module.remote_tensors import give_values
+from lightning_pipes.trainer.cuts.cut import Cut
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.processes import process_rank
 from lightning_pipes.trainer.relocation.local_layers import LocalLayers
 from lightning_pipes.trainer.relocation.transfer import move_layers_back
+from lightning_pipes.trainer.user.remote_tensors import give_values
 
 Description = tuple[str, tuple[int, ...], str]
 """The key, shape and dtype of a tensor."""

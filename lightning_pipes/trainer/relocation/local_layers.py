@@ -18,14 +18,14 @@ from lightning_pipes.engine.messages.bulk_transfer import BulkTransfer
 from lightning_pipes.engine.residency.layer_state import LayerState
 from lightning_pipes.engine.residency.mirrors import BulkTreeTransport
 from lightning_pipes.ir import PlanError, Span
-from lightning_pipes.trainer.module.cut import Cut
-from lightning_pipes.trainer.module.hidden_state import HiddenState
-from lightning_pipes.trainer.module.optimizers import OptimizerLayout
+from lightning_pipes.trainer.cuts.cut import Cut
+from lightning_pipes.trainer.cuts.layers.hidden_state import HiddenState
+from lightning_pipes.trainer.optimizers.optimizers import OptimizerLayout
+from lightning_pipes.trainer.optimizers.shared_parameters import SharedParameters
 from lightning_pipes.trainer.ranks.holdings import Holdings
 from lightning_pipes.trainer.ranks.processes import process_rank
 from lightning_pipes.trainer.ranks.ranks import Ranks
 from lightning_pipes.trainer.ranks.replicas import BufferSync, GatheredStages, Replicas
-from lightning_pipes.trainer.ranks.shared_parameters import SharedParameters
 
 
 class LocalLayers:

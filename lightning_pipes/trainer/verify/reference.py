@@ -35,10 +35,9 @@ from torch import nn
 from lightning_pipes.engine.compute.rng import AFTER_LAYERS, BEFORE_LAYERS, forked_rng
 from lightning_pipes.ir import Span
 from lightning_pipes.trainer import private_lightning as private
+from lightning_pipes.trainer.cuts.units.whole_step import StreamUnits, WholeStep
+from lightning_pipes.trainer.data.batches import checksum_batch
 from lightning_pipes.trainer.loop.run import StageListener
-from lightning_pipes.trainer.module.batches import checksum_batch
-from lightning_pipes.trainer.module.deferred import has_meta
-from lightning_pipes.trainer.units.whole_step import StreamUnits, WholeStep
 from lightning_pipes.trainer.verify.comparison import Rounding
 from lightning_pipes.trainer.verify.record import (
     OUTSIDE,
@@ -51,6 +50,7 @@ from lightning_pipes.trainer.verify.record import (
     add_settings,
 )
 from lightning_pipes.trainer.verify.sample_draws import SampleDraws
+from lightning_pipes.trainer.weights.deferred import has_meta
 
 CPU = torch.device("cpu")
 _POLL_SECONDS = 0.2

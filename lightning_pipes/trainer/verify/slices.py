@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from lightning_pipes.ir import Span
-from lightning_pipes.trainer.module.batches import join
+from lightning_pipes.trainer.data.batches import join
 from lightning_pipes.trainer.verify.record import Phase, ValueKey, copy_value
 from lightning_pipes.trainer.verify.sample_draws import SampleDraws
 

@@ -19,8 +19,8 @@ from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.ir import F, Kind, PipelineError, Plan, Policy, Schedule, Span
 from lightning_pipes.ir.lowering import run_spans
 from lightning_pipes.trainer import private_lightning as private
+from lightning_pipes.trainer.data.batches import checksum_batch
 from lightning_pipes.trainer.loop.run import PipelineRun, StageListener
-from lightning_pipes.trainer.module.batches import checksum_batch
 from lightning_pipes.trainer.plan.settings import Verify
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.verify.comparison import (

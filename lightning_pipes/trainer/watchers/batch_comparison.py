@@ -17,13 +17,13 @@ from lightning_pipes.engine.compute.reducer import is_distributed
 from lightning_pipes.engine.private_torch import BatchNorm
 from lightning_pipes.ir import Span
 from lightning_pipes.ir.clock import read_seconds
+from lightning_pipes.trainer.cuts.steps import HOST, why_no_room
+from lightning_pipes.trainer.data.batches import copy_batch, move_batch
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.watcher import TrainingStep, Watcher
-from lightning_pipes.trainer.module.batches import copy_batch, move_batch
 from lightning_pipes.trainer.private_lightning import is_compiled
-from lightning_pipes.trainer.state.generators import States
-from lightning_pipes.trainer.step.loss_weights import losses_differ
-from lightning_pipes.trainer.step.steps import HOST, why_no_room
+from lightning_pipes.trainer.results.generators import States
+from lightning_pipes.trainer.results.loss_weights import losses_differ
 from lightning_pipes.trainer.verify.comparison import (
     NEGLIGIBLE_EPS,
     Comparison,

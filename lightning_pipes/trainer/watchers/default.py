@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lightning_pipes.ir import Kind, PipelineError
+from lightning_pipes.trainer.checks import warn_about_small_batch
+from lightning_pipes.trainer.cuts.layers.hidden_state import HiddenState
 from lightning_pipes.trainer.loop.asynchronous import AsynchronousLoop
 from lightning_pipes.trainer.loop.run import PipelineRun
+from lightning_pipes.trainer.loop.uses import Overlap
 from lightning_pipes.trainer.loop.watcher import Around, EvaluationWatcher, Step, TrainingStep, Watcher, Watchers
-from lightning_pipes.trainer.module.checks import warn_about_small_batch
-from lightning_pipes.trainer.module.hidden_state import HiddenState
 from lightning_pipes.trainer.plan.prediction import Prediction
-from lightning_pipes.trainer.step.parameter_hooks import warn_about_hooks
-from lightning_pipes.trainer.step.uses import Overlap
+from lightning_pipes.trainer.user.parameter_hooks import warn_about_hooks
 from lightning_pipes.trainer.watchers.batch_comparison import BatchComparison, ReportsDifferences
 from lightning_pipes.trainer.watchers.loss_check import LossCheck, UncomparedLoss
 from lightning_pipes.trainer.watchers.replanning import (

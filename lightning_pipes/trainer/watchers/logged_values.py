@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from lightning_pipes.ir import Span
-from lightning_pipes.trainer.state.merging import are_close, have_equal_values
-from lightning_pipes.trainer.step.logs import LogCall, LogKey, merge_returned, number_calls, returned_key
-from lightning_pipes.trainer.step.loss_weights import (
+from lightning_pipes.trainer.cuts.steps import StepResult
+from lightning_pipes.trainer.results.logs import LogCall, LogKey, merge_returned, number_calls, returned_key
+from lightning_pipes.trainer.results.loss_weights import (
     EXTREME,
     FIRST,
     BatchWeights,
@@ -21,7 +21,7 @@ from lightning_pipes.trainer.step.loss_weights import (
     parts_differ,
     usual_weights,
 )
-from lightning_pipes.trainer.step.steps import StepResult
+from lightning_pipes.trainer.results.merging import are_close, have_equal_values
 
 
 class Losses(NamedTuple):

@@ -25,14 +25,14 @@ from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.engine.trees import tensors_in
 from lightning_pipes.ir import Kind, Span
+from lightning_pipes.trainer.cuts.layers.pipelined import ContainerCut
+from lightning_pipes.trainer.cuts.steps import BatchCopy, LayerSteps, StepResult, loss_of, run_stage, why_no_room
+from lightning_pipes.trainer.data.batches import copy_batch, join, take_samples
+from lightning_pipes.trainer.data.layouts import Layout, guess_layouts, join_tensors
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.watcher import TrainingStep, Watcher, is_due
-from lightning_pipes.trainer.module.batches import copy_batch, join, take_samples
-from lightning_pipes.trainer.module.layouts import Layout, guess_layouts, join_tensors
-from lightning_pipes.trainer.module.pipelined import ContainerCut
-from lightning_pipes.trainer.module.unchanged import evaluation_mode, keep_unchanged
-from lightning_pipes.trainer.step.logs import recorded
-from lightning_pipes.trainer.step.loss_weights import (
+from lightning_pipes.trainer.results.logs import recorded
+from lightning_pipes.trainer.results.loss_weights import (
     SUMS,
     BatchWeights,
     LossWeights,
@@ -40,7 +40,7 @@ from lightning_pipes.trainer.step.loss_weights import (
     candidates_differ,
     find_candidates,
 )
-from lightning_pipes.trainer.step.steps import BatchCopy, LayerSteps, StepResult, loss_of, run_stage, why_no_room
+from lightning_pipes.trainer.user.unchanged import evaluation_mode, keep_unchanged
 from lightning_pipes.trainer.watchers.logged_values import LoggedValues, Losses, find_weights
 from lightning_pipes.trainer.watchers.sample_check import SampleCheck
 

@@ -22,13 +22,13 @@ from lightning_pipes.engine.private_torch import BatchNorm
 from lightning_pipes.engine.trees import SentWhole
 from lightning_pipes.engine.watch.failure import PeerFailure
 from lightning_pipes.ir import Span
+from lightning_pipes.trainer.cuts.steps import StepResult, TrainingBatch
+from lightning_pipes.trainer.data.batches import copy_batch
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.watcher import TrainingStep
-from lightning_pipes.trainer.module.batches import copy_batch
-from lightning_pipes.trainer.module.unchanged import keep_unchanged
 from lightning_pipes.trainer.private_lightning import is_spectral_norm
-from lightning_pipes.trainer.step.parameter_hooks import without_hooks
-from lightning_pipes.trainer.step.steps import StepResult, TrainingBatch
+from lightning_pipes.trainer.user.parameter_hooks import without_hooks
+from lightning_pipes.trainer.user.unchanged import keep_unchanged
 from lightning_pipes.trainer.verify.record import ModuleParts, Phase, ValueKey
 from lightning_pipes.trainer.verify.reference import perturb_weights
 from lightning_pipes.trainer.verify.sample_draws import SampleDraws

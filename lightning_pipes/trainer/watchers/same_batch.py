@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from functools import partial
 
 from lightning_pipes.ir import PipelineError
+from lightning_pipes.trainer.data.batches import check_same, checksum_batch, sample_fingerprint
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.watcher import EvaluationWatcher, Step
-from lightning_pipes.trainer.module.batches import check_same, checksum_batch, sample_fingerprint
-from lightning_pipes.trainer.module.optimizers import check_same_settings, settings_of
+from lightning_pipes.trainer.optimizers.optimizers import check_same_settings, settings_of
 from lightning_pipes.trainer.ranks.control import PendingGather
 
 CHECKED_BATCHES = 2

@@ -27,22 +27,22 @@ from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.engine.private_torch import BatchNorm
 from lightning_pipes.engine.trees import tensors_in
 from lightning_pipes.ir import Kind, Span
-from lightning_pipes.trainer.loop.run import PipelineRun
-from lightning_pipes.trainer.loop.watcher import TrainingStep, Watcher, is_due
-from lightning_pipes.trainer.module.batches import copy_batch, join, move_batch, per_sample, take_samples, weighted_sum
-from lightning_pipes.trainer.module.capture import named_step
-from lightning_pipes.trainer.module.layouts import (
+from lightning_pipes.trainer.cuts.layers.capture import named_step
+from lightning_pipes.trainer.cuts.layers.pipelined import ContainerCut
+from lightning_pipes.trainer.cuts.layers.tape import TapedLayer
+from lightning_pipes.trainer.cuts.steps import HOST, LayerSteps, why_no_room
+from lightning_pipes.trainer.data.batches import copy_batch, join, move_batch, per_sample, take_samples, weighted_sum
+from lightning_pipes.trainer.data.layouts import (
     Layout,
     TensorComparison,
     compare_tensors,
     guess_layouts,
     join_tensors,
 )
-from lightning_pipes.trainer.module.pipelined import ContainerCut
-from lightning_pipes.trainer.module.tape import TapedLayer
-from lightning_pipes.trainer.module.unchanged import evaluation_mode, keep_unchanged
+from lightning_pipes.trainer.loop.run import PipelineRun
+from lightning_pipes.trainer.loop.watcher import TrainingStep, Watcher, is_due
 from lightning_pipes.trainer.private_lightning import is_compiled, spectral_norms
-from lightning_pipes.trainer.step.steps import HOST, LayerSteps, why_no_room
+from lightning_pipes.trainer.user.unchanged import evaluation_mode, keep_unchanged
 
 _log = logging.getLogger(__name__)
 

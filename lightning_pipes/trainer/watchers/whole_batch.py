@@ -12,13 +12,13 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_pipes.engine.allocator import trimmed_heap
 from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.ir import Span
+from lightning_pipes.trainer.cuts.layers.capture import named_step
+from lightning_pipes.trainer.cuts.steps import HOST, StepResult, WholeBatch
+from lightning_pipes.trainer.data.batches import copy_batch, move_batch
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.watcher import TrainingStep, Watcher, is_due
-from lightning_pipes.trainer.module.batches import copy_batch, move_batch
-from lightning_pipes.trainer.module.capture import named_step
-from lightning_pipes.trainer.module.unchanged import evaluation_mode, keep_unchanged
-from lightning_pipes.trainer.step.logs import LogKey, number_calls
-from lightning_pipes.trainer.step.steps import HOST, StepResult, WholeBatch
+from lightning_pipes.trainer.results.logs import LogKey, number_calls
+from lightning_pipes.trainer.user.unchanged import evaluation_mode, keep_unchanged
 from lightning_pipes.trainer.watchers.logged_values import LoggedValues, Losses
 
 

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from lightning_pipes.cost import ModelProfile
 from lightning_pipes.engine.compute.profiler import Progress, profile_layers
 from lightning_pipes.ir import InputError, short_repr
-from lightning_pipes.trainer.module.pipelined import find_pipelined
+from lightning_pipes.trainer.cuts.layers.pipelined import find_pipelined
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from lightning_pipes.testing.ranks import run_ranks, scale_timeout, wait_until, 
 from lightning_pipes.trainer import checkpointing
 from lightning_pipes.trainer.checkpoint.files import AtomicCheckpointIO
 from lightning_pipes.trainer.checkpoint.saving import Saver, snapshot_state
-from lightning_pipes.trainer.module.checks import check_async
+from lightning_pipes.trainer.checks import check_async
 from tests.cases import selected_values
 from tests.trainer.checkpoint.runs import OneRank, fit
 from tests.trainer.lit import differences

@@ -12,10 +12,10 @@ from torch import nn
 
 from lightning_pipes.trainer.checkpoint.saving import snapshot_state
 from lightning_pipes.trainer.checkpoint.stored_modules import complete_modules
-from lightning_pipes.trainer.module.capture import Interceptor
-from lightning_pipes.trainer.module.pipelined import ContainerCut
-from lightning_pipes.trainer.units.cut import UnitCut, weights_of_stages
-from lightning_pipes.trainer.units.recording import UnitLayout
+from lightning_pipes.trainer.cuts.layers.capture import Interceptor
+from lightning_pipes.trainer.cuts.layers.pipelined import ContainerCut
+from lightning_pipes.trainer.cuts.units.cut import UnitCut, weights_of_stages
+from lightning_pipes.trainer.cuts.units.recording import UnitLayout
 from tests.cases import for_each
 
 

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.cost import LayerProfile, ModelProfile
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer import setup
-from lightning_pipes.trainer.module.pipelined import find_pipelined
+from lightning_pipes.trainer.cuts.layers.pipelined import find_pipelined
 from lightning_pipes.trainer.plan.container import ContainerTimer, warn_about_outside
+from lightning_pipes.trainer.setup import prepare
 from tests.trainer.lit import differences, quiet
 from tests.trainers import make_trainer
 from tests.virtual_clock import VirtualClock
@@ -98,7 +98,7 @@ def keep_container() -> None:
 
     Otherwise, units would be cut, because most operations are outside of the container.
     """
-    pytest.MonkeyPatch().setattr(setup, "find_refused", lambda context: ["a setting"])
+    pytest.MonkeyPatch().setattr(prepare, "find_refused", lambda context: ["a setting"])
 
 
 def chosen(rank: int, folder: str) -> dict[str, Any]:

@@ -19,8 +19,9 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from lightning_pipes import JobArray, PipelineStrategy
 from lightning_pipes.cost import LayerProfile, ModelProfile
 from lightning_pipes.testing.ranks import run_ranks, wait_until
-from lightning_pipes.trainer.plan import decider, layer_profiler, sample
-from lightning_pipes.trainer.plan.sample import example_batch
+from lightning_pipes.trainer.data import sample
+from lightning_pipes.trainer.data.sample import example_batch
+from lightning_pipes.trainer.plan import decider, layer_profiler
 from tests.trainer.lit import differences, quiet
 from tests.trainers import make_trainer
 from tests.virtual_clock import VirtualClock

@@ -20,8 +20,8 @@ from lightning_pipes import PipelineStrategy
 from lightning_pipes.engine.watch.fault_points import Fault
 from lightning_pipes.ir import Plan, PlanError, Span
 from lightning_pipes.testing.ranks import run_ranks, scale_timeout, watch_ranks
-from lightning_pipes.trainer.module.capture import Interceptor
-from lightning_pipes.trainer.module.pipelined import ContainerCut
+from lightning_pipes.trainer.cuts.layers.capture import Interceptor
+from lightning_pipes.trainer.cuts.layers.pipelined import ContainerCut
 from lightning_pipes.trainer.ranks.holdings import Holdings
 from lightning_pipes.trainer.ranks.ranks import Grid
 from lightning_pipes.trainer.ranks.replicas import BufferSync

@@ -26,15 +26,15 @@ from lightning_pipes.engine.compute import stage as stage_module
 from lightning_pipes.engine.compute.rng import stream_seed
 from lightning_pipes.supernets import ChoiceBlock, SubnetStream, Supernet, Uniform
 from lightning_pipes.testing.ranks import RanksFailedError, run_ranks
-from lightning_pipes.trainer import setup
+from lightning_pipes.trainer.cuts import steps
+from lightning_pipes.trainer.cuts.layers import proxy
 from lightning_pipes.trainer.loop import synchronous, watcher
+from lightning_pipes.trainer.loop.between_steps import BetweenSteps
 from lightning_pipes.trainer.loop.synchronous import FreshGradients
-from lightning_pipes.trainer.module import proxy
-from lightning_pipes.trainer.ranks.shared_parameters import SharedParameters
-from lightning_pipes.trainer.state.module_state import ModuleState
-from lightning_pipes.trainer.step import steps
-from lightning_pipes.trainer.step.between_steps import BetweenSteps
-from lightning_pipes.trainer.step.clipping import GradientAgreement
+from lightning_pipes.trainer.optimizers.shared_parameters import SharedParameters
+from lightning_pipes.trainer.results.module_state import ModuleState
+from lightning_pipes.trainer.setup import prepare
+from lightning_pipes.trainer.user.clipping import GradientAgreement
 from lightning_pipes.trainer.watchers import same_batch
 from lightning_pipes.trainer.watchers.same_batch import SameBatch
 from tests.trainers import make_trainer
@@ -309,7 +309,7 @@ class Normed(torch.optim.SGD):
 @fault(
     "optimizer with a norm over all weights",
     "the weight",
-    broken=lambda rank: patched(setup, "check_steps_apart", lambda *_: None),
+    broken=lambda rank: patched(prepare, "check_steps_apart", lambda *_: None),
 )
 class _C3:
     def configure_optimizers(self: Any) -> Any:
@@ -701,7 +701,7 @@ class CoupledLater(torch.optim.SGD):
 @fault(
     "optimizer that couples parameters in later steps",
     "batch 1 differs from one plain process. The first difference is in",
-    broken=lambda rank: patched(setup, "check_steps_apart", lambda *_: None),
+    broken=lambda rank: patched(prepare, "check_steps_apart", lambda *_: None),
 )
 class _I8:
     def configure_optimizers(self: Any) -> Any:

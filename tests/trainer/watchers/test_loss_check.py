@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.arrays.array import JobArray
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer.step.loss_weights import losses_differ
+from lightning_pipes.trainer.results.loss_weights import losses_differ
 from lightning_pipes.trainer.watchers import loss_check
 from tests.compat.models import LitGPT2, LitLlama
 from tests.trainer.lit import Case, Lit, data, differences, quiet, train_cases

@@ -1,0 +1,1 @@
+"""Modules that are cut in the layers of a container."""

@@ -1,0 +1,214 @@
+"""A step that runs unit by unit and records the data that later stages need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pipes.ir import PipelineError
+from lightning_pipes.trainer.cuts.units.mode import DEVICES, Function, UnitMode
+from lightning_pipes.trainer.cuts.units.trace import Done, KnownWeight, map_leaves, tensors_of, tensors_of_call
+from lightning_pipes.trainer.cuts.units.values import Values, stands_on
+from lightning_pipes.trainer.results.generators import ModuleGenerators
+
+_DRAWING_NAMES = (
+    "dropout alpha_dropout dropout1d dropout2d dropout3d feature_alpha_dropout feature_dropout rrelu "
+    "gumbel_softmax rand randn randint randperm rand_like randn_like randint_like normal normal_ bernoulli "
+    "bernoulli_ multinomial poisson uniform_ exponential_ geometric_ log_normal_ cauchy_ random_ binomial "
+    "multi_head_attention_forward scaled_dot_product_attention fractional_max_pool2d fractional_max_pool3d lstm "
+    "gru rnn_tanh rnn_relu"
+)
+_DRAWING = frozenset(_DRAWING_NAMES.split())
+"""Functions that may draw random numbers."""
+_KEEPING_STATISTICS = frozenset(("batch_norm", "instance_norm"))
+"""Functions that change running statistics. torch does not count this as a change in place."""
+
+
+@dataclass(frozen=True)
+class UnitRun:
+    """The result of a unit that has run on this stage.
+
+    Attributes:
+        done: the record of the unit.
+        out: its result.
+        read: the tensors that it was given, or whose memory it has read.
+        written: the tensors among these that it has changed in place.
+        drew: whether it drew random numbers.
+    """
+
+    done: Done
+    out: Any
+    read: list[torch.Tensor]
+    written: list[torch.Tensor]
+    drew: bool
+
+
+class TracedStep(UnitMode):
+    """Runs units, and records the result of each and whether it is pure.
+
+    Calls that draw random numbers are counted at all levels within units. Each call has its own stream, so its random
+    numbers do not depend on the borders.
+
+    Args:
+        module: the user's module.
+        atomic: modules whose calls are units, by path.
+        drawing: the names of the units that draw random numbers.
+        device: the device of this stage.
+        generators: the module's own generators, whose states are sent along with the units that draw from them; None if
+            this is not necessary.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        atomic: Mapping[str, nn.Module],
+        drawing: Collection[str],
+        device: torch.device,
+        generators: ModuleGenerators | None = None,
+    ) -> None:
+        super().__init__(atomic)
+        self.units: list[Done] = []
+        self.values = Values(())
+        self._module = module
+        self._drawing = drawing
+        self._device = device
+        self._own_generators = generators or None
+        self._seed: Callable[[int], None] | None = None
+        self._draws = 0
+        self._in_module, self._weighed = False, False
+        """Whether the running unit is a module, and if not, whether code in it has used weights."""
+        self._buffered = [part for each in atomic.values() for part in each.modules() if part._buffers]
+        self._weighty = {path for path, part in atomic.items() if any(True for _ in _weights_of(part))}
+
+    def begin(self, batch: Any, seed: Callable[[int], None] | None = None) -> None:
+        """Number the tensors of the batch before the step runs.
+
+        Args:
+            batch: the batch.
+            seed: called with the number of a draw before the draw.
+        """
+        self.units = []
+        self._draws, self._seed = 0, seed
+        self.values = Values({id(b) for part in self._buffered for b in part._buffers.values()})
+        self.values.meet(tensors_of(batch))
+
+    def may_draw(self, name: str, path: str | None) -> bool:
+        """Return whether a unit may draw random numbers."""
+        return name in self._drawing or (path is None and name in _DRAWING)
+
+    def sees_inside(self, path: str) -> bool:
+        return path in self._drawing and path not in self._closed
+
+    def run_inner(self, name: str, function: Function, args: Any, kwargs: Any) -> Any:
+        if not (self._weighed or self._in_module):
+            self._weighed = any(map(self.values.is_placed, tensors_of_call(args, kwargs)))
+        if name in _DRAWING and self._inside:
+            return self._run_drawing(function, args, kwargs)
+        return function(*args, **kwargs)
+
+    def begin_checkpoint(self) -> bool:
+        if self._seed is not None:  # its random numbers must not depend on the borders
+            self._seed(self._draws)
+        return True
+
+    def run_here(
+        self, name: str, path: str | None, function: Function, args: Any, kwargs: Any, given: list[torch.Tensor]
+    ) -> UnitRun:
+        """Run the next unit on this stage.
+
+        Args:
+            name: the name of the function, or the path of the module.
+            path: the path of the module; None for a function.
+            function: the function, or the forward of the module.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            given: the tensors in its arguments.
+        """
+        self.values.meet(given)
+        self._in_module, self._weighed = path is not None, False
+        versions = [version_of(t) for t in given]
+        draws, own = self._draws, self._own_generators
+        states = {} if own is None else own.read_states()
+        if self.may_draw(name, path):
+            out = self._run_drawing(function, args, kwargs)
+        else:
+            out = function(*args, **kwargs)
+        written = [t for t, version in zip(given, versions, strict=True) if version_of(t) != version]
+        if path is None and name in _KEEPING_STATISTICS:
+            written += [t for t in given[1:] if not isinstance(t, nn.Parameter) and not t.requires_grad]
+        if isinstance(kwargs.get("out"), torch.Tensor):
+            written.append(kwargs["out"])
+        drew = self._draws - draws
+        done = self._describe(name, path, out, given, written, drew)
+        if own is not None:
+            done = done._replace(generators=tuple(own.read_changes(states).items()))
+        return UnitRun(done, out, given, written, drew > 0)
+
+    def placed(self, path: str | None, given: Collection[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the weights and buffers of a unit, which belong to its module or are among the given tensors."""
+        found = [t for t in given if self.values.is_placed(t)]
+        if path is not None:
+            found += _weights_of(self._atomic[path])
+        return found
+
+    def look(self, name: str, function: Function, args: Any) -> Any:
+        device = stands_on(args[0]) if name in DEVICES else None
+        if device is None:
+            return function(*args)
+        return device if name == "device" else name == f"is_{device.type}"
+
+    def _describe(
+        self, name: str, path: str | None, out: Any, given: list[torch.Tensor], written: list[torch.Tensor], drew: int
+    ) -> Done:
+        """Record the values of a unit for later stages, and number its results."""
+        values = self.values
+        weighed = self._weighed or path in self._weighty or any(map(values.is_placed, given))
+        if not drew and not weighed and not any(map(values.is_value, given)):
+            for tensor in tensors_of(out):
+                values.add_pure(tensor)
+            return Done(name)
+        tainted = {number for t in written if not values.is_value(t) for number in values.sharing_pure(t)}
+        now = tuple((number, values.taint(number)) for number in sorted(tainted))
+        return Done(name, False, map_leaves(out, self._describe_leaf), now, drew)
+
+    def _describe_leaf(self, leaf: Any) -> Any:
+        if type(leaf) is not torch.Tensor and isinstance(leaf, nn.Parameter):  # a cast may return its argument
+            name = next((name for name, p in self._module.named_parameters() if p is leaf), None)
+            if name is not None:
+                return KnownWeight(name)
+        return self.values.describe(leaf, self._device) if isinstance(leaf, torch.Tensor) else leaf
+
+    def _run_drawing(self, function: Function, args: Any, kwargs: Any) -> Any:
+        """Run a function that may draw random numbers from its own stream. Draws within it have their own streams."""
+        if self._seed is not None and not self.checkpoint:  # a checkpoint already draws the same numbers again
+            self._seed(self._draws)
+        draws, state = self._draws, self._random_state()
+        out = function(*args, **kwargs)
+        if self._draws == draws and self._random_state() != state:
+            self._draws += 1
+        return out
+
+    def _random_state(self) -> Any:
+        state = torch.default_generator.get_state().numpy().tobytes()
+        if self._device.type != "cuda":
+            return state
+        return state, torch.cuda.default_generators[self._device.index or 0].get_offset()
+
+
+def _weights_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return the number of in-place changes of a tensor, as counted by torch."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def refuse_unit(number: int, name: str, why: str) -> PipelineError:
+    """Return the error for a unit that a stage can't run."""
+    return PipelineError(f"unit {number} of the step, {name}, {why}")

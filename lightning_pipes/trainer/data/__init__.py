@@ -1,0 +1,1 @@
+"""Batches and their samples, and the data of a run."""

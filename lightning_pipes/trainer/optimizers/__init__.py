@@ -1,0 +1,1 @@
+"""Optimizers of a rank, their parameters and the hooks of parameters."""

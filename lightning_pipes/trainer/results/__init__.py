@@ -1,0 +1,1 @@
+"""What the results of micro-batches add up to: losses, logs, returned and stored values."""

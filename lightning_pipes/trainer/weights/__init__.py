@@ -1,0 +1,1 @@
+"""How the weights of a rank are made, loaded and sharded."""
