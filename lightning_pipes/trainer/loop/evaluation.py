@@ -14,7 +14,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.ir import PipelineError, Span
 from lightning_pipes.trainer.cuts.layers.capture import NoCallError
-from lightning_pipes.trainer.cuts.steps import Context, LayerSteps, Outputs
+from lightning_pipes.trainer.cuts.layers.steps import LayerSteps, Outputs
+from lightning_pipes.trainer.cuts.steps import Context
 from lightning_pipes.trainer.cuts.units.lazy_step import EarlierStageError
 from lightning_pipes.trainer.data.batches import copy_batch, rows_of
 from lightning_pipes.trainer.loop.run import PipelineRun

@@ -28,7 +28,8 @@ from lightning_pipes.trainer.cuts.layers.pipelined import (
     layer_sizes,
 )
 from lightning_pipes.trainer.cuts.layers.proxy import Layers
-from lightning_pipes.trainer.cuts.steps import LayerSteps, UserSteps
+from lightning_pipes.trainer.cuts.layers.steps import LayerSteps
+from lightning_pipes.trainer.cuts.steps import UserSteps
 from lightning_pipes.trainer.loop.connections import Connections
 from lightning_pipes.trainer.loop.host import PipelineHost
 from lightning_pipes.trainer.plan.container import warn_about_outside

@@ -26,7 +26,8 @@ from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.engine.trees import tensors_in
 from lightning_pipes.ir import Kind, Span
 from lightning_pipes.trainer.cuts.layers.pipelined import ContainerCut
-from lightning_pipes.trainer.cuts.steps import BatchCopy, LayerSteps, StepResult, loss_of, run_stage, why_no_room
+from lightning_pipes.trainer.cuts.layers.steps import LayerSteps, run_stage
+from lightning_pipes.trainer.cuts.steps import BatchCopy, StepResult, loss_of, why_no_room
 from lightning_pipes.trainer.data.batches import copy_batch, join, take_samples
 from lightning_pipes.trainer.data.layouts import Layout, guess_layouts, join_tensors
 from lightning_pipes.trainer.loop.run import PipelineRun

@@ -29,8 +29,9 @@ from lightning_pipes.engine.trees import tensors_in
 from lightning_pipes.ir import Kind, Span
 from lightning_pipes.trainer.cuts.layers.capture import named_step
 from lightning_pipes.trainer.cuts.layers.pipelined import ContainerCut
+from lightning_pipes.trainer.cuts.layers.steps import LayerSteps
 from lightning_pipes.trainer.cuts.layers.tape import TapedLayer
-from lightning_pipes.trainer.cuts.steps import HOST, LayerSteps, why_no_room
+from lightning_pipes.trainer.cuts.steps import HOST, why_no_room
 from lightning_pipes.trainer.data.batches import copy_batch, join, move_batch, per_sample, take_samples, weighted_sum
 from lightning_pipes.trainer.data.layouts import (
     Layout,
