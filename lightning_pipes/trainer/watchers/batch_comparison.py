@@ -98,6 +98,7 @@ class BatchComparison(Watcher):
         self._due.note_seconds(read_seconds() - begun)
 
     def _compare_batch(self, step: TrainingStep, batch: Any) -> None:
+        self._parts = parts_of_run(self._run)  # layers may have moved
         backward = self._includes_backward(step)
         if backward is None:
             return
