@@ -153,8 +153,13 @@ def tested_best(trainer: pl.Trainer, module: Any, folder: Path) -> Any:
 
 
 def predicted_to_a_writer(trainer: pl.Trainer, module: Any, folder: Path) -> Any:
-    nothing = trainer.predict(module, loaders()["val_dataloaders"], return_predictions=False)
-    return nothing, callback(trainer, m.Writer).given
+    return trainer.predict(module, loaders()["val_dataloaders"], return_predictions=False)
+
+
+def only_the_first_wrote(ranks: list[Found], plain: Found) -> None:
+    """Assert that the first rank of the pipeline has written the predictions of one process, and no other rank any."""
+    torch.testing.assert_close(ranks[0]["watched"], plain["watched"], rtol=1e-5, atol=1e-6)
+    assert all(found["watched"] == [] for found in ranks[1:])
 
 
 def loaded_again(trainer: pl.Trainer, module: Any, folder: Path) -> Any:
@@ -261,7 +266,14 @@ trainer("batches that are dicts", module=m.LitDictBatch, loaders=lambda: batches
 trainer("fit twice with the same module", then=fitted_again)
 trainer("several Trainers one after the other", then=another_trainer)
 trainer('test(ckpt_path="best"), validate(ckpt_path=...)', partial(checkpointing, monitor="val_loss"), then=tested_best)
-trainer("predict(return_predictions=False)", using(m.Writer), then=predicted_to_a_writer)
+trainer(
+    "predict(return_predictions=False)",
+    using(m.Writer),
+    then=predicted_to_a_writer,
+    watch=lambda trainer, folder: callback(trainer, m.Writer).given,
+    differs=frozenset({"watched"}),
+    check=only_the_first_wrote,
+)
 trainer("save_checkpoint, then load_from_checkpoint", then=loaded_again)
 trainer("ckpt_path, resumed", lambda folder: {}, resume=True)
 trainer("checkpoints to file:// URLs", then=from_url)
@@ -417,6 +429,8 @@ callbacks(
     using(m.Writer),
     evaluate=True,
     watch=lambda trainer, folder: callback(trainer, m.Writer).given,
+    differs=frozenset({"watched"}),
+    check=only_the_first_wrote,
 )
 callbacks("LambdaCallback", using(lambda: cb.LambdaCallback(on_train_batch_end=m.log_lambda)))
 callbacks("GradientAccumulationScheduler", using(lambda: cb.GradientAccumulationScheduler({1: 2})))
