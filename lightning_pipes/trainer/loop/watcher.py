@@ -207,6 +207,17 @@ def _overridden(watchers: Sequence[Watcher], moment: str) -> list[Callable[[Any]
     return [getattr(each, moment) for each in watchers if getattr(type(each), moment) not in own]
 
 
+def is_batch_due(number: int, epoch: int, begins_epoch: bool) -> bool:
+    """Return whether a repeated check is due for a batch.
+
+    Args:
+        number: the number of the batch among those that can be checked.
+        epoch: the number of its epoch.
+        begins_epoch: whether it is the first batch of its epoch.
+    """
+    return is_due(number) or (begins_epoch and is_due(epoch))
+
+
 def is_due(number: int) -> bool:
     """Return whether a repeated check is due for the batch with this number: 0, 1, 2, 4, 8, ..."""
     return number & (number - 1) == 0

@@ -32,7 +32,7 @@ from lightning_pipes.trainer.verify.comparison import (
     Rounding,
     describe_mixing,
 )
-from lightning_pipes.trainer.verify.record import OUTSIDE, Phase, ValueKey
+from lightning_pipes.trainer.verify.record import OUTSIDE, ModuleParts, Phase, ValueKey
 from lightning_pipes.trainer.verify.verifier import parts_of_run
 from lightning_pipes.trainer.watchers.due_batches import DueBatches
 from lightning_pipes.trainer.watchers.repeated_batch import RepeatedBatch, Repetition
@@ -69,7 +69,6 @@ class BatchComparison(Watcher):
         self._due = DueBatches(0, lambda answer: run.control.broadcast(answer, run.last_rank))
         self._copy: Any = None
         self._generators: States = {}
-        self._parts = parts_of_run(run)
         self._why_not = next(filter(None, run.control.all_gather(_find_obstacle(run))), "")
         own = {p.dtype for p in run.cut.module.parameters() if p.is_floating_point()}
         self._types = set[torch.dtype]().union(*run.control.all_gather(own | run.user_steps.autocast_types()))
@@ -98,11 +97,11 @@ class BatchComparison(Watcher):
         self._due.note_seconds(read_seconds() - begun)
 
     def _compare_batch(self, step: TrainingStep, batch: Any) -> None:
-        self._parts = parts_of_run(self._run)  # layers may have moved
         backward = self._includes_backward(step)
         if backward is None:
             return
-        again = RepeatedBatch(self._run, self._parts, step, batch, backward)
+        parts_of_rank = parts_of_run(self._run)  # layers may have moved since the last comparison
+        again = RepeatedBatch(self._run, parts_of_rank, step, batch, backward)
         parts, whole = again.repeat(whole=False), again.repeat(whole=True)
         self._why_not = self._find_failure(parts, whole)
         if self._why_not:
@@ -123,7 +122,7 @@ class BatchComparison(Watcher):
         known = self._run.control.broadcast(any(each.has_warned for each in self._others), self._run.last_rank)
         self._has_ended = True
         if not known:
-            rank_zero_warn(self._describe(first))
+            rank_zero_warn(self._describe(first, parts_of_rank))
 
     def _repeat_comparison(
         self,
@@ -225,8 +224,8 @@ class BatchComparison(Watcher):
             does = "is" if what == "Batch" else "are"
             rank_zero_info(f"{what} {step.number} {does} not compared with its micro-batches: {why}")
 
-    def _describe(self, difference: Difference) -> str:
-        names = [self._parts.layer_name(number) for number in range(len(self._parts.names))]
+    def _describe(self, difference: Difference, parts: ModuleParts) -> str:
+        names = [parts.layer_name(number) for number in range(len(parts.names))]
         return (
             f"{type(self._run.cut.module).__name__}.training_step trains differently in micro-batches than in one "
             f"process. {describe_mixing(difference, names)}. PipelineStrategy(check_loss=False) turns this comparison "

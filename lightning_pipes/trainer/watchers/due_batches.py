@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 from lightning_pipes.ir.clock import read_seconds
-from lightning_pipes.trainer.loop.watcher import is_due
+from lightning_pipes.trainer.loop.watcher import is_batch_due
 
 MAX_SHARE = 0.01
 """The largest share of the time of training that comparisons of further batches may take."""
@@ -42,7 +42,7 @@ class DueBatches:
         number, self._batches = self._batches, self._batches + 1
         if not number:
             self._begun = read_seconds()
-        self._is_further = not (is_due(number) or (begins_epoch and is_due(epoch)))
+        self._is_further = not is_batch_due(number, epoch, begins_epoch)
         if not self._is_further:
             return True
         if not begins_epoch and random.Random(f"{self._seed}/{number}").random() >= CHANCE:

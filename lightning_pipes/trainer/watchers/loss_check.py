@@ -31,7 +31,7 @@ from lightning_pipes.trainer.cuts.steps import BatchCopy, StepResult, loss_of, w
 from lightning_pipes.trainer.data.batches import copy_batch, join, take_samples
 from lightning_pipes.trainer.data.layouts import Layout, guess_layouts, join_tensors
 from lightning_pipes.trainer.loop.run import PipelineRun
-from lightning_pipes.trainer.loop.watcher import TrainingStep, Watcher, is_due
+from lightning_pipes.trainer.loop.watcher import TrainingStep, Watcher, is_batch_due
 from lightning_pipes.trainer.results.logs import recorded
 from lightning_pipes.trainer.results.loss_weights import (
     SUMS,
@@ -150,7 +150,7 @@ class LossCheck(Watcher):
         """
         self._batches += 1
         epoch = self._run.trainer.current_epoch
-        return not self.has_warned and (is_due(self._batches - 1) or (step.batch_idx == 0 and is_due(epoch)))
+        return not self.has_warned and is_batch_due(self._batches - 1, epoch, step.batch_idx == 0)
 
     def before_optimizer_step(self, step: TrainingStep) -> None:
         """Compare the loss of the whole batch with the losses of its micro-batches."""

@@ -16,7 +16,7 @@ from lightning_pipes.trainer.cuts.layers.capture import named_step
 from lightning_pipes.trainer.cuts.steps import HOST, StepResult, WholeBatch
 from lightning_pipes.trainer.data.batches import copy_batch, move_batch
 from lightning_pipes.trainer.loop.run import PipelineRun
-from lightning_pipes.trainer.loop.watcher import TrainingStep, Watcher, is_due
+from lightning_pipes.trainer.loop.watcher import TrainingStep, Watcher, is_batch_due
 from lightning_pipes.trainer.results.logs import LogKey, number_calls
 from lightning_pipes.trainer.user.unchanged import evaluation_mode, keep_unchanged
 from lightning_pipes.trainer.watchers.logged_values import LoggedValues, Losses
@@ -46,8 +46,8 @@ class WholeBatchValues(Watcher):
         self._copy = None
         if self._run.count_microbatches(step.rows) < 2:
             return
-        begins_epoch = step.batch_idx == 0 and is_due(self._run.trainer.current_epoch)
-        if is_due(self._batches) or begins_epoch:  # the epoch number may be logged
+        epoch = self._run.trainer.current_epoch  # it may be logged
+        if is_batch_due(self._batches, epoch, step.batch_idx == 0):
             self._copy = move_batch(copy_batch(step.batch), HOST)
         self._batches += 1
 
