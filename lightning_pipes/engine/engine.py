@@ -347,7 +347,7 @@ class Engine:
         return window.executor.outputs
 
     def run_apart(self, item: Item, stages: Sequence[Stage], micro_batches: int | None = None) -> None:
-        """Run one batch between two windows, by stages other than those of the windows, and without keeping its events.
+        """Run one batch between two windows in separate stages, and discard its events.
 
         The gradients of the batch are added to the gradients of the parameters. No weight is updated.
 
@@ -574,7 +574,7 @@ def _forward_only(plan: Plan, job: int, rows: int, micro_batches: int) -> tuple[
 
 @lru_cache(maxsize=32)
 def _forwards_first(plan: Plan, job: int, cut: Cut | None, training: bool) -> tuple[Plan, Program]:
-    """Return the plan and the program of a batch whose forwards all come before its backwards.
+    """Return a plan and a program in which all forwards of a batch come before its backwards.
 
     Args:
         plan: the plan of training.

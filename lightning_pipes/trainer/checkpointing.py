@@ -37,7 +37,7 @@ from lightning_pipes.trainer.checkpoint.files import (
 )
 from lightning_pipes.trainer.checkpoint.saving import Saver
 from lightning_pipes.trainer.checkpoint.stored_modules import complete_modules
-from lightning_pipes.trainer.cuts.cut import Cut
+from lightning_pipes.trainer.cuts.cut import ModuleCut
 from lightning_pipes.trainer.data.resumable import LoaderPass, ResumableLoader, State, make_resumable
 from lightning_pipes.trainer.optimizers.optimizer_shards import OptimizerShards
 from lightning_pipes.trainer.optimizers.optimizers import OptimizerLayout
@@ -232,7 +232,7 @@ class Checkpointing:
 
     # ---- saving
 
-    def model_state(self, cut: Cut) -> dict[str, Any]:
+    def model_state(self, cut: ModuleCut) -> dict[str, Any]:
         """Return the state dict of the module in the format of the checkpoints.
 
         The result is empty on ranks that do not write checkpoints.
@@ -243,14 +243,14 @@ class Checkpointing:
             return found
         return self._gather(cut, gather_whole(state))
 
-    def gather_state(self, cut: Cut, local: Mapping[str, Any]) -> dict[str, Any]:
+    def gather_state(self, cut: ModuleCut, local: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state dict of another module, which distributes its layers in the same way as `cut`.
 
         This method is collective. The state dict is whole on the first rank and empty on the other ranks.
         """
         return self._gather(cut, cut.select_own(local, outside=self._ranks.grid.position == 0))
 
-    def _gather(self, cut: Cut, own: Mapping[str, Any]) -> dict[str, Any]:
+    def _gather(self, cut: ModuleCut, own: Mapping[str, Any]) -> dict[str, Any]:
         self._ranks.pipeline.connect()
         return gather_model(cut, own, self._ranks.pipeline) if self._ranks.grid.is_in_first_pipeline else {}
 
@@ -273,7 +273,7 @@ class Checkpointing:
         checkpoint: dict[str, Any],
         path: str | Path,
         trainer: pl.Trainer,
-        cut: Cut | None,
+        cut: ModuleCut | None,
         training: bool,
         storage_options: Any | None,
     ) -> None:
@@ -322,7 +322,7 @@ class Checkpointing:
         checkpoint: dict[str, Any],
         path: str | Path,
         trainer: pl.Trainer,
-        cut: Cut,
+        cut: ModuleCut,
         layouts: Sequence[OptimizerLayout],
         step: str | None,
         storage_options: Any | None,
@@ -396,7 +396,7 @@ class Checkpointing:
         paths: Sequence[str],
         meeting: str,
         path: str | Path,
-        cut: Cut,
+        cut: ModuleCut,
         layouts: Sequence[OptimizerLayout],
     ) -> None:
         """Read the parts of all ranks and write the whole checkpoint.
@@ -506,7 +506,7 @@ class Checkpointing:
         """Keep the weights for a module on `meta` until the module is cut."""
         self._waiting = state, strict
 
-    def load_waiting(self, cut: Cut) -> None:
+    def load_waiting(self, cut: ModuleCut) -> None:
         """Load the weights that `load_later` has kept."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
@@ -530,7 +530,7 @@ class Checkpointing:
                 self.shards.shard_states(optimizer)
 
 
-def gather_model(cut: Cut, local: Mapping[str, Any], control: Control) -> dict[str, Any]:
+def gather_model(cut: ModuleCut, local: Mapping[str, Any], control: Control) -> dict[str, Any]:
     """Return the state dict of the whole module on the first rank, and {} on other ranks.
 
     Args:
@@ -542,7 +542,7 @@ def gather_model(cut: Cut, local: Mapping[str, Any], control: Control) -> dict[s
     return {} if parts is None else cut.in_order(parts)
 
 
-def load_model(cut: Cut, state: Mapping[str, Any], strict: bool) -> None:
+def load_model(cut: ModuleCut, state: Mapping[str, Any], strict: bool) -> None:
     """Load the values of this rank from a state dict of the whole module.
 
     Raises:

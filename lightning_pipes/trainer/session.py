@@ -46,7 +46,7 @@ from lightning_pipes.trainer.active_run import ActiveRun
 from lightning_pipes.trainer.checkpoint.files import CheckpointWriter
 from lightning_pipes.trainer.checkpointing import Checkpointing
 from lightning_pipes.trainer.checks import broadcast_random_state
-from lightning_pipes.trainer.cuts.cut import Cut
+from lightning_pipes.trainer.cuts.cut import ModuleCut
 from lightning_pipes.trainer.loop.connections import Connections, Idle, make_connections
 from lightning_pipes.trainer.optimizers.optimizers import OptimizerLayout
 from lightning_pipes.trainer.plan.settings import Settings
@@ -129,7 +129,7 @@ class Session:
     ) -> None:
         self.ranks, self.connections, self.status = ranks, connections, status
         self.replicas, self.checkpointing = replicas, checkpointing
-        self.cut: Cut | None = None
+        self.cut: ModuleCut | None = None
         self.layouts: list[OptimizerLayout] = []
         self.active_run: ActiveRun | None = None
         self.verifier: Verifier | None = None

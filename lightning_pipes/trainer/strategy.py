@@ -45,7 +45,7 @@ from lightning_pipes.trainer.active_run import ActiveRun
 from lightning_pipes.trainer.checkpoint.files import CheckpointWriter
 from lightning_pipes.trainer.checkpointing import load_model
 from lightning_pipes.trainer.checks import broadcast_random_state
-from lightning_pipes.trainer.cuts.cut import Cut
+from lightning_pipes.trainer.cuts.cut import ModuleCut
 from lightning_pipes.trainer.cuts.layers.capture import named_step
 from lightning_pipes.trainer.cuts.steps import Context
 from lightning_pipes.trainer.data.shared_data import Data, share_loader
@@ -264,7 +264,7 @@ class PipelineStrategy(PipelineHost):
         self.checkpoint_io = checkpoint_io
         self._opened: SessionStart | None = None
         self._session: Session | None = None
-        self._spread: Cut | None = None
+        self._spread: ModuleCut | None = None
         """The module of the last run if its layers stay on their ranks because they were made on `meta`."""
         self._by_units = WeakSet[pl.LightningModule]()
         self._reference: ReferenceProcess | None = None
@@ -783,7 +783,7 @@ class PipelineStrategy(PipelineHost):
         return self._cut.scope
 
     @property
-    def _cut(self) -> Cut | None:
+    def _cut(self) -> ModuleCut | None:
         return None if self._session is None else self._session.cut
 
     @property

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pipes.trainer.cuts.cut import Cut
+from lightning_pipes.trainer.cuts.cut import ModuleCut
 from lightning_pipes.trainer.user.remote_tensors import RemoteTensor
 
 _WITHOUT_MODULES = ("state_dict", "optimizer_states")
@@ -61,7 +61,7 @@ class _Search(pickle.Pickler):
         return "tensor" if isinstance(thing, torch.Tensor) else None
 
 
-def complete_modules(checkpoint: dict[str, Any], cut: Cut, share: bool = True) -> dict[str, Any]:
+def complete_modules(checkpoint: dict[str, Any], cut: ModuleCut, share: bool = True) -> dict[str, Any]:
     """Return a checkpoint in which the stored modules have all of their weights.
 
     Args:

@@ -18,7 +18,7 @@ from lightning_pipes.trainer.user.remote_tensors import HookScope, ParameterSlot
 from lightning_pipes.trainer.weights.spread import INCOMPLETE, SPREAD, on_meta
 
 
-class Cut(ABC):
+class ModuleCut(ABC):
     """A LightningModule that is cut into layers, of which this rank has some.
 
     A layer is a layer of a container, or a sequence of units. The memory of the layers of other ranks is released, and

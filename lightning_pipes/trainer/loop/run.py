@@ -331,7 +331,7 @@ class PipelineRun:
         return self.training_loop.is_asynchronous
 
     def list_parameters(self) -> dict[int, tuple[str, torch.Tensor]]:
-        """Return the parameters that a hook may add to an optimizer, as `Cut.list_parameters` does.
+        """Return the parameters that a hook may add to an optimizer, as `ModuleCut.list_parameters` does.
 
         If batches overlap, there are no such parameters.
         """

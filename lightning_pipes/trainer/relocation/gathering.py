@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_pipes.engine.private_torch import NoSubclassFunctions
 from lightning_pipes.ir import PipelineError
-from lightning_pipes.trainer.cuts.cut import Cut
+from lightning_pipes.trainer.cuts.cut import ModuleCut
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.processes import process_rank
 from lightning_pipes.trainer.relocation.local_layers import LocalLayers
@@ -95,12 +95,12 @@ def gather_layers(local_layers: LocalLayers, pipeline: Control, gather: str) -> 
                 cut.full.get_submodule(name).set_extra_state(value)
 
 
-def gather_inventories(cut: Cut, pipeline: Control) -> list[RankInventory]:
+def gather_inventories(cut: ModuleCut, pipeline: Control) -> list[RankInventory]:
     """Return the inventories of all ranks of a pipeline. Collective."""
     return [RankInventory(*inventory) for inventory in pipeline.all_gather(tuple(describe_inventory(cut)))]
 
 
-def describe_inventory(cut: Cut) -> RankInventory:
+def describe_inventory(cut: ModuleCut) -> RankInventory:
     """Return the inventory of this rank."""
     tensors = [(key, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for key, t in cut.tensors(cut.local)]
     extra = {

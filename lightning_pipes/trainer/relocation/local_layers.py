@@ -18,7 +18,7 @@ from lightning_pipes.engine.messages.bulk_transfer import BulkTransfer
 from lightning_pipes.engine.residency.layer_state import LayerState
 from lightning_pipes.engine.residency.mirrors import BulkTreeTransport
 from lightning_pipes.ir import PlanError, Span
-from lightning_pipes.trainer.cuts.cut import Cut
+from lightning_pipes.trainer.cuts.cut import ModuleCut
 from lightning_pipes.trainer.cuts.layers.hidden_state import HiddenState
 from lightning_pipes.trainer.optimizers.optimizers import OptimizerLayout
 from lightning_pipes.trainer.optimizers.shared_parameters import SharedParameters
@@ -58,7 +58,7 @@ class LocalLayers:
 
     def __init__(
         self,
-        cut: Cut,
+        cut: ModuleCut,
         holdings: Holdings,
         hidden: HiddenState | None,
         layouts: Sequence[OptimizerLayout],

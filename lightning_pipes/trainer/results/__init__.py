@@ -1,1 +1,1 @@
-"""What the results of micro-batches add up to: losses, logs, returned and stored values."""
+"""Losses, logs, returned values and stored values of micro-batches, and their merging to those of a batch."""

@@ -633,7 +633,7 @@ class ModuleState:
         self._module_entries = _ModuleEntries(modules)
 
     def _find_changed(self) -> list[int]:
-        """Return the positions of the holders whose entries are not the same objects as before the batch."""
+        """Return the positions of the holders with other objects as entries than before the batch."""
         looked_at = self._others if self._module_entries.are_unchanged() else range(len(self._holders))
         return [index for index in looked_at if not self._holders[index].is_unchanged()]
 

@@ -191,7 +191,7 @@ class LayoutChoice:
         return layout
 
     def _lay_layers(self, request: RunRequest, stages: int) -> UnitLayout:
-        """Return a layout whose parts are the layers that batches name, and determine the borders of the stages.
+        """Return a layout with the layers that batches name as its parts, and determine the borders of the stages.
 
         Raises:
             PlanError: `partition` names a module that is not one of the layers.
@@ -427,7 +427,7 @@ def names_layers(context: SetupContext) -> bool:
 
 
 def find_named_container(module: nn.Module) -> str:
-    """Return the path of the container whose layers `layers_of_batch` names; empty if the module has none.
+    """Return the path of the container of the layers in `layers_of_batch`, or an empty path if there is none.
 
     It is the largest of the outermost containers with several layers.
     """

@@ -17,7 +17,7 @@ from torch import nn
 from lightning_pipes.ir import Plan
 from lightning_pipes.trainer.checkpoint.files import CheckpointWriter
 from lightning_pipes.trainer.checks import warn_about_module
-from lightning_pipes.trainer.cuts.cut import Cut
+from lightning_pipes.trainer.cuts.cut import ModuleCut
 from lightning_pipes.trainer.cuts.layers.capture import CacheSwitch, Interceptor
 from lightning_pipes.trainer.cuts.layers.hidden_state import HiddenState
 from lightning_pipes.trainer.cuts.layers.left_values import LeftValues, layers_by_number
@@ -185,7 +185,7 @@ class ModuleSetup(ABC):
         """
 
     @abstractmethod
-    def cut(self, local: Sequence[int]) -> Cut:
+    def cut(self, local: Sequence[int]) -> ModuleCut:
         """Cut the module so that this rank keeps the `local` layers."""
 
     @abstractmethod

@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.checks import equalize_weights
-from lightning_pipes.trainer.cuts.cut import Cut
+from lightning_pipes.trainer.cuts.cut import ModuleCut
 from lightning_pipes.trainer.private_lightning import Averaging
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.ranks import Grid, Ranks
@@ -117,7 +117,7 @@ def _write_nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def localize_callbacks(
-    found: Iterable[pl.Callback], cut: Cut, gather: GatherState, ranks: Ranks, patches: Patches
+    found: Iterable[pl.Callback], cut: ModuleCut, gather: GatherState, ranks: Ranks, patches: Patches
 ) -> None:
     """Restrict callbacks that access the weights of all layers to the layers of this rank, after the module was cut.
 
@@ -163,7 +163,7 @@ def _localize_average(callback: Averaging, module: pl.LightningModule, scope: Ho
                 made[id(tensor)] = table[name] = _with_values(table[name], tensor)
 
 
-def _prune_own_layers(callback: cb.ModelPruning, cut: Cut, control: Control, patches: Patches) -> None:
+def _prune_own_layers(callback: cb.ModelPruning, cut: ModuleCut, control: Control, patches: Patches) -> None:
     """Restrict the callback to the layers of this rank, and use the copies of weights of the first rank."""
     pruned, copies = private.pruned_layers(callback)
     equalize_weights(nn.ModuleList(each["data"] for each in copies.values()), control)

@@ -1,1 +1,1 @@
-"""What the user's code sees and may change: hooks, objects, and weights of other ranks."""
+"""Hooks, objects and weights of other ranks, as the user's code sees and changes them."""

@@ -35,7 +35,7 @@ from lightning_pipes.trainer.verify.comparison import (
 from lightning_pipes.trainer.verify.record import OUTSIDE, ModuleParts, Phase, ValueKey
 from lightning_pipes.trainer.verify.verifier import parts_of_run
 from lightning_pipes.trainer.watchers.due_batches import DueBatches
-from lightning_pipes.trainer.watchers.repeated_batch import RepeatedBatch, Repetition
+from lightning_pipes.trainer.watchers.repeated_batch import RepeatedBatch, RepeatedValues
 
 REPETITIONS = 8
 """The number of times that a whole batch runs again with weights that are rounded differently, if it differs."""
@@ -128,8 +128,8 @@ class BatchComparison(Watcher):
         self,
         step: TrainingStep,
         again: RepeatedBatch,
-        parts: Repetition,
-        whole: Repetition,
+        parts: RepeatedValues,
+        whole: RepeatedValues,
         found: Sequence[Difference | None],
     ) -> Sequence[Difference | None]:
         """Compare with the spread of several runs of the whole batch, with weights that are rounded differently.
@@ -146,7 +146,7 @@ class BatchComparison(Watcher):
         return self._find_differences(step, parts, whole, spread)
 
     def _find_differences(
-        self, step: TrainingStep, parts: Repetition, whole: Repetition, spread: RepetitionSpread | None = None
+        self, step: TrainingStep, parts: RepeatedValues, whole: RepeatedValues, spread: RepetitionSpread | None = None
     ) -> Sequence[Difference | None]:
         """Return the first difference on each rank. Collective."""
         run = self._run
@@ -164,7 +164,7 @@ class BatchComparison(Watcher):
         found = comparison.compare_values(step.number, ours, theirs, rounding, spread)
         return run.control.all_gather(min(found, key=lambda each: each.order, default=None))
 
-    def _values(self, step: TrainingStep, made: Repetition) -> dict[ValueKey, Any]:
+    def _values(self, step: TrainingStep, made: RepeatedValues) -> dict[ValueKey, Any]:
         """Return the gradients of a run on this rank, and its loss on the last rank."""
         values: dict[ValueKey, Any] = dict(made.gradients)
         if made.results and self._run.is_last_rank:
@@ -173,13 +173,13 @@ class BatchComparison(Watcher):
             values[LOSS] = torch.tensor(loss, dtype=torch.float64)
         return values
 
-    def _shares(self, step: TrainingStep, made: Repetition) -> dict[Span, float]:
+    def _shares(self, step: TrainingStep, made: RepeatedValues) -> dict[Span, float]:
         weights = step.weights
         if weights is None or len(made.results) == 1:
             return {span: span.rows / step.rows for span in made.results}
         return {span: weights.loss_share(span) for span in made.results}
 
-    def _find_failure(self, parts: Repetition, whole: Repetition) -> str:
+    def _find_failure(self, parts: RepeatedValues, whole: RepeatedValues) -> str:
         """Return the reason why two runs are not comparable, on any rank. Collective."""
         values: list[torch.Tensor | float] = [
             *parts.gradients.values(),
@@ -247,7 +247,7 @@ def _find_obstacle(run: PipelineRun) -> str:
     return ""
 
 
-def _losses(made: Repetition) -> Mapping[Span, float]:
+def _losses(made: RepeatedValues) -> Mapping[Span, float]:
     return {span: result.loss.item() for span, result in made.results.items() if result.loss is not None}
 
 

@@ -43,7 +43,7 @@ class StageFailure(SentWhole, FrozenLeaf):
 
 
 @dataclass
-class Repetition:
+class RepeatedValues:
     """The values of a second run of a batch on this rank.
 
     Attributes:
@@ -71,7 +71,7 @@ class RepeatedStage(Stage):
         draws: draws the random numbers of micro-batches for a whole batch; None if the batch runs in micro-batches.
     """
 
-    def __init__(self, of: Stage, run: PipelineRun, made: Repetition, draws: SampleDraws | None) -> None:
+    def __init__(self, of: Stage, run: PipelineRun, made: RepeatedValues, draws: SampleDraws | None) -> None:
         # A bound method would be a reference cycle, which keeps gradients alive.
         super().__init__(of.number, of.layers, RepeatedStage._run_body, recompute=of.recompute)  # type: ignore[arg-type]
         self.seed, self.device, self.show_version = of.seed, of.device, of.show_version
@@ -148,7 +148,7 @@ class RepeatedBatch:
     def __init__(self, run: PipelineRun, parts: ModuleParts, step: TrainingStep, batch: Any, backward: bool) -> None:
         self._run, self._parts, self._step, self._batch, self._backward = run, parts, step, batch, backward
 
-    def repeat(self, whole: bool, attempt: int | None = None) -> Repetition:
+    def repeat(self, whole: bool, attempt: int | None = None) -> RepeatedValues:
         """Run the batch again.
 
         Args:
@@ -156,7 +156,7 @@ class RepeatedBatch:
             attempt: the number of a repetition with weights that are rounded differently; None for the weights as they
                 are.
         """
-        run, step, made = self._run, self._step, Repetition()
+        run, step, made = self._run, self._step, RepeatedValues()
         draws = SampleDraws(run.device) if whole else None
         if draws is not None:
             seed = next(iter(run.stages.values())).seed

@@ -17,7 +17,7 @@ from lightning_pipes.engine.allocator import release_free_memory
 from lightning_pipes.engine.private_torch import BatchNorm, backward_hooks, forward_hooks, unsaved_buffers
 from lightning_pipes.engine.residency.layer_state import LayerState
 from lightning_pipes.ir import PipelineError
-from lightning_pipes.trainer.cuts.cut import Cut
+from lightning_pipes.trainer.cuts.cut import ModuleCut
 from lightning_pipes.trainer.cuts.layers.capture import Interceptor
 from lightning_pipes.trainer.cuts.layers.proxy import Layers, StageProxy
 from lightning_pipes.trainer.private_lightning import is_compiled
@@ -225,7 +225,7 @@ def batch_statistics(full: nn.Module) -> list[str]:
     return [name for name, m in full.named_modules() if isinstance(m, BatchNorm)]
 
 
-class ContainerCut(Cut):
+class ContainerCut(ModuleCut):
     """A LightningModule whose pipelined container is replaced by a proxy with only the layers of this rank.
 
     Args:

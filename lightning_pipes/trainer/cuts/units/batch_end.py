@@ -166,7 +166,7 @@ def find_layouts(units: Sequence[UnitAxes]) -> tuple[Layouts, ...]:
 
 
 def find_axes(part: SampleTrace, part_rows: int, whole: SampleTrace, rows: int) -> list[UnitAxes]:
-    """Return the places of samples in the tensors of all units, up to the first unit whose `is_known` is False.
+    """Return the places of samples in the tensors of all units, up to the first unit with a False `is_known`.
 
     Args:
         part: the trace of a step with the first `part_rows` samples of `whole`.
@@ -179,7 +179,7 @@ def find_axes(part: SampleTrace, part_rows: int, whole: SampleTrace, rows: int) 
     for number, (a, b) in enumerate(zip(part.units, whole.units, strict=False)):
         line = whole.lines[number]
         both = list(zip(_leaves(a.out), _leaves(b.out), strict=False)) if not a.pure else []
-        if (a.name, a.pure, a.written) != (b.name, b.pure, b.written) or not all(starmap(_are_alike, both)):
+        if (a.name, a.pure, a.written) != (b.name, b.pure, b.written) or not all(starmap(_are_equal, both)):
             return [*found, UnitAxes(b.name, line, is_known=False)]
         layouts = [
             _find_axis(*tensors, part_rows, rows, groups)
@@ -190,7 +190,7 @@ def find_axes(part: SampleTrace, part_rows: int, whole: SampleTrace, rows: int) 
     return found
 
 
-def _are_alike(one: Any, other: Any) -> bool:
+def _are_equal(one: Any, other: Any) -> bool:
     """Return whether two leaves are tensors, or other objects that are equal."""
     try:
         return type(one) is type(other) and (isinstance(one, Made) or bool(one == other))

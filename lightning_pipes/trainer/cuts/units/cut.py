@@ -21,7 +21,7 @@ from lightning_pipes.engine.compute.weights import WeightVersion
 from lightning_pipes.engine.private_torch import unsaved_buffers
 from lightning_pipes.engine.residency.layer_state import LayerState
 from lightning_pipes.ir import PipelineError, PlanError
-from lightning_pipes.trainer.cuts.cut import Cut
+from lightning_pipes.trainer.cuts.cut import ModuleCut
 from lightning_pipes.trainer.cuts.units.recording import UnitLayout
 from lightning_pipes.trainer.ranks.user_lines import user_line
 from lightning_pipes.trainer.user.remote_tensors import ParameterSlot
@@ -40,7 +40,7 @@ class StageWeights(nn.Module):
 
 
 class LayerWeights(StageWeights):
-    """The weights and buffers of one layer, whose submodules are those of the layer.
+    """The weights and buffers of one layer, with access to the submodules of the layer.
 
     Args:
         layer: the layer.
@@ -77,7 +77,7 @@ def weights_of_stages(module: nn.Module, layout: UnitLayout) -> nn.ModuleList | 
     )
 
 
-class UnitCut(Cut):
+class UnitCut(ModuleCut):
     """A LightningModule with only the weights of this rank's stages, and the weights that no stage uses.
 
     The other weights are absent. While a step or a hook of the user runs, stand-ins are in their places.

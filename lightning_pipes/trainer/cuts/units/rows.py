@@ -136,7 +136,7 @@ def _can_cut(value: torch.Tensor, layout: Layout, made: Made | None, rows: int) 
 
 
 def _put_samples_first(value: torch.Tensor, layout: Layout, rows: int) -> torch.Tensor:
-    """Return a tensor whose axis 0 is samples."""
+    """Return the tensor with its samples on axis 0."""
     axis, groups = layout.axis or 0, layout.groups
     if axis == 0 and value.size(0) == rows:
         return value
@@ -144,7 +144,7 @@ def _put_samples_first(value: torch.Tensor, layout: Layout, rows: int) -> torch.
 
 
 def _put_samples_back(sent: torch.Tensor, layout: Layout, made: Made | None) -> torch.Tensor:
-    """Return the tensor whose samples `_put_samples_first` has moved to axis 0.
+    """Undo `_put_samples_first`, and return the tensor with its samples on their own axis.
 
     Args:
         sent: the tensor with samples on axis 0.
