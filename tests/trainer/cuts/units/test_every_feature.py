@@ -1,4 +1,4 @@
-"""Every feature of the strategy for modules that are cut by units, on two processes and on one.
+"""Every feature of the strategy for modules that are cut by units, on two or three processes and on one.
 
 The modules have no container that works alone: a U-Net, whose skips cross all stages, and a decoder, whose blocks get a
 mask and positions. `REFUSED` lists the features that they do not have, with the reasons.
@@ -13,6 +13,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -38,9 +40,10 @@ class Fixed(nn.Linear):
 
 
 class Small(pl.LightningModule):
-    """A module whose layers are made in `configure_model`, on `meta` if this is requested."""
+    """A module whose layers are made in `configure_model`, on `meta` or compiled if this is requested."""
 
     on_meta = False
+    compiles = False
 
     def configure_model(self) -> None:
         if not hasattr(self, "head"):
@@ -49,6 +52,11 @@ class Small(pl.LightningModule):
             with torch.device("meta" if self.on_meta else "cpu"):
                 self.make_layers()
             torch.set_default_dtype(usual)
+            for layer in self.list_layers() if self.compiles else ():
+                layer.compile(backend="eager")
+
+    def list_layers(self) -> list[nn.Module]:
+        return [*self.children()]
 
     def make_layers(self) -> None:
         raise NotImplementedError
@@ -102,6 +110,9 @@ class Decoder(Small):
         self.embed, self.head = Fixed(WIDTH, WIDTH), Fixed(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(4))
 
+    def list_layers(self) -> list[nn.Module]:
+        return [*self.blocks]
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mask = torch.full((LENGTH, LENGTH), -1e4, dtype=x.dtype).triu(1)
         positions = torch.arange(LENGTH, dtype=x.dtype).cos()[:, None]
@@ -125,8 +136,18 @@ class NamesNothing(UNet):
         return ["0"]
 
 
+class Shards(UNet):
+    """A module whose first layer is sharded over replicas, or over the ranks of a stage."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        if self.device_mesh is not None and self.device_mesh["tensor_parallel"].size() > 1:
+            parallelize_module(self.down0, self.device_mesh["tensor_parallel"], ColwiseParallel())
+        elif self.device_mesh is not None:
+            fully_shard(self.down0, mesh=self.device_mesh["data_parallel"])
+
+
 BORDERS = {UNet: ["down1", "up1"], Decoder: ["blocks.1", "blocks.3"]}
-KINDS = (UNet, Decoder)
 
 
 def settings_of(kind: type[Small], ranks: int) -> dict[str, dict[str, Any]]:
@@ -146,9 +167,13 @@ def settings_of(kind: type[Small], ranks: int) -> dict[str, dict[str, Any]]:
         },
         "csp": {"schedule": "csp", "module": ""},
         "meta": plain | {"partition": names},
+        "compiled": plain | {"partition": names},
     }
     if kind is Decoder:
         found["numbered partition"] = plain | {"partition": [1, 3][: ranks - 1]}
+    if ranks == 3:
+        found["two ranks in the first stage"] = plain | {"data_parallel": [2, 1]}
+        found["two ranks in the last stage"] = plain | {"data_parallel": [1, 2]}
     return found
 
 
@@ -164,15 +189,22 @@ REFUSED: dict[str, tuple[type[Small], dict[str, Any], tuple[Any, ...], str]] = {
         (),
         "weights are on meta",
     ),
+    "fully_shard": (
+        Shards,
+        {"data_parallel": 2},
+        (),
+        "sharded layers and would be cut by units, which can't be sharded",
+    ),
+    "parallelize_module": (Shards, {"tensor_parallel": 2}, (), "which can't be sharded"),
     "MemorySwap with a schedule that has one version": (UNet, {"module": ""}, (MemorySwap(10**6),), "one version"),
 }
 """The features that modules that are cut by units do not have."""
 
 
-def fit(kind: type[Small], strategy: Any, ranks: int, on_meta: bool = False, callbacks: Any = ()) -> dict[str, Any]:
+def fit(kind: type[Small], strategy: Any, ranks: int, name: str = "", callbacks: Any = ()) -> dict[str, Any]:
     pl.seed_everything(3, verbose=False)
     module = kind()
-    module.on_meta = on_meta
+    module.on_meta, module.compiles = "meta" in name, name == "compiled"
     x = torch.randn(3 * ROWS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     trainer = make_trainer(devices=ranks, strategy=strategy, max_epochs=2, callbacks=[*callbacks])
     trainer.fit(module, DataLoader(TensorDataset(x, x.roll(1, 1).sin()), batch_size=ROWS))
@@ -188,7 +220,7 @@ def fit_all(rank: int, kind: type[Small], ranks: int) -> dict[str, Any]:
     quiet()
     found: dict[str, Any] = {}
     for name, settings in settings_of(kind, ranks).items():
-        found[name] = fit(kind, PipelineStrategy(**settings), ranks, name == "meta")
+        found[name] = fit(kind, PipelineStrategy(**settings), ranks, name)
     for outcome in JobArray[Any](2).run([partial(fit_sibling, kind, ranks)] * 2):
         found[f"sibling {outcome.index}"] = outcome.value
     return found
@@ -199,13 +231,15 @@ def refuse(rank: int) -> dict[str, str]:
     found = {}
     for name, (kind, settings, callbacks, _) in REFUSED.items():
         with pytest.raises((PipelineError, PlanError)) as error:
-            fit(kind, PipelineStrategy(**settings), 2, "meta" in name, callbacks)
+            fit(kind, PipelineStrategy(**settings), 2, name, callbacks)
         found[name] = str(error.value)
     return found
 
 
 @pytest.mark.parametrize(
-    ("kind", "ranks"), [(UNet, 2), pytest.param(Decoder, 2, marks=pytest.mark.slow)], ids=["UNet", "Decoder"]
+    ("kind", "ranks"),
+    [(UNet, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((Decoder, 2), (UNet, 3), (Decoder, 3)))],
+    ids=lambda value: getattr(value, "__name__", f"{value} ranks"),
 )
 def test_features_give_the_results_of_one_process(kind: type[Small], ranks: int) -> None:
     expected = fit(kind, "auto", 1)
