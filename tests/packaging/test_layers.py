@@ -25,7 +25,6 @@ ROOMS = {  # of a layer, from the bottom; a room is a folder or a file
     ],
     "engine": [
         "private_torch",
-        "private_numpy",
         "allocator",
         "trees",
         "watch",

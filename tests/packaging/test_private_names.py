@@ -21,7 +21,6 @@ HOMES = {
     f"lightning_pipes/{name}.py"
     for name in (
         "engine/private_torch",
-        "engine/private_numpy",
         "trainer/private_lightning",
         "trainer/weights/private_transformers",
         "tune/studies/private_optuna",

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_pipes.engine.private_numpy import numpy_state, set_numpy_state
 from lightning_pipes.ir import Span
 
 BEFORE_LAYERS = -1
@@ -50,7 +49,7 @@ def replica_seed(seed: int, replica: int) -> int:
 
 def random_state(device: torch.device) -> dict[str, Any]:
     """Return the states of the generators of torch, Python and NumPy, and of the GPU if `device` is one."""
-    state = {"torch": torch.default_generator.get_state(), "python": random.getstate(), "numpy": numpy_state()}
+    state = {"torch": torch.default_generator.get_state(), "python": random.getstate(), "numpy": np.random.get_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     return state
@@ -60,7 +59,7 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     """Restore the states that `random_state` returned. A GPU's generator is not changed if the state is from a CPU."""
     torch.default_generator.set_state(state["torch"])
     random.setstate(state["python"])
-    set_numpy_state(state["numpy"])
+    np.random.set_state(state["numpy"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
 

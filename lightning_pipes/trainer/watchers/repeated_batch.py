@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch.utils import _pytree as pytree
@@ -17,7 +18,6 @@ from lightning_pipes.engine.compute.rng import BEFORE_LAYERS, comparable_state, 
 from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.engine.messages.message import FrozenLeaf
-from lightning_pipes.engine.private_numpy import numpy_state
 from lightning_pipes.engine.private_torch import BatchNorm
 from lightning_pipes.engine.trees import SentWhole
 from lightning_pipes.engine.watch.failure import PeerFailure
@@ -222,4 +222,4 @@ class RepeatedBatch:
 
 def _other_generators() -> Any:
     """Return the states of the generators of Python and NumPy, which draw no numbers of single samples."""
-    return comparable_state((random.getstate(), numpy_state()))
+    return comparable_state((random.getstate(), np.random.get_state()))
