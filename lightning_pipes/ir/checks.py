@@ -19,7 +19,21 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 
 class PipelineError(RuntimeError):
-    """Base class of all errors that lightning_pipes defines."""
+    """Base class of all errors that lightning_pipes defines.
+
+    Args:
+        reason: what happened and where, and what was expected.
+        way_out: what the user can do about it. The message consists of the reason and the way out.
+
+    Attributes:
+        reason: what happened. This is the whole message if the way out is part of it.
+        way_out: what the user can do, or an empty string if the reason already contains it.
+    """
+
+    def __init__(self, reason: str = "", way_out: str = "") -> None:
+        joint = ". " if way_out[:1].isupper() else "; "
+        super().__init__(f"{reason}{joint}{way_out}" if way_out else reason)
+        self.reason, self.way_out = reason, way_out
 
 
 class PlanError(PipelineError):

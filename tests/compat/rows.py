@@ -760,7 +760,7 @@ model(
     module=models.LitFlex,
     loaders=token_loaders,
     strategy={"module": "net.model.layers"},
-    refused="holds a BlockMask; between stages travel tensors",
+    refused="holds a BlockMask; stages can send each other tensors",
     reason='a mask has code, which does not travel; leave `module` out, or set `module=""`',
 )
 model(

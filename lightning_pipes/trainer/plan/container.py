@@ -124,7 +124,7 @@ def find_reason_for_units(
             if losses:
                 return UnitsReason(f"the loss of training_step is {losses}", is_of_loss=True)
     except UnsuitableContainerError as why:
-        return UnitsReason(str(why))
+        return UnitsReason(why.reason)
     except NotMeasuredError:
         pass  # an error of the user's code, which training will raise with more context
     return UnitsReason()

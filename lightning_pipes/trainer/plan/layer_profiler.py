@@ -66,7 +66,15 @@ class NotMeasuredError(Exception):
 
 
 class UnsuitableContainerError(NotMeasuredError):
-    """The reason why the step cannot run the layers of a container in a pipeline, the same on all ranks."""
+    """The reason why the step cannot run the layers of a container in a pipeline, the same on all ranks.
+
+    Attributes:
+        reason: the text without what the user can do about it.
+    """
+
+    def __init__(self, text: str, reason: str) -> None:
+        super().__init__(text)
+        self.reason = reason
 
 
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -111,21 +119,23 @@ class CollectiveCall:
             NotMeasuredError: the function raised on any rank. The error of this rank is the cause.
             UnsuitableContainerError: the function raised a PipelineError.
         """
-        reason, quiet, refused, value = "", False, False, None
+        reason, quiet, refused, value = "", False, "", None
         cause: Exception | None = None
         try:
             value = work()
         except NotMeasuredError as why:
             reason, quiet = str(why), why.quiet
         except Exception as error:  # an error of the user's code, which training will raise with more context
-            refused, text = isinstance(error, PipelineError), str(error).splitlines()[0] if str(error) else ""
-            reason = text if refused and text else f"{type(error).__name__}: {text}"
+            text = str(error).partition("\n")[0]
+            refused = error.reason.partition("\n")[0] if isinstance(error, PipelineError) else ""
+            reason = text if refused else f"{type(error).__name__}: {text}"
             cause = error
         of_ranks = self._control.all_gather((reason, quiet, refused, value))
         try:
             for reason, quiet, refused, _ in of_ranks:
                 if reason:
-                    raise (UnsuitableContainerError(reason) if refused else NotMeasuredError(reason, quiet)) from cause
+                    found = UnsuitableContainerError(reason, refused) if refused else NotMeasuredError(reason, quiet)
+                    raise found from cause
         finally:
             del cause  # the traceback of the error holds this frame
         return [value for _, _, _, value in of_ranks]

@@ -222,7 +222,7 @@ def choose_cut(context: SetupContext) -> tuple[str, UnitSetup | None]:
     except PipelineError as error:
         if keeps_container:
             raise
-        rank_zero_info(f"{str(error).partition('; ')[0]}: the module is cut by units")
+        rank_zero_info(f"{error.reason}: the module is cut by units")
         return WHOLE, None
     reason = UnitsReason()
     if not keeps_container and path != WHOLE and context.is_fitting and trainer.limit_train_batches != 0:
@@ -233,8 +233,9 @@ def choose_cut(context: SetupContext) -> tuple[str, UnitSetup | None]:
         try:
             units = UnitSetup(context)
             if units.end is not None or not reason.is_of_loss:
-                why = reason.text.partition("; ")[0].partition(". ")[0]
-                rank_zero_info(f"{type(module).__name__} is cut by units, not in the layers of self.{path}: {why}")
+                rank_zero_info(
+                    f"{type(module).__name__} is cut by units, not in the layers of self.{path}: {reason.text}"
+                )
                 context.by_units.add(module)
                 return WHOLE, units
         except PipelineError as error:  # the first batch then raises the error about the container
@@ -261,7 +262,7 @@ def choose_container(context: SetupContext) -> str:
     try:
         return context.connections.agree_on_container(module, find)
     except NoContainerError as why:
-        rank_zero_info(f"{str(why).partition('. ')[0]}: it is cut by units")
+        rank_zero_info(f"{why.reason}: it is cut by units")
         return WHOLE
 
 

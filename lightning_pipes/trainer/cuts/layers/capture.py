@@ -90,14 +90,15 @@ class Interceptor:
         if self._answer is None:
             raise PipelineError(
                 f"{self._name} was called outside of training_step, validation_step, test_step and predict_step; "
-                "its layers are spread over several ranks there. Call it from a step, or after the Trainer has ended; "
-                "instead of torch.utils.checkpoint, which calls it again, set PipelineStrategy(recompute=True)"
+                "its layers are spread over several ranks there",
+                "Call it from a step, or after the Trainer has ended; instead of torch.utils.checkpoint, which calls "
+                "it again, set PipelineStrategy(recompute=True)",
             )
         if kwargs or len(args) != 1:
             raise PipelineError(
                 f"{self._step} calls {self._name} with {len(args)} positional arguments and the keywords "
-                f"{sorted(kwargs)}; it takes one positional argument, which may be a tuple or dict of tensors. Layers "
-                "with several arguments go into an nn.ModuleList and are called in a loop"
+                f"{sorted(kwargs)}; it takes one positional argument, which may be a tuple or dict of tensors",
+                "Layers with several arguments go into an nn.ModuleList and are called in a loop",
             )
         return self.call_layers(args[0])
 
@@ -112,7 +113,8 @@ class Interceptor:
         if in_functorch():
             raise PipelineError(
                 f"{self._step} calls {self._name} within a transform of torch.func, such as grad, jvp or vmap, and the "
-                "layers are spread over several ranks. Call the transform in a layer, which one stage runs as a whole"
+                "layers are spread over several ranks",
+                "Call the transform in a layer, which one stage runs as a whole",
             )
         self._calls += 1
         if self._calls > 1 and self._answer_later is not None:
@@ -120,8 +122,9 @@ class Interceptor:
         if self._calls > 1:
             raise PipelineError(
                 f"{self._step} calls {self._name} more than once for one batch; in training a batch can pass these "
-                "layers once. Cut the module by units, PipelineStrategy(module=''), which may be called again, or join "
-                "the inputs along axis 0 and call the layers once"
+                "layers once",
+                "Cut the module by units, PipelineStrategy(module=''), which may be called again, or join the inputs "
+                "along axis 0 and call the layers once",
             )
         return _with_changes(self._answer(x), x)
 
@@ -197,7 +200,8 @@ class Interceptor:
             if apart:
                 check_backward(None)
         if not self._calls:
-            raise PipelineError(f"{_name(step)} never calls {self._name}; it must make this call once for every batch")
+            way_out = "it must make this call once for every batch"
+            raise PipelineError(f"{_name(step)} never calls {self._name}", way_out)
         return out
 
     def _run(self, answer: Callable[[Any], Any], step: Step, args: tuple[Any, ...]) -> Any:
@@ -236,8 +240,9 @@ class _GapInGraph:
             raise PipelineError(
                 f"{self._step} computes a gradient of the output of {self._layers} with respect to a tensor that was "
                 "used before the layers, as torch.autograd.grad and backward() do. The layers are on other ranks, and "
-                "each stage has only its own part of the autograd graph. Compute this contribution to the loss in the "
-                "layers and return it with their output. Lightning calls backward() automatically"
+                "each stage has only its own part of the autograd graph",
+                "Compute this contribution to the loss in the layers and return it with their output. Lightning calls "
+                "backward() automatically",
             )
 
 

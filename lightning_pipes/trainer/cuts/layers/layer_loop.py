@@ -71,9 +71,9 @@ class PendingResult:
     def _not_here(self, use: str) -> NotHereError:
         return NotHereError(
             f"what layer {self._layer} of {self._recording.name} returns was used in {use} before the last layer had "
-            "run, but it is on another rank then; only the next layers can get it. Move the operation into the layers, "
-            "call all of them in order, skip none, and do not collect what they return (output_hidden_states=False); "
-            "or set PipelineStrategy(module=''), which cuts by units"
+            "run, but it is on another rank then; only the next layers can get it",
+            "Move the operation into the layers, call all of them in order, skip none, and do not collect what they "
+            "return (output_hidden_states=False); or set PipelineStrategy(module=''), which cuts by units",
         )
 
 
@@ -224,8 +224,9 @@ class LayerLoop:
         if not self._running():
             raise PipelineError(
                 f"layer {number} of {self._name} was called outside of training_step, validation_step, test_step and "
-                "predict_step; its neighbours are on other ranks there. Use it in a step, or after the Trainer has "
-                "ended; instead of torch.utils.checkpoint set PipelineStrategy(recompute=True)"
+                "predict_step; its neighbours are on other ranks there",
+                "Use it in a step, or after the Trainer has ended; instead of torch.utils.checkpoint set "
+                "PipelineStrategy(recompute=True)",
             )
         if number == 0:
             self._recording = LoopRecording(self._name)
@@ -233,8 +234,8 @@ class LayerLoop:
         if number != done:
             raise PipelineError(
                 f"layer {number} of {self._name} was called after {f'layer {done - 1}' if done else 'none'}; in a "
-                f"pipeline all {len(self._shown)} layers must be called once and in order. "
-                "PipelineStrategy(module='') cuts by units instead, which may be called in any order"
+                f"pipeline all {len(self._shown)} layers must be called once and in order",
+                "PipelineStrategy(module='') cuts by units instead, which may be called in any order",
             )
         self._recording.add(args, kwargs)
         if number + 1 < len(self._shown):
@@ -243,7 +244,8 @@ class LayerLoop:
         if wanted:
             raise PipelineError(
                 f"the model is asked for the {' and '.join(wanted)} of all layers of {self._name}, which are on "
-                f"several ranks; set {' and '.join(f'output_{w}=False' for w in wanted)}"
+                "several ranks",
+                f"set {' and '.join(f'output_{w}=False' for w in wanted)}",
             )
         recording, self._recording = self._recording, LoopRecording(self._name)
         return self._reach(recording.tape())

@@ -68,31 +68,32 @@ def find_pipelined(module: pl.LightningModule, path: str | None, seconds: Mappin
         if is_compiled(module.get_submodule(around)):
             raise PipelineError(
                 f"{owner}.{around}".rstrip(".")
-                + " is compiled as a whole, but every rank holds only some of its layers; compile each layer "
-                "separately instead: for layer in layers: layer.compile()"
+                + " is compiled as a whole, but every rank holds only some of its layers",
+                "compile each layer separately instead: for layer in layers: layer.compile()",
             )
     if not path or not isinstance(full, nn.Sequential | nn.ModuleList):
         raise PipelineError(
-            f"{what}; only an nn.Sequential, or an nn.ModuleList that is run in a loop, can be cut into stages. "
-            f"{_candidates(module)}"
+            f"{what}; only an nn.Sequential, or an nn.ModuleList that is run in a loop, can be cut into stages",
+            _candidates(module),
         )
     if _has_own_forward(full):
         raise PipelineError(
-            f"{what} with a forward of its own, which would not be run; "
-            "name a plain nn.Sequential or nn.ModuleList inside it: PipelineStrategy(module=...)"
+            f"{what} with a forward of its own, which would not be run",
+            "name a plain nn.Sequential or nn.ModuleList inside it: PipelineStrategy(module=...)",
         )
     for name, layer in full.named_children():
         if isinstance(layer, nn.ModuleList | nn.ModuleDict) and type(layer).forward is nn.Module.forward:
             raise PipelineError(
                 f"{owner}.{path}.{name} is a {type(layer).__name__}, which has no forward, so the layers can't be "
-                "called one after the other; make each layer one module with a forward"
+                "called one after the other",
+                "make each layer one module with a forward",
             )
     if not all(map(_only_records, forward_hooks(full))):
-        raise PipelineError(f"{owner}.{path} has forward hooks, which no rank could run; register them on its layers")
+        raise PipelineError(f"{owner}.{path} has forward hooks, which no rank could run", "register them on its layers")
     if backward_hooks(full):
         raise PipelineError(
-            f"{owner}.{path} has backward hooks, which no rank could run, because its gradients are on several; "
-            "register them on its layers"
+            f"{owner}.{path} has backward hooks, which no rank could run, because its gradients are on several",
+            "register them on its layers",
         )
     return path
 
@@ -130,7 +131,8 @@ def _largest(module: pl.LightningModule, seconds: Mapping[str, float] | None) ->
         if not single or (found and max(single)[0] < found[0][1]):
             raise NoContainerError(
                 f"{type(module).__name__} has no attribute that is an nn.Sequential, and there is no other container "
-                f"of layers that is clearly the largest. {_candidates(module)}"
+                "of layers that is clearly the largest",
+                _candidates(module),
             )
         by_size = max(single)[1]  # one layer is enough for one stage; other problems are reported by a later check
     return by_size

@@ -196,9 +196,10 @@ def refuse_objects(thing: Any, where: str) -> None:
 
     if map_container(thing, check) is thing:
         raise PipelineError(
-            f"{where} holds a {type(thing).__name__}; between stages travel tensors, plain values, and tuples, lists "
-            "and dicts of them, no other objects. If it is a cache of keys and values, set use_cache=False; of others, "
-            "such as a BlockMask, each stage makes its own with PipelineStrategy(module='')"
+            f"{where} holds a {type(thing).__name__}; stages can send each other tensors, plain values, and tuples, "
+            "lists and dicts of them, but no other objects",
+            "If it is a cache of keys and values, set use_cache=False; each stage makes other objects, such as a "
+            "BlockMask, by itself with PipelineStrategy(module='')",
         )
 
 
