@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
 from lightning_pipes import PipelineStrategy
-from lightning_pipes.testing.ranks import run_ranks, watch_ranks
+from lightning_pipes.testing.ranks import run_ranks, scale_timeout, watch_ranks
 from tests.faults.training import STEP, STEPS, Net, Run, losses, pairs, seconds_after, terminate, train
 from tests.trainer import lit
 from tests.trainers import make_trainer
@@ -25,7 +25,7 @@ RAISED = [(place, victim) for place in ("step", "save", "validation") for victim
 @pytest.mark.parametrize(("place", "victim"), RAISED)
 def test_a_rank_that_raises_is_named_by_all(place, victim, tmp_path):
     outcomes = watch_ranks(train, 2, Run(str(tmp_path), "raise", place, (victim,)), timeout=30)
-    assert abs(seconds_after(outcomes, victim)) < 10
+    assert abs(seconds_after(outcomes, victim)) < scale_timeout(10)
     assert "ValueError: a bad day" in outcomes[victim].error
     other = outcomes[1 - victim].error
     assert f"rank {victim}" in other

@@ -50,6 +50,7 @@ def test_of_what_is_too_long_to_be_seen_the_end_is_drawn(tmp_path, monkeypatch, 
 
 def test_png_of_nothing(tmp_path):
     save_png(Timeline((), PLAN), tmp_path / "empty.png")
+    assert (tmp_path / "empty.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 def test_png_leaves_the_users_figures_alone(tmp_path):

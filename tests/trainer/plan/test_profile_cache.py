@@ -76,8 +76,11 @@ def test_where_profiles_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_folder_that_is_a_file_keeps_none(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    ProfileCache(tmp_path / "file").keep_profile("a", PROFILE)
+    (tmp_path / "file").write_text("kept")
+    cache = ProfileCache(tmp_path / "file")
+    cache.keep_profile("a", PROFILE)
+    assert cache.find_profile("a") is None
+    assert (tmp_path / "file").read_text() == "kept"
 
 
 def test_the_command_removes_them(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from io import BytesIO
 from statistics import median
 
 import pytest
 
+from lightning_pipes.trainer.plan import trial as trial_module
 from lightning_pipes.trainer.plan.trial import StepTiming, counting, needs_more_steps, waited_so_far
 
 STEP, DISTURBED = 152.0, 181.0
@@ -72,5 +74,11 @@ def test_one_turn_is_enough_where_turns_are_long() -> None:
     assert counting(found) == [0]
 
 
-def test_a_thread_that_works_has_hardly_waited() -> None:
-    assert 0 <= waited_so_far() <= waited_so_far()
+def test_the_wait_for_a_core_is_read_from_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that the wait is the second number of the scheduler's statistics, and 0 if they are not available."""
+    files = {"/proc/thread-self/schedstat": b"900 70 3"}
+    monkeypatch.setattr(trial_module, "open", lambda path, mode: BytesIO(files[path]), raising=False)
+    assert waited_so_far() == 70
+    for unreadable in (b"", b"900", b"no number"):
+        files["/proc/thread-self/schedstat"] = unreadable
+        assert waited_so_far() == 0
