@@ -58,7 +58,15 @@ from lightning_pipes.trainer.loop.stopping import as_terminated
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.profile_planner import device_memory
 from lightning_pipes.trainer.plan.request import RunRequest
-from lightning_pipes.trainer.plan.settings import AUTO, PLAN_VARIABLE, Gather, Settings, check_parts, parse_verify
+from lightning_pipes.trainer.plan.settings import (
+    AUTO,
+    PLAN_VARIABLE,
+    Gather,
+    Settings,
+    check_names,
+    check_parts,
+    parse_verify,
+)
 from lightning_pipes.trainer.plan.stages import check_stages, choose_stages
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.processes import all_processes
@@ -101,16 +109,16 @@ class PipelineStrategy(PipelineHost):
     training with one process. The last stage runs on global rank 0, which also runs the loggers and the progress bar.
     See docs/guide.md.
 
+    The arguments after `microbatches` are keyword-only. They are listed by theme: the schedule and the cut; losses and
+    checks; replicas, shards and data; checkpoints; layers that move, and the number of stages; network and processes;
+    what the Trainer sets. An argument works with every schedule unless its description says otherwise.
+
     Args:
         schedule: the name of an installed schedule, or your own `Schedule` or `Policy` object. With "auto", a schedule
             is chosen when `fit` starts, together with the number of micro-batches, recomputation and the cut. For this
             choice, the layers are measured and the candidates are simulated.
         microbatches: the number of micro-batches per batch. Each micro-batch holds at least one sample. The default is
             two per stage, or one with "csp". With `schedule="auto"`, the default is the fastest number.
-        data_parallel: the number of replicas of the whole pipeline. Each replica trains on its own share of the data,
-            as in DDP, and consists of consecutive ranks. A list makes one pipeline and specifies the number of
-            processes of each stage, such as [2, 1]. The processes of a stage then share the samples of each
-            micro-batch.
         schedule_args: the settings of a schedule that is given by name, such as {"k": 2}.
         module: the path of the `nn.Sequential` or `nn.ModuleList` to cut. The default is the container with the most
             parameters, or the container that takes most of a step if that is clearly a different one. An empty path
@@ -121,21 +129,11 @@ class PipelineStrategy(PipelineHost):
             numbers of parameters. A list contains the numbers of the layers at which stages 1, 2, ... begin, or the
             paths of modules, such as ["net.decoder"]. With paths, the module is cut by units even if it has containers.
         recompute: whether to keep only the input of each stage and to run the forward of the stage again before its
-            backward. This saves memory.
-        seed: the seed of dropout and of all other random numbers inside a step.
-        transport: how tensors are sent between stages. "local" uses shared memory on one host, "nccl" sends from GPU to
-            GPU, and "gloo" works everywhere. "auto" selects the fastest transport that all ranks can use.
-        checkpoint: the format of checkpoints. "full" writes ordinary Lightning checkpoints, for which rank 0 gathers
-            the whole state. "sharded" writes folders to which every rank adds its part. Training can resume from both
-            formats with any number of stages and with either value of this argument.
-        async_checkpoint: whether to write checkpoints in the background while training continues.
-        gather: the ranks that have the whole module after `fit`: "all", "rank0", or "none", which leaves the layers on
-            their ranks. "auto" selects "all" if the hosts have enough free memory. Otherwise, it selects "rank0" if the
-            host of rank 0 has enough free memory, and "none" if it has not. Layers that were made on `meta` stay on
-            their ranks.
-        data: the ranks that load batches. With "each", all ranks of a pipeline load them, and every rank must load the
-            same batches. With "one", the last stage of a pipeline loads the batches and sends them to the other ranks.
-            "auto" selects "one" for loaders whose first batches differ between ranks.
+            backward. This saves memory. With `schedule="auto"`, recomputation is also chosen automatically.
+        loss: the samples for which the loss is computed at once. With "batch", the loss is computed once for all
+            samples of a batch, which is necessary for losses that compare samples. The module is then cut by units, and
+            the last units run on the whole batch. "microbatch" never does this. "auto" does this if the loss of a batch
+            is neither the sum nor the mean of the losses of its micro-batches, unless `module` names a container.
         check_loss: whether to compare the loss of the first batches with the combined losses of their micro-batches.
             Candidates for the weights of micro-batches are, among others, the number of samples, the number of labels
             other than -100, and the module's method `microbatch_weight(batch)`. A warning is shown if no candidate
@@ -144,28 +142,41 @@ class PipelineStrategy(PipelineHost):
         verify: the number of first batches that one plain Lightning process on the host of rank 0 also trains, so that
             all results can be compared; see docs/guide.md. The first difference is reported and ends training. With
             "warn", two batches are compared, and a difference only causes a warning. Verification needs
-            `data_parallel=1`. 0 compares nothing, unless the environment variable LIGHTNING_PIPES_VERIFY is set.
-        replan: whether to move layers to other stages during training, away from devices that are slowed down, if the
-            move is expected to save time. The trained weights do not change. The planner of "dynpipe" makes the
-            decision, and a dict contains the settings of this planner, such as {"every": 50}. The schedule must flush
-            between batches and must have a fixed order.
-        timeout: the longest time that ranks wait for each other outside the pipeline.
-        heartbeat_timeout: the number of seconds without a heartbeat after which a rank is considered failed, at least
-            2. Heartbeats continue while a process computes, except during a call that holds the GIL for the whole time.
-        relocation: how layers move between ranks during training. With "blocking", all ranks wait. With "overlapped",
-            batches continue while the states of the layers are sent. The gradients of each step follow, and the new
-            ranks repeat these steps. With "buffered", batches continue, but no optimizer steps are taken during the
-            transfer. All ranks take the steps of these batches afterwards, so the gradients of these batches come from
-            older weights. With the first two methods, the weights are the same as in training without a move.
-        process_group_backend: the backend of torch's default process group. The default is gloo on the CPU and NCCL on
-            GPUs.
+            `data_parallel=1` and a schedule that flushes between batches. 0 compares nothing, unless the environment
+            variable LIGHTNING_PIPES_VERIFY is set.
+        seed: the seed of dropout and of all other random numbers inside a step.
+        data_parallel: the number of replicas of the whole pipeline. Each replica trains on its own share of the data,
+            as in DDP, and consists of consecutive ranks. A list makes one pipeline and specifies the number of
+            processes of each stage, such as [2, 1]. The processes of a stage then share the samples of each
+            micro-batch.
+        tensor_parallel: the number of processes that hold the shards of the layers of each stage. `configure_model`
+            makes these shards with `parallelize_module` and `self.device_mesh["tensor_parallel"]`. All processes of a
+            stage get the same batches.
         shard_optimizer: whether to shard optimizer states over the replicas of each stage (ZeRO stage 1). Each replica
             updates an equal part of every parameter, and the parts are then gathered. Checkpoints do not depend on this
             setting. The optimizers must update every element independently, as AdamW and SGD do, and the schedule must
             flush between batches.
-        tensor_parallel: the number of processes that hold the shards of the layers of each stage. `configure_model`
-            makes these shards with `parallelize_module` and `self.device_mesh["tensor_parallel"]`. All processes of a
-            stage get the same batches.
+        data: the ranks that load batches. With "each", all ranks of a pipeline load them, and every rank must load the
+            same batches. With "one", the last stage of a pipeline loads the batches and sends them to the other ranks.
+            "auto" selects "one" for loaders whose first batches differ between ranks.
+        checkpoint: the format of checkpoints. "full" writes ordinary Lightning checkpoints, for which rank 0 gathers
+            the whole state. "sharded" writes folders to which every rank adds its part. Training can resume from both
+            formats with any number of stages and with either value of this argument.
+        async_checkpoint: whether to write checkpoints in the background while training continues.
+        gather: the ranks that have the whole module after `fit`: "all", "rank0", or "none", which leaves the layers on
+            their ranks. "auto" selects "all" if the hosts have enough free memory. Otherwise, it selects "rank0" if the
+            host of rank 0 has enough free memory, and "none" if it has not. Layers that were made on `meta` stay on
+            their ranks.
+        replan: whether to move layers to other stages during training, away from devices that are slowed down, if the
+            move is expected to save time. The trained weights do not change. The planner of "dynpipe" makes the
+            decision, and a dict contains the settings of this planner, such as {"every": 50}. The schedule must flush
+            between batches and must have a fixed order.
+        relocation: how layers move between ranks during training. With "blocking", all ranks wait. With "overlapped",
+            batches continue while the states of the layers are sent. The gradients of each step follow, and the new
+            ranks repeat these steps. With "buffered", batches continue, but no optimizer steps are taken during the
+            transfer. All ranks take the steps of these batches afterwards, so the gradients of these batches come from
+            older weights. With the first two methods, the weights are the same as in training without a move. This
+            argument matters only if layers move, which they do with "dynpipe" and with `replan`.
         stages: how to choose the number of stages, and the layers and processes of each stage, such that the time until
             a training target is shortest. The choice needs the layer times of an earlier run. It is available for
             "dynpipe", whose gradients are staler with more stages. A dict contains the number of batches that earlier
@@ -176,10 +187,13 @@ class PipelineStrategy(PipelineHost):
             schedule is faster. The gradients of these schedules are stale. True assumes that stale gradients do not
             increase the number of batches until the target. A dict contains this number by the number of stages, as in
             `stages`, and the smallest product of batches and seconds per batch is chosen.
-        loss: the samples for which the loss is computed at once. With "batch", the loss is computed once for all
-            samples of a batch, which is necessary for losses that compare samples. The module is then cut by units, and
-            the last units run on the whole batch. "microbatch" never does this. "auto" does this if the loss of a batch
-            is neither the sum nor the mean of the losses of its micro-batches, unless `module` names a container.
+        transport: how tensors are sent between stages. "local" uses shared memory on one host, "nccl" sends from GPU to
+            GPU, and "gloo" works everywhere. "auto" selects the fastest transport that all ranks can use.
+        process_group_backend: the backend of torch's default process group. The default is gloo on the CPU and NCCL on
+            GPUs.
+        timeout: the longest time that ranks wait for each other outside the pipeline.
+        heartbeat_timeout: the number of seconds without a heartbeat after which a rank is considered failed, at least
+            2. Heartbeats continue while a process computes, except during a call that holds the GIL for the whole time.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: the same arguments as in
             Lightning's strategies. The Trainer sets each of them that is None.
 
@@ -191,33 +205,50 @@ class PipelineStrategy(PipelineHost):
 
     strategy_name = "pipeline"
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> PipelineStrategy:
+        """Check the names of the arguments, to suggest the right spelling of an unknown name.
+
+        Raises:
+            PlanError: an argument has an unknown name, or arguments that are keyword-only are given by position.
+        """
+        if cls.__init__ is PipelineStrategy.__init__:
+            check_names(cls.__init__, args, kwargs)
+        return super().__new__(cls)
+
     def __init__(
         self,
         schedule: str | Schedule | Policy = "1f1b",
         microbatches: int | None = None,
-        data_parallel: int | list[int] = 1,
+        *,
         schedule_args: dict[str, Any] | None = None,
         module: str | None = None,
         partition: str | list[int] | list[str] = AUTO,
         recompute: bool = False,
+        # losses and checks
+        loss: str = AUTO,
+        check_loss: bool = True,
+        verify: int | str = 0,
         seed: int = 0,
-        transport: str = "auto",
+        # replicas, shards and data
+        data_parallel: int | list[int] = 1,
+        tensor_parallel: int = 1,
+        shard_optimizer: bool = False,
+        data: Data = "auto",
+        # checkpoints
         checkpoint: str = "full",
         async_checkpoint: bool = False,
         gather: Gather = "auto",
-        data: Data = "auto",
-        check_loss: bool = True,
-        verify: int | str = 0,
+        # layers that move, and the number of stages
         replan: bool | dict[str, Any] = False,
-        timeout: timedelta = timedelta(minutes=30),
-        heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
         relocation: str = BLOCKING,
-        process_group_backend: str | None = None,
-        shard_optimizer: bool = False,
-        tensor_parallel: int = 1,
         stages: str | dict[int, float] | None = None,
         stale_gradients: bool | dict[int, float] = False,
-        loss: str = AUTO,
+        # network and processes
+        transport: str = "auto",
+        process_group_backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+        heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
+        # what the Trainer sets
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,

@@ -104,28 +104,28 @@ class AutoSettings(ScheduleSettings):
 
 @dataclass
 class PipelineSettings:
-    """Settings of PipelineStrategy, without the schedule."""
+    """The arguments of PipelineStrategy without the schedule, in the same order and with the same defaults."""
 
     microbatches: int | None = None
-    data_parallel: Any = 1  # or a list with the number of ranks of each stage
-    tensor_parallel: int = 1
-    shard_optimizer: bool = False  # across the replicas
-    stages: Any = None  # or auto, or the batches until a target, by number of stages
     module: str | None = None
     partition: Any = "auto"  # or parameters, or a list of the first layers of the stages 1, 2, ...
     recompute: bool = False
+    loss: str = "auto"  # the samples for which the loss is computed together: or microbatch, batch
+    check_loss: bool = True  # whether to check that the losses of micro-batches combine to the loss of their batch
+    verify: Any = 0  # number of batches that a single plain process also trains, to compare; or warn
     seed: int = 0
-    transport: str = "auto"  # or local, gloo, nccl
-    heartbeat_timeout: float = 120.0  # seconds without a heartbeat after which a process counts as failed
+    data_parallel: Any = 1  # or a list with the number of ranks of each stage
+    tensor_parallel: int = 1
+    shard_optimizer: bool = False  # across the replicas
     checkpoint: str = "full"  # or sharded
     async_checkpoint: bool = False
-    relocation: str = "blocking"  # how layers move between ranks: or overlapped, buffered
     gather: str = "auto"  # the ranks that get the whole module after training: or all, rank0, none
-    check_loss: bool = True  # whether to check that the losses of micro-batches combine to the loss of their batch
-    stale_gradients: Any = False  # whether schedule=auto may use stale gradients; or the batches, by number of stages
-    loss: str = "auto"  # the samples for which the loss is computed together: or microbatch, batch
-    verify: Any = 0  # number of batches that a single plain process also trains, to compare; or warn
     replan: Any = False  # whether layers move between ranks during training; or settings of dynpipe's planner
+    relocation: str = "blocking"  # how layers move between ranks: or overlapped, buffered
+    stages: Any = None  # or auto, or the batches until a target, by number of stages
+    stale_gradients: Any = False  # whether schedule=auto may use stale gradients; or the batches, by number of stages
+    transport: str = "auto"  # or local, gloo, nccl
+    heartbeat_timeout: float = 120.0  # seconds without a heartbeat after which a process counts as failed
 
 
 @dataclass

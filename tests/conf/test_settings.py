@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +107,9 @@ def test_pipeline_settings_are_arguments_of_the_strategy() -> None:
     from lightning_pipes import PipelineStrategy
 
     taken = inspect.signature(PipelineStrategy.__init__).parameters
-    for f in fields(schema.PipelineSettings):
-        assert f.name in taken
-        assert f.default is MISSING or taken[f.name].default == f.default, f.name
+    declared = {f.name: f.default for f in fields(schema.PipelineSettings)}
+    assert declared == {name: taken[name].default for name in declared}
+    assert list(declared) == [name for name in taken if name in declared], "the order by theme"
 
 
 @pytest.mark.parametrize("kind", ["model", "data"])

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from inspect import Parameter, signature
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -25,6 +26,7 @@ from lightning_pipes.ir import (
     check_type,
     short_repr,
 )
+from lightning_pipes.ir.checks import lookup_name
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.planner import BLOCKING, Planner, Relocation, planner_of
 from lightning_pipes.trainer.data.shared_data import Data
@@ -90,6 +92,25 @@ def find_replanner(replan: bool | Mapping[str, Any], schedule: Schedule | Policy
             "Leave replan out, and give settings in schedule_args"
         )
     return planner_of(make_schedule(REPLANS, **({} if replan is True else replan)))
+
+
+def check_names(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Check the names of the arguments with which a user creates a strategy.
+
+    Raises:
+        InputError: an argument has an unknown name, or an argument that is keyword-only is given by position.
+    """
+    known = dict([*signature(function).parameters.items()][1:])
+    by_position = [name for name, p in known.items() if p.kind is not Parameter.KEYWORD_ONLY]
+    if len(args) > len(by_position):
+        raise InputError(
+            f"PipelineStrategy takes only {' and '.join(by_position)} by position, and got {len(args)} values, the "
+            f"last of which is {short_repr(args[-1])}",
+            "Name the others, as in PipelineStrategy('1f1b', 8, data_parallel=2)",
+        )
+    for name in kwargs:
+        if name not in known:
+            lookup_name(known, name, "argument of PipelineStrategy")
 
 
 def check_parts(**given: tuple[object, type]) -> None:
