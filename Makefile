@@ -1,6 +1,7 @@
 # Needs make and Python 3.11 or newer; everything else goes into .venv on first use.
 #   make demo    trains a small GPT in a two-process pipeline, about a minute
-#   make test    format, types and tests
+#   make test    format, types, tests, and the site of the manual
+#   make docs    the site of the manual, in site/
 #   make test-newest, test-lightning-main    the tests with the newest of what we need
 VENV   ?= .venv
 WORKERS ?= 4
@@ -22,14 +23,15 @@ RARE   := /(tests?|transformers/models|pip|mypy|networkx|fontTools|pygments/lexe
 USABLE := 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-newest test-lightning-main bench format lint install clean
+.PHONY: help demo docs test test-full test-newest test-lightning-main bench format lint install clean
 
 help:
 	@echo "make demo       train a small GPT in a pipeline of two processes and draw its timeline, about a minute"
-	@echo "make test       format, types, tests         (ARGS='-k kfkb' goes to pytest)"
+	@echo "make test       format, types, tests, docs   (ARGS='-k kfkb' goes to pytest)"
 	@echo "make test-full  the same with the slow tests"
 	@echo "make test-newest  the tests with the newest torch and lightning that can be had, in $(NEWEST)"
 	@echo "make test-lightning-main  the same with Lightning's main branch, in $(MAIN)"
+	@echo "make docs       the site of the manual, in site/; a broken link or a missing name fails"
 	@echo "make bench      every benchmark in its short form"
 	@echo "make lint       format and types only"
 	@echo "make clean      remove .venv and everything that was made"
@@ -37,10 +39,10 @@ help:
 demo: $(STAMP)
 	@$(PY) examples/train.py $(ARGS)
 
-test: format
+test: format docs
 	@$(call with_types,-m "not slow" $(ARGS))
 
-test-full: format
+test-full: format docs
 	@$(call with_types,$(ARGS))
 
 test-newest:
@@ -64,6 +66,9 @@ lint: format
 bench: $(STAMP)
 	@for file in $$(grep -l 'make_parser(\|"--quick"' benchmarks/*.py benchmarks/papers/*/*.py); do echo; echo "== $$file"; $(PY) $$file --quick || exit 1; done
 
+docs: $(STAMP)   # NO_MKDOCS_2_WARNING: without an advertisement for other tools
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
+
 install: $(STAMP)
 
 $(PY):
@@ -81,5 +86,5 @@ $(STAMP): pyproject.toml setup.py constraints.txt | $(PY)
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-newest .venv-lightning-main build dist *.egg-info outputs multirun lightning_logs .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-newest .venv-lightning-main build dist site *.egg-info outputs multirun lightning_logs .mypy_cache .ruff_cache .pytest_cache
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

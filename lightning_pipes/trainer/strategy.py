@@ -194,8 +194,12 @@ class PipelineStrategy(PipelineHost):
         timeout: the longest time that ranks wait for each other outside the pipeline.
         heartbeat_timeout: the number of seconds without a heartbeat after which a rank is considered failed, at least
             2. Heartbeats continue while a process computes, except during a call that holds the GIL for the whole time.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: the same arguments as in
-            Lightning's strategies. The Trainer sets each of them that is None.
+        accelerator: the accelerator of the processes. The Trainer sets this argument and the following ones if they are
+            None, as for Lightning's strategies.
+        parallel_devices: the devices of this node, one for each process.
+        cluster_environment: the environment that numbers the processes, such as torchrun's or SLURM's.
+        checkpoint_io: the plugin that reads and writes the files of checkpoints.
+        precision_plugin: the plugin for the `precision` of the Trainer.
 
     Raises:
         PlanError: an argument is invalid, or the schedule does not accept these settings. When a run starts, this error
