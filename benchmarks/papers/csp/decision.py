@@ -1,7 +1,5 @@
 """The cost of one scheduling decision of CSP in the engine, with 30 subnets queued on a stage in the middle of eight.
 
-    python benchmarks/papers/csp/decision.py [--microbatches 1 8] [--subnets 150]
-
 CPU time of the real path in one process: `ReadyOrder` is told what has arrived, asked what to run, and told that it
 has run, with all that this sets free. Nothing is computed or sent; sends are taken once they are ready. A decision
 is one forward, backward or step; entering a subnet is counted apart.
@@ -9,7 +7,6 @@ is one forward, backward or step; entering a subnet is counted apart.
 
 from __future__ import annotations
 
-import argparse
 from time import process_time_ns
 from typing import NamedTuple
 
@@ -100,20 +97,3 @@ def measured(space: str = "NLP.c1", microbatches: int = 8, subnets: int = 150, d
 def decision_us(microbatches: int = 8, runs: int = 3, subnets: int = 150) -> Cost:
     """The fastest of some runs."""
     return min(measured(microbatches=microbatches, subnets=subnets) for _ in range(runs))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--microbatches", type=int, nargs="*", default=[1, 2, 4, 8, 16])
-    parser.add_argument("--subnets", type=int, default=150)
-    options = parser.parse_args()
-    for m in options.microbatches:
-        found = decision_us(m, subnets=options.subnets)
-        print(
-            f"{m:3} micro-batches: {found.decision:7.1f} us a decision, {found.entering:7.1f} us to take a subnet in, "
-            f"{found.queued:.1f} queued"
-        )
-
-
-if __name__ == "__main__":
-    main()
