@@ -2,9 +2,8 @@
 
     python benchmarks/umpipe.py [--quick] [--json] [--part search|overlapped|executed|real ...]
 
-The scripts search.py and overlapped.py in papers/umpipe show more, by experiment and with pictures. The seconds of
-searches are processor time of one core. The executed steps are steps of emulated stages, and of real layers on two
-processes, see papers/umpipe/executed.py. Left out: GPUs, because none was available.
+The seconds of searches are processor time of one core. The executed steps are steps of emulated stages, and of real
+layers on two processes, see papers/umpipe/executed.py. Left out: GPUs, because none was available.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import platform
 
 from benchmarks.harness.report import Report, describe_machine, make_parser, run_parts
 from benchmarks.papers.umpipe.executed import compare_schedules, emulated, keys_of, lines_of
-from benchmarks.papers.umpipe.overlapped import EXPERIMENTS
+from benchmarks.papers.umpipe.overlapped import gain
 from benchmarks.papers.umpipe.search import t6
 from lightning_pipes.strategies.umpipe.search import load_loops
 
@@ -30,7 +29,7 @@ def real(quick: bool) -> Report:
     return Report(*compare_schedules(quick))
 
 
-PARTS = {"search": t6, "overlapped": EXPERIMENTS["gain"], "executed": executed, "real": real}
+PARTS = {"search": t6, "overlapped": gain, "executed": executed, "real": real}
 
 
 def main() -> None:

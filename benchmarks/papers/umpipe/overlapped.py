@@ -1,94 +1,279 @@
-"""Unequal micro-batches whose forward and backward overlap: how much faster than the best flushed scheme, and what
-memory buys.
+"""The gain of unequal micro-batches whose directions overlap, over the best scheme with all forwards first.
 
-    python benchmarks/papers/umpipe/overlapped.py [--quick] [--json] [--pictures FOLDER]
-        [--experiment evaluators|merge|gain|front|cuts|links ...]
+The search for the sizes of chunks is a coordinate descent from given schemes, followed by seeded kicks. Stages start
+what is ready, and never wait for something better, so that only the sizes are searched. A process takes the best of its
+options while the other processes keep theirs, until no process has a better option. Then a few processes take other
+options at random, and their neighbors follow. The rows that a stage may have in flight are searched in the same way,
+because a stage that runs ahead less can be back in time for more urgent work.
 
-Seconds are CPU time of one core, without what numba takes to compile. Searches get 2 of them, with --quick fewer.
-`gain` is the time of the best scheme with all forwards first (proven unless said) over that of the overlapped one,
-minus 1. "equal" is the best 1F1B with equal chunks everywhere. Simulation networks are the paper's (times from 1 to
-100, whatever the size of a chunk); realistic ones have times that devices might have.
+Searches get two seconds of one core, and fewer with `--quick`. "Equal" is the best 1F1B with equal chunks everywhere.
+Simulation networks are those of the paper, with times from 1 to 100 for any size of a chunk. Realistic networks have
+times that devices might have.
 """
 
 from __future__ import annotations
 
-import json
-import platform
+import math
+import random
 import time
-from collections.abc import Callable
-from importlib.util import find_spec
-from itertools import combinations
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.harness.report import Panel, Picture, Report, describe_machine, make_parser, run_parts
+from benchmarks.harness.report import Report
 from benchmarks.papers.umpipe.networks import powers_of_two, realistic, simulated
-from benchmarks.papers.umpipe.overlap.lockstep import lockstep
-from benchmarks.papers.umpipe.overlap.memory import front
-from benchmarks.papers.umpipe.overlap.partition import Layers, joint
-from benchmarks.papers.umpipe.overlap.search import EAGER, Descent, Found, best_merge, search
+from lightning_pipes.ir import InputError, check_count, short_repr
 from lightning_pipes.strategies.umpipe.network import Network, Scheme
-from lightning_pipes.strategies.umpipe.overlapped import run_overlapped
 from lightning_pipes.strategies.umpipe.overlapped.kernel import NEVER, OVERLAPPED
-from lightning_pipes.strategies.umpipe.overlapped.run import OverlappedRun, chunks_of
-from lightning_pipes.strategies.umpipe.overlapped.tables import FREE, Chunks, Memory, make_log, make_memory, make_room
-from lightning_pipes.strategies.umpipe.search import best_equal_scheme, load_loops, search_optimum
+from lightning_pipes.strategies.umpipe.overlapped.run import Merge, chunks_of, in_flight
+from lightning_pipes.strategies.umpipe.overlapped.tables import Chunks, make_log, make_memory, make_room
+from lightning_pipes.strategies.umpipe.search import best_equal_scheme, search_optimum
 
-# ---- What is measured of unequal micro-batches whose directions overlap.
-
-
-def evaluators(quick: bool) -> Report:
-    """Random individuals in the compiled event loop and in step."""
-    count = 200 if quick else 1000
-    lines = [f"evaluators: {count} random individuals, all integers as numbers of micro-batches"]
-    lines.append("   N     P   event loop   in step (numpy)   individuals that differ")
-    keys: dict[str, float] = {}
-    machine = OVERLAPPED.fastest
-    for stages, rows in ((5, 64), (10, 512), (14, 512)):
-        network = simulated(stages, rows).network
-        genes = np.random.default_rng(1).integers(0, len(network.sizes), (count, 2 * network.processes))
-        half = network.processes
-        schemes = [Scheme(tuple(row[:half]), tuple(row[half:])) for row in genes.tolist()]
-        plain = [chunks_of(network, scheme) for scheme in schemes]
-        chunks = [Chunks(rows, machine.copy(each.busy), machine.copy(each.size)) for each in plain]
-        room = (make_memory(machine, stages), make_room(machine, stages), make_log(machine))
-        alone: list[int] = []
-        seconds = float("inf")
-        for _ in range(5):
-            begin = time.process_time()
-            alone = [machine.run.run_chunks(each, 0, NEVER, *room) for each in chunks]
-            seconds = min(seconds, time.process_time() - begin)
-        begin = time.process_time()
-        together = lockstep(network, genes)
-        in_step = time.process_time() - begin
-        differ = int((together.makespans != alone).sum())
-        one, other = (1e6 * s / count for s in (seconds, in_step))
-        lines.append(f"{stages:4} {rows:5} {one:9.0f} us {other:14.0f} us {differ:25}")
-        keys |= {f"microseconds_n{stages}_p{rows}": one, f"differ_n{stages}_p{rows}": differ}
-    return Report(lines, keys)
+EAGER = (Merge.BACKWARD_FIRST, Merge.FORWARD_FIRST)
+"""The policies that a search tries for each scheme."""
+CAPS = 12
+"""Caps that a stage is offered, from a part of what it may hold to all of it."""
+CAPS_EVERY = 8
+"""Kicks of which one lets all caps be looked at, too."""
+DESCENTS = 3
+"""Starts from which a search descends."""
+HOPELESS = 1.5
+"""Times the best start, above which a start is not worth a descent."""
+COARSE = 0.2
+"""The share of a search in which sizes differ by twice and more: where there are many they come to much the same."""
+KICKED = (1, 4)
+"""Processes, at least and at most, that a kick gives other options."""
 
 
-def merge(quick: bool) -> Report:
-    """The order that starts what is ready beside the best order, at the sizes that a search ends with."""
-    if find_spec("ortools") is None:
-        return Report(["merge: needs OR-Tools; pip install lightning-pipes[proof]"])
-    lines = ["merge: what starts as soon as it can, beside the best order of the same chunks by CP-SAT"]
-    lines.append("   N   P  networks     seeds  proven   mean gap   largest gap")
-    cases = [(3, 8, 4), (4, 16, 3)] if quick else [(3, 8, 10), (4, 16, 10), (5, 16, 5)]
-    gaps: list[float] = []
-    for stages, rows, seeds in cases:
-        for name in ("simulation", "realistic"):
-            proven, here = 0, []
-            for seed in range(seeds):
-                network = _network(name, stages, rows, seed)
-                run = ran(network, search(network, evaluations=3000, seed=seed))
-                best = best_merge(run, 4 if quick else 20)
-                proven += best.value == best.lower_bound
-                here.append(run.makespan / best.value - 1)
-            lines.append(f"{stages:4} {rows:3}  {name:10} {seeds:7} {proven:7} {np.mean(here):10.2%} {max(here):13.2%}")
-            gaps += here
-    return Report(lines, {"merge_gap": float(np.mean(gaps)), "merge_gap_largest": max(gaps)})
+@dataclass(frozen=True)
+class Found:
+    """The best scheme of a search.
+
+    Attributes:
+        scheme, policy: what to run.
+        value: its makespan, in the network's unit.
+        caps: the rows in flight above which its stages start no further forward.
+        evaluations: how many runs that took.
+    """
+
+    scheme: Scheme
+    policy: Merge
+    value: int
+    caps: tuple[int, ...]
+    evaluations: int
+
+
+@dataclass(frozen=True)
+class Effort:
+    """When a search ends: after so many evaluations, or seconds in which its thread computed, whichever is first.
+
+    Raises:
+        InputError: neither is given, or one is below 1, or not above 0.
+    """
+
+    evaluations: int | None = None
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.evaluations is not None:
+            check_count("evaluations", self.evaluations)
+        if self.seconds is not None and not self.seconds > 0:
+            raise InputError(f"seconds of a search must be above 0, got {short_repr(self.seconds)}")
+        if self.evaluations is None and self.seconds is None:
+            raise InputError("a search needs a limit: give it evaluations, or seconds")
+
+    def part(self, share: float) -> Effort:
+        """A share of it."""
+        return Effort(
+            None if self.evaluations is None else max(1, round(share * self.evaluations)),
+            None if self.seconds is None else share * self.seconds,
+        )
+
+    def over(self) -> Callable[[int], bool]:
+        """Whether so many evaluations are enough; the seconds count from this call."""
+        most = math.inf if self.evaluations is None else self.evaluations
+        end = math.inf if self.seconds is None else time.thread_time() + self.seconds
+        return lambda done: done >= most or time.thread_time() >= end
+
+
+def search(
+    network: Network,
+    starts: Iterable[Scheme] = (),
+    *,
+    seconds: float | None = None,
+    evaluations: int | None = None,
+    seed: int = 0,
+) -> Found:
+    """Return the best scheme that was found, which is never worse than any of `starts` or than equal chunks everywhere.
+
+    With `evaluations` alone, the same seed finds the same scheme.
+
+    Args:
+        network: the times of all processes and options.
+        starts: schemes to begin at in addition to the equal ones. The best flushed scheme is a good one.
+        seconds, evaluations: the limit of the search, see `Effort`.
+        seed: the seed of the kicks and of the order in which processes improve.
+
+    Raises:
+        InputError: the search has no limit, or a start is not a scheme of this network.
+    """
+    return Descent(network).found([*starts], Effort(evaluations, seconds), seed)
+
+
+class Descent:
+    """A scheme with its makespan, and what improves it.
+
+    Attributes:
+        genes: the options of all processes, forward then backward.
+        value, policy: the makespan, and whose it is; NEVER where the scheme does not run.
+        evaluations: runs so far.
+    """
+
+    def __init__(self, network: Network) -> None:
+        machine = OVERLAPPED.fastest
+        self.network = network
+        self._machine, self._run = machine, machine.run
+        self._times = machine.copy(np.concatenate([network.forward, network.backward]))
+        self._sizes = machine.copy(network.sizes)
+        self._policies = machine.copy(EAGER)
+        self._memory = make_memory(machine, network.stages, in_flight(network, (network.rows,) * network.stages))
+        self._room, self._log = make_room(machine, network.stages), make_log(machine)
+        few = _doublings(network.sizes)
+        self._every = machine.copy(range(len(network.sizes)))
+        self._few = machine.copy(sorted(few))
+        self._options = self._every
+        self._best = machine.fill(4)
+        self.genes = [0] * (2 * network.processes)
+        self.value, self.policy, self.evaluations = NEVER, EAGER[0], 0
+        self._chunks = Chunks(network.rows, machine.fill(len(self.genes)), machine.fill(len(self.genes)))
+
+    @property
+    def scheme(self) -> Scheme:
+        """The options that the genes name."""
+        width = self.network.processes
+        return Scheme(tuple(self.genes[:width]), tuple(self.genes[width:]))
+
+    @property
+    def caps(self) -> tuple[int, ...]:
+        """Of each stage the rows in flight above which it starts no further forward."""
+        return tuple(int(cap) for cap in self._memory.caps)
+
+    def take(self, scheme: Scheme, caps: Sequence[int] = ()) -> None:
+        """Goes to `scheme`, and to `caps` if some are given.
+
+        Raises:
+            InputError: it is none of this network.
+        """
+        chunks = chunks_of(self.network, scheme)
+        for i, cap in enumerate(caps):
+            self._memory.caps[i] = cap
+        self.genes = [*scheme.forward, *scheme.backward]
+        self._chunks = Chunks(chunks.rows, self._machine.copy(chunks.busy), self._machine.copy(chunks.size))
+        self.value = NEVER
+        allowed = all(q in self._options for q in self.genes)
+        for policy in self._policies if allowed else ():
+            end = self._run.run_chunks(self._chunks, policy, self.value, self._memory, self._room, self._log)
+            self.evaluations += 1
+            if end < self.value:
+                self.value, self.policy = int(end), Merge(int(policy))
+
+    def improve(self, p: int) -> bool:
+        """Gives process p the best of its options; whether that is a better one."""
+        best = self._best
+        best[0], best[1], best[2], best[3] = self.value, self.genes[p], int(self.policy), 0
+        self._run.improve_option(
+            p, self._options, self._times, self._sizes, self._policies,
+            self._chunks, self._memory, self._room, self._log, best,
+        )  # fmt: skip
+        self.evaluations += int(best[3])
+        better = int(best[0]) < self.value
+        self.value, self.genes[p], self.policy = int(best[0]), int(best[1]), Merge(int(best[2]))
+        return better
+
+    def _improve_cap(self, i: int) -> None:
+        size, best = int(self._chunks.size[2 * i]), self._best
+        most = min(self.network.rows, int(self._memory.most[i]) // int(self._memory.held[i]))
+        caps = sorted({max(size, most * n // CAPS // size * size) for n in range(1, CAPS + 1)})
+        best[0], best[1], best[2], best[3] = self.value, self._memory.caps[i], int(self.policy), 0
+        self._run.improve_cap(
+            i, self._machine.copy(caps), self._policies, self._chunks, self._memory, self._room, self._log, best
+        )
+        self.evaluations += int(best[3])
+        self.value, self.policy = int(best[0]), Merge(int(best[2]))
+
+    def descend(self, rng: random.Random, over: Callable[[int], bool], changed: Iterable[int] | None = None) -> None:
+        """Improves one process after the other, in random order, until none has a better option.
+
+        After a change of a few, `changed`, it looks at those and the ones beside them, and at more only as far as these
+        improve. What holds for processes holds for caps; they have numbers after those of processes.
+        """
+        caps = range(len(self.genes), len(self.genes) + len(self._memory.caps))
+        if changed is None:
+            waiting = [*range(len(self.genes)), *caps]
+        else:
+            waiting = sorted({n for p in changed for n in self._beside(p)})
+            waiting += caps if rng.randrange(CAPS_EVERY) == 0 else ()
+        while waiting and not over(self.evaluations):
+            p = waiting.pop(rng.randrange(len(waiting)))
+            if p in caps:
+                self._improve_cap(p - len(self.genes))
+            elif self.improve(p):
+                waiting += sorted(n for n in self._beside(p) if n not in waiting and n != p)
+
+    def _beside(self, p: int) -> set[int]:
+        """The process, those before and after it, and those of the other direction at the same places."""
+        last = len(self.genes) - 1
+        near = {n for n in (p - 1, p, p + 1) if 0 <= n <= last}
+        return near | {last - n for n in near}
+
+    def kick(self, rng: random.Random) -> list[int]:
+        """Gives a few processes other options, none that takes longer than all does now; says which."""
+        genes, times, counts = list(self.genes), self._times, self.network.counts
+        chosen = rng.sample(range(len(genes)), min(len(genes), rng.randint(*KICKED)))
+        for p in chosen:
+            row = p * len(counts)
+            genes[p] = rng.choice([q for q in self._options if times[row + q] * counts[q] < self.value] or [genes[p]])
+        width = self.network.processes
+        self.take(Scheme(tuple(map(int, genes[:width])), tuple(map(int, genes[width:]))))
+        return chosen
+
+    def found(self, starts: Sequence[Scheme], effort: Effort, seed: int) -> Found:
+        """The best of descents from the best of `starts` and of equal schemes, and of kicks after that."""
+        rng = random.Random(seed)
+        over = effort.over()
+        ranked, free = [], self.caps
+        for scheme in [*starts, *map(self.network.equal_scheme, range(len(self.network.sizes)))]:
+            self.take(scheme)
+            ranked.append((self.value, self.policy, scheme, free))
+        ranked.sort(key=lambda each: each[0])
+        best = ranked[0]
+        descents = [each for each in ranked[:DESCENTS] if each[0] <= HOPELESS * best[0]]
+        enough = effort.part(COARSE).over()
+        self._options = self._few
+        while best[0] < NEVER and not over(self.evaluations):
+            changed = None
+            if self._options is self._few and enough(self.evaluations):
+                self._options, descents = self._every, [best]
+            if descents:
+                self.take(*descents.pop(0)[2:])
+            else:
+                self.take(*best[2:])
+                changed = self.kick(rng)
+            self.descend(rng, over, changed)
+            if self.value <= best[0]:
+                best = (self.value, self.policy, self.scheme, self.caps)
+        value, policy, scheme, caps = best
+        return Found(scheme, policy, value, caps, self.evaluations)
+
+
+def _doublings(sizes: Sequence[int]) -> set[int]:
+    """The numbers of some of the `sizes`, which descend: the first, and always the next that is at most half of it."""
+    found = [0]
+    for number, size in enumerate(sizes):
+        if 2 * size <= sizes[found[-1]]:
+            found.append(number)
+    return {*found, len(sizes) - 1}
 
 
 def gain(quick: bool) -> Report:
@@ -109,7 +294,7 @@ def gain(quick: bool) -> Report:
             best = search_optimum(network, seconds=10)
             proven += best.is_proven
             found = search(network, [best.scheme], seconds=0.7 if quick else 2, seed=seed)
-            table.append((best_equal_scheme(network).value, best.value, equal(network).makespan, found.value))
+            table.append((best_equal_scheme(network).value, best.value, equal(network), found.value))
         values = np.array(table, float)
         here = values[:, 1] / values[:, 3]
         ratios[name.partition(",")[0]] += here.tolist()
@@ -127,159 +312,16 @@ def gain(quick: bool) -> Report:
     return Report(lines, keys)
 
 
-def memory(quick: bool) -> Report:
-    """Fronts of realistic networks: the fastest within a share of the batch, equal chunks and unequal ones."""
-    lines = ["front: the fastest whose stages hold at most so many of P rows each, in flight or waiting to be"]
-    lines.append("   N    P  seed   rows    equal  unequal    gain   caps of the stages")
-    keys: dict[str, float] = {}
-    panels = []
-    for stages, rows, seed in [(8, 64, 0), (14, 512, 0)] if quick else [(8, 64, 0), (14, 512, 0), (16, 64, 0)]:
-        network = _network("realistic", stages, rows, seed)
-        points = front(network, [search_optimum(network).scheme], seconds=3 if quick else 20, seed=seed)
-        dominated = sum(a is not b and a.value <= b.value and a.most <= b.most for a in points for b in points)
-        same = equal_fronts(network)
-        xs, ours, theirs = [], [], []
-        for share in (1, 0.75, 0.5, 0.375, 0.25, 0.125, 0.0625):
-            most = int(share * rows)
-            fits = [point for point in points if point.most <= most]
-            alike = [value for value, held in same if held <= most]
-            if not fits or not alike:
-                continue
-            point = min(fits, key=lambda point: point.value)
-            xs.append(most)
-            ours.append(float(point.value))
-            theirs.append(float(min(alike)))
-            caps = " ".join(map(str, point.caps))
-            lines.append(
-                f"{stages:4} {rows:4} {seed:5} {most:6} {theirs[-1]:8.0f} {ours[-1]:8.0f} "
-                f"{theirs[-1] / ours[-1] - 1:+7.1%}   {caps}"
-            )
-        panels.append(Panel(f"N={stages}, P={rows}", "rows that a stage may hold", "time", xs,
-                            {"equal chunks (1F1B)": theirs, "unequal": ours}))  # fmt: skip
-        lines.append(f"{'':12} {len(points)} points, {dominated} of them dominated")
-        keys |= {f"front_points_n{stages}_p{rows}": len(points), f"front_dominated_n{stages}_p{rows}": dominated}
-    return Report(lines, keys, Picture("Time and memory of overlapped directions, realistic networks", panels))
-
-
-def cuts(quick: bool) -> Report:
-    """Cuts of a model and sizes together, beside even cuts, and beside a search at every cut."""
-    lines = ["cuts: where the model is cut and how the batch is, one after the other and together"]
-    lines.append("layers  N   P  seed   even cuts   together    gain   every cut   together is worse by")
-    gains, worse = [], []
-    for seed in range(2 if quick else 6):
-        layers = random_layers(9, 32, seed)
-        even = search(layers.network(layers.even_cuts(3)), seconds=0.5 if quick else 2, seed=seed)
-        both = joint(layers, 3, seconds=0.5 if quick else 2, seed=seed)
-        every = min(
-            search(layers.network(at), evaluations=1500 if quick else 6000, seed=seed).value
-            for at in combinations(range(1, 9), 2)
-        )
-        gains.append(even.value / both.found.value - 1)
-        worse.append(both.found.value / every - 1)
-        lines.append(
-            f"{9:6} {3:2} {32:3} {seed:5} {even.value:11} {both.found.value:10} {gains[-1]:+7.1%} {every:11} "
-            f"{worse[-1]:22.1%}"
-        )
-    return Report(lines, {"cuts_gain": float(np.mean(gains)), "cuts_worse_than_all": max(worse)})
-
-
-def links(quick: bool) -> Report:
-    """Slow links: other sizes and a longer warm-up, one without the other and together."""
-    lines = [
-        "links: 4 stages, 32 rows, chunks of s rows take 20 + 20 s forward, twice that backward, latency + 10 s sent"
-    ]
-    lines.append("latency   equal   equal, p - s in flight   sizes alone   together   sizes   warm-up rows")
-    size = np.array([32, 16, 8, 4, 2, 1])
-    for latency in (0, 30, 60, 100):
-        stage, link = 20 + 20 * size, latency + 10 * size
-        times = [np.array([m * stage if k % 2 == 0 else link for k in range(7)]) for m in (1, 2)]
-        network = Network(32, tuple(size.tolist()), *times)
-        few = [[(4 - i) * s for i in range(4)] for s in network.sizes]
-        classic = min(
-            run_overlapped(network, network.equal_scheme(q), caps, policy).makespan
-            for q, caps in enumerate(few)
-            for policy in EAGER
-        )
-        found = search(network, evaluations=4000 if quick else 20_000)
-        run = ran(network, found)
-        chunks = network.sizes_of(found.scheme)[0][::2]
-        alone = run_overlapped(network, found.scheme, [(4 - i) * max(chunks) for i in range(4)], found.policy).makespan
-        lines.append(
-            f"{latency:7} {equal(network).makespan:7} {classic:24} {alone:13} {found.value:10}   "
-            f"{' '.join(map(str, chunks))}   {' '.join(map(str, run.warmup_rows))}"
-        )
-    return Report(lines)
-
-
-EXPERIMENTS: dict[str, Callable[[bool], Report]] = {
-    "evaluators": evaluators,
-    "merge": merge,
-    "gain": gain,
-    "front": memory,
-    "cuts": cuts,
-    "links": links,
-}
-
-
-def ran(network: Network, found: Found) -> OverlappedRun:
-    """What a search found, with its order."""
-    return run_overlapped(network, found.scheme, found.caps, found.policy)
-
-
-def equal(network: Network) -> OverlappedRun:
-    """The fastest with equal chunks everywhere and any number of rows in flight."""
-    runs = (
-        run_overlapped(network, network.equal_scheme(q), policy=policy)
-        for q in range(len(network.sizes))
-        for policy in EAGER
-    )
-    return min(runs, key=lambda run: run.makespan)
-
-
-def equal_fronts(network: Network) -> list[tuple[int, int]]:
-    """Times of 1F1B with equal chunks, and the most rows that a stage holds, under uniform and falling caps."""
-    found = []
-    stages = range(network.stages)
-    ones, free = (1,) * network.stages, (FREE,) * network.stages
-    for q, size in enumerate(network.sizes):
-        limits = {tuple(size * n for _ in stages) for n in range(1, min(32, -(-network.rows // size)) + 1)}
-        limits |= {tuple(size * n * (network.stages - i) for i in stages) for n in (1, 2, 3)}
-        descent = Descent(network, Memory(free, ones, ones, ones, free))
-        for caps in sorted(limits):
-            descent.take(network.equal_scheme(q), caps)
-            found.append((descent.value, max(descent.peaks())))
-    return found
-
-
-def random_layers(count: int, rows: int, seed: int) -> Layers:
-    """Layers of unlike speed: their launch, then linear in rows once the device is full."""
-    rng = np.random.default_rng(seed)
-    sizes = tuple(rows >> i for i in range(rows.bit_length()))
-
-    def times(layers: int, scale: float, floor: int) -> np.ndarray:
-        speed = scale * np.exp(0.5 * rng.standard_normal(layers))
-        return np.array([[round(5 + each * max(size, floor)) for size in sizes] for each in speed])
-
-    return Layers(rows, sizes, times(count, 10, 2), times(count, 20, 2), times(count - 1, 5, 0), times(count - 1, 5, 0))
+def equal(network: Network) -> int:
+    """Return the least time with equal chunks everywhere and any number of rows in flight."""
+    descent, values = Descent(network), []
+    for q in range(len(network.sizes)):
+        descent.take(network.equal_scheme(q))
+        values.append(descent.value)
+    return min(values)
 
 
 def _network(name: str, stages: int, rows: int, seed: int) -> Network:
     if name == "simulation":
         return simulated(stages, rows, seed).network
     return realistic(stages, rows, seed, powers_of_two(rows) if name == "realistic" else None).network
-
-
-def main() -> None:
-    parser = make_parser(__doc__, "fewer seeds and seconds; within 60 s")
-    parser.add_argument("--experiment", nargs="*", choices=list(EXPERIMENTS), default=list(EXPERIMENTS))
-    parser.add_argument("--pictures", type=Path, help="a folder for pictures, of experiments that have one")
-    options = parser.parse_args()
-    load_loops()
-    print(f"{describe_machine()}, Python {platform.python_version()}, {OVERLAPPED.fastest.name}\n")
-    keys = run_parts(EXPERIMENTS, options.experiment, options.quick, options.pictures)
-    if options.json:
-        print(json.dumps(keys))
-
-
-if __name__ == "__main__":
-    main()
