@@ -1,7 +1,7 @@
 """Job arrays: the quality of the orders of one iteration, the time of an epoch of 64 jobs, and executed siblings.
 
 The orders and the epochs are simulated, with artificial jobs. The executed siblings are compared with the same jobs run
-one after another. See papers/jap/figures.py for the figures of ArrayPipe's paper.
+one after another.
 
 Solvers have a time limit, and processes are measured, so that the benchmark needs an idle machine. The simulated
 results are the same on every machine.
@@ -22,12 +22,11 @@ import numpy as np
 
 from benchmarks.harness.report import describe_machine
 from benchmarks.papers.jap import run as jap_run
+from benchmarks.papers.jap.epochs import Epoch
 from benchmarks.papers.jap.jobs import random_array, random_costs
-from benchmarks.papers.jap.schemes import Costs, Epoch
-from benchmarks.papers.jap.single import Ordered, Spent
 from lightning_pipes.arrays.memory_swap import choose_microbatches
 from lightning_pipes.cost import CostModel
-from lightning_pipes.ir import SENDS, Kind
+from lightning_pipes.ir import SENDS, Kind, Schedule
 from lightning_pipes.sim import load_kernel
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.hanayo import Hanayo
@@ -43,11 +42,11 @@ SETS = {
     "language, slow links": {"link": 0.3},
     "vision": {"kind": "vision"},
 }
-SINGLE = {
-    "GPipe": Ordered((GPipe(),), recompute=(False,)),
-    "1F1B": Ordered((OneFOneB(),), recompute=(False,)),
-    "interleaved v=2": Ordered((Interleaved(stages_per_rank=2),), recompute=(False,)),
-    "Hanayo 1 wave": Ordered((Hanayo(waves=1),), recompute=(False,)),
+SINGLE: dict[str, Schedule] = {
+    "GPipe": GPipe(),
+    "1F1B": OneFOneB(),
+    "interleaved v=2": Interleaved(stages_per_rank=2),
+    "Hanayo 1 wave": Hanayo(waves=1),
 }
 """Schedules for jobs one after another. They do not recompute, because the generator's backwards already include it."""
 
@@ -104,7 +103,7 @@ def warm_up() -> None:
     solve_array(random_array(30, STAGES), "algorithm 1")
 
 
-def generated(imbalance: float = 0.0, overhead: float | None = None) -> Costs:
+def generated(imbalance: float = 0.0, overhead: float | None = None) -> Callable[[tuple[int, ...]], CostModel]:
     """Return the costs of the generator's language jobs. Several stages on one rank share the time of the rank.
 
     Args:
@@ -141,9 +140,9 @@ def epoch_table(sizes: Sequence[int], all_schemes: bool) -> tuple[list[str], flo
         all_schemes: whether other schemes are compared.
     """
     lines = ["epoch over the bottleneck's work, equal / unequal stages"]
-    epochs = [Epoch(generated(imbalance), "language") for imbalance in (0.0, 0.4)]
+    epochs = [Epoch(generated(imbalance), STAGES, "language") for imbalance in (0.0, 0.4)]
     lines.append(f"{'resident jobs':44}" + "".join(f"{a:>15}" for a in sizes))
-    rows: dict[str, Callable[[Epoch, int], Spent]] = {"no rounds": lambda e, a: e.streamed(a)}
+    rows: dict[str, Callable[[Epoch, int], int]] = {"no rounds": lambda e, a: e.streamed(a)}
     if all_schemes:
         rows |= {
             "no rounds, batches cut where jobs are few": lambda e, a: e.streamed(
@@ -156,7 +155,7 @@ def epoch_table(sizes: Sequence[int], all_schemes: bool) -> tuple[list[str], flo
     for name, run in rows.items():
         cells = []
         for resident in sizes:
-            ratios = [run(epoch, resident).time / epoch.work for epoch in epochs]
+            ratios = [run(epoch, resident) / epoch.work for epoch in epochs]
             cells.append(f"{ratios[0]:7.3f} /{ratios[1]:6.3f}")
             if name == "no rounds" and resident == STAGES:
                 a8 = ratios[0]
@@ -170,10 +169,9 @@ def overhead_table() -> list[str]:
         "jobs one after another over no rounds (8 resident jobs), by what a block costs besides, in samples' worth"
     ]
     for overhead in (0, 1, 2, 4):
-        epoch = Epoch(generated(overhead=overhead), "language")
-        ours = epoch.streamed(STAGES).time
-        spent = {name: epoch.one_by_one(how) for name, how in SINGLE.items()}
-        cells = "  ".join(f"{name} {each.time / ours:.2f}" for name, each in spent.items() if each)
+        epoch = Epoch(generated(overhead=overhead), STAGES, "language")
+        ours = epoch.streamed(STAGES)
+        cells = "  ".join(f"{name} {epoch.one_by_one(schedule) / ours:.2f}" for name, schedule in SINGLE.items())
         lines.append(f"  {overhead}: {cells}")
     return lines
 

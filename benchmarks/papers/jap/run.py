@@ -11,7 +11,6 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -26,7 +25,6 @@ from torch import nn
 from benchmarks.engine import gpt_parts
 from benchmarks.harness.emulated import EmulatedLayer, request_realtime_priority
 from benchmarks.harness.silence import QUIET, hush
-from benchmarks.papers.jap.lending import lending
 from benchmarks.papers.jap.peers import Single, by_torch, data_parallel, side_by_side, singles
 from lightning_pipes import JobArray, PipelineStrategy
 from lightning_pipes.arrays.arrivals import order_first_batches
@@ -495,7 +493,8 @@ SCHEMES: dict[str, tuple[Order | None, int | None]] = {
     ARHANAYO: (order_like(Hanayo()), None),
     "Vanilla, one job at a time": (None, 1),
 }
-"""By name the order of rounds, and the siblings at a time. BPipe orders as 1F1B does, and lends activations."""
+"""By name the order of rounds, and the siblings at a time. BPipe orders as 1F1B does; layers that sleep have no
+activations that it could lend."""
 
 
 def rank_of_schemes(rank: int, case: Case, turns: int) -> dict[str, list[float]]:
@@ -509,8 +508,7 @@ def rank_of_schemes(rank: int, case: Case, turns: int) -> dict[str, list[float]]
         for name, (rounds, size) in SCHEMES.items():
             dist.barrier()
             single = Single(Hanayo(), 1, 2 * case.ranks, 0.0) if name == ARHANAYO else None
-            with lending(case.ranks) if name == ARBPIPE else nullcontext():
-                found[name].append(array(case, rounds, size, single).computing)
+            found[name].append(array(case, rounds, size, single).computing)
     return found
 
 

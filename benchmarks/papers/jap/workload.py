@@ -10,8 +10,6 @@ epoch, by ordinary Trainers unless they are plain, and take turns:
 - array: `JobArray`, a stage a rank; rounds: the paper's, in a searched order of whole batches.
 - 1F1B, GPipe and Hanayo: one sibling after another, each with the number of micro-batches that simulation with measured
   layers finds best. One sibling of each batch size runs, and counts for those of its size.
-- BPipe and ArBPipe, on four ranks or more, for two have nothing to lend: 1F1B whose first stages lend activations, for
-  one sibling after another, and in rounds with siblings for micro-batches.
 - processes: siblings side by side, each on one process, plain PyTorch; the best that a user has where a model fits one.
 
 The ResNet-like network has GroupNorm: BatchNorm sees other samples in micro-batches. Losses of an array's siblings are
@@ -41,9 +39,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from benchmarks.engine import Block
 from benchmarks.harness.report import Report, make_parser, run_parts
 from benchmarks.harness.silence import QUIET, hush
-from benchmarks.papers.jap.lending import lending
 from benchmarks.papers.jap.peers import MICROBATCHES
-from benchmarks.papers.jap.run import order_like
 from lightning_pipes import JobArray, PipelineStrategy
 from lightning_pipes.cost import ModelProfile
 from lightning_pipes.engine.compute.profiler import profile_layers
@@ -265,12 +261,6 @@ class Case:
         return time.monotonic() - begun, losses
 
 
-def lent(ranks: int, run: Callable[[], float]) -> float:
-    """Return what `run` returns, where early stages lend activations to late ones."""
-    with lending(ranks):
-        return run()
-
-
 def measure(rank: int, case: Case, rounds: int) -> dict[str, list[float]]:
     """Return the seconds of each system, in turns, and how far losses are from those of plain processes."""
     hush()
@@ -295,9 +285,6 @@ def measure(rank: int, case: Case, rounds: int) -> dict[str, list[float]]:
         "rounds": partial(array, round_order),
         **{name: partial(case.one_by_one, schedule) for name, schedule in SINGLES.items()},
     }
-    if case.ranks >= 4:
-        systems["BPipe"] = partial(lent, case.ranks, partial(case.one_by_one, OneFOneB()))
-        systems["ArBPipe"] = partial(lent, case.ranks, partial(array, order_like(OneFOneB())))
     found: dict[str, list[float]] = {name: [] for name in systems}
     for turn in range(rounds):
         for name in list(systems)[:: -1 if turn % 2 else 1]:

@@ -1,0 +1,106 @@
+"""The simulated time of an epoch of the 64 jobs of ArrayPipe's paper: in rounds, without rounds, and one by one.
+
+All times are nanoseconds. The devices have room for all jobs, and nothing is recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from benchmarks.papers.jap.jobs import KINDS, batch_sizes
+from lightning_pipes.cost import CostModel
+from lightning_pipes.ir import Cut, Plan, Schedule
+from lightning_pipes.planning.planner import even_plan
+from lightning_pipes.sim import makespan
+from lightning_pipes.strategies.jap import ArrayProblem, Effort, Job, problem_from_plan, solve_array, stream_jobs
+
+JOBS, ITERATIONS = 64, 240
+"""The number of jobs, and the batches of a job with the smallest batch size; all jobs have equally many samples."""
+MICROBATCHES = (1, 2, 4, 8, 16, 32)
+ORDERS = 6_000
+"""The orders of a round that the search may try."""
+
+
+class Epoch:
+    """An epoch of all jobs.
+
+    Args:
+        costs: returns the costs of stages, given the rank of each stage.
+        stages: the number of ranks, and of the stages of arrays.
+        kind: "vision" or "language", which determines the batch sizes.
+        jobs: the number of jobs.
+        iterations: the batches of a job with the smallest batch size.
+    """
+
+    def __init__(
+        self,
+        costs: Callable[[tuple[int, ...]], CostModel],
+        stages: int,
+        kind: str,
+        jobs: int = JOBS,
+        iterations: int = ITERATIONS,
+    ) -> None:
+        self._costs, self._stages = costs, stages
+        self._sizes: list[int] = batch_sizes(jobs, kind).tolist()
+        self._kinds = KINDS[kind][2]
+        self._iterations = {rows: iterations * min(self._kinds) // rows for rows in self._kinds}
+        self._line = costs(tuple(range(stages)))
+        cuts = tuple(Cut.even(rows, 1, stages) for rows in self._kinds)
+        self._problem = problem_from_plan(Plan(tuple(range(stages)), cuts), self._line)
+        self._rounds: dict[tuple[int, ...], int] = {}
+
+    @property
+    def work(self) -> int:
+        """The time in which the stage with most work computes in an epoch."""
+        runs = np.array([self._iterations[rows] * self._sizes.count(rows) for rows in self._kinds])
+        return int((runs[:, None] * sum(self._problem.occupied_times)).sum(0).max())
+
+    def one_by_one(self, schedule: Schedule) -> int:
+        """Return the time of all jobs one after another, each with its best number of micro-batches."""
+        costs, total = self._costs(schedule.place_stages(self._stages)), 0
+        for rows in self._kinds:
+            plans = [even_plan(schedule, self._stages, m, rows) for m in MICROBATCHES if m <= rows]
+            best = min(makespan(schedule.program(plan), plan, costs) for plan in plans)
+            total += best * self._iterations[rows] * self._sizes.count(rows)
+        return total
+
+    def in_rounds(self, resident: int, grouped: bool = False) -> int:
+        """Return the time of the paper's scheme.
+
+        Arrays run one after another. A round of an array has one iteration of each of its jobs that are left.
+
+        Args:
+            resident: the number of jobs in an array.
+            grouped: whether jobs with equal batch sizes are in one array, instead of random ones.
+        """
+        order = sorted(self._sizes) if grouped else np.random.default_rng(0).permutation(self._sizes).tolist()
+        total = 0
+        for first in range(0, len(order), resident):
+            left = sorted(order[first : first + resident])
+            done = 0
+            while left:
+                steps = min(self._iterations[rows] for rows in left) - done
+                total += steps * self._round(tuple(left))
+                done += steps
+                left = [rows for rows in left if self._iterations[rows] > done]
+        return total
+
+    def _round(self, sizes: tuple[int, ...]) -> int:
+        if sizes not in self._rounds:
+            problem: ArrayProblem = self._problem.select_jobs([self._kinds.index(rows) for rows in sizes])
+            self._rounds[sizes] = solve_array(problem, "search", Effort(ORDERS)).makespan
+        return self._rounds[sizes]
+
+    def streamed(self, resident: int, microbatches: int = 1) -> int:
+        """Return the time without rounds, if the job with most work begins first.
+
+        Args:
+            resident: the number of jobs at a time.
+            microbatches: the micro-batches of each batch.
+        """
+        work = dict(zip(self._kinds, sum(self._problem.occupied_times).sum(1).tolist(), strict=True))
+        sizes = sorted(self._sizes, key=lambda rows: -self._iterations[rows] * work[rows])
+        jobs = [Job(Cut.even(rows, min(microbatches, rows), self._stages), self._iterations[rows]) for rows in sizes]
+        return stream_jobs(jobs, self._line, resident).time
