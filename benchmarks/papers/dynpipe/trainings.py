@@ -6,10 +6,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import signal
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -34,8 +32,6 @@ REAL_ROWS, REAL_SHAPE = 2, (32, 96)
 LAYER = 4.0e-3
 """Seconds of an emulated layer's forward for a whole batch; backward takes twice as long."""
 ASYNCHRONOUS = "pipedream", "dynpipe"
-LOSSES = "losses.txt"
-"""A line for each batch: steps so far, when it ended, and its loss."""
 
 _slow = 1.0  # by how much layers of this process take longer now
 
@@ -69,18 +65,6 @@ class Emulated(nn.Module):
         return out
 
 
-class Paced(nn.Module):
-    """A layer that computes, and then sleeps for the time of a larger one."""
-
-    def __init__(self, inner: nn.Module, share: float) -> None:
-        super().__init__()
-        self.inner, self.share = inner, share
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = _Sleep.apply(self.inner(x), LAYER * self.share * len(x))  # type: ignore[no-untyped-call]
-        return out
-
-
 def real_block() -> nn.Module:
     """A transformer's block, small enough for one core."""
     return nn.TransformerEncoderLayer(96, 4, 384, dropout=0.0, batch_first=True, norm_first=True)
@@ -111,10 +95,6 @@ class Case:
         steps: training batches.
         slow: by how much the layers of stage `at` take longer, by the batch from which on they do.
         visitors: load, stay and seed of `visitors`, where neighbours come to all stages.
-        make: makes the module and its data; by default layers that sleep, or transformer blocks.
-        pieces: micro-batches; by default as `microbatches` says.
-        killed: the batch after which the process of stage 1 kills itself.
-        saves: batches from one checkpoint to the next, in `folder`, with the losses in a file there; 0 for none.
         real: two ranks compute, and processes compete with that of stage `at` where `slow` is not 1.
         monitor: with an InterferenceMonitor.
         layout: the layers at which stages begin; even by default.
@@ -139,10 +119,6 @@ class Case:
     every: int = 8
     windows: int = 2
     visitors: tuple[float, float, int] | None = None
-    make: Callable[[Case], tuple[pl.LightningModule, DataLoader[Any]]] | None = None
-    pieces: int | None = None
-    killed: int | None = None
-    saves: int = 0
 
     def factor(self, stage: int, step: int) -> float:
         """By how much a stage is slowed down in that batch."""
@@ -160,8 +136,6 @@ class Case:
 
 def microbatches(case: Case) -> int:
     """Of a batch."""
-    if case.pieces is not None:
-        return case.pieces
     if case.schedule in ASYNCHRONOUS:
         return 1
     return 4 * case.ranks if case.real else case.ranks
@@ -194,15 +168,10 @@ class Trace(pl.Callback):
         self.ended.append(time.monotonic())
         self.processor.append(time.process_time())
         self.losses.append(float(outputs["loss"]))
-        if self.case.saves and not self.core:
-            with open(Path(self.case.folder) / LOSSES, "a") as file:
-                file.write(f"{trainer.global_step} {self.ended[-1]} {self.losses[-1]}\n")
         if trainer.strategy.current_run.windows:  # of a schedule that flushes
             events = trainer.strategy.current_run.windows[-1].events
             self.busy.append(sum(e.end - e.start for e in events if e.instruction.kind in (Kind.F, Kind.B)) / 1e9)
         self.layers.append([tuple(span) for span in trainer.strategy.current_run.local_layers.holdings.layers])
-        if trainer.global_step == self.case.killed and self.stage == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         global _slow
@@ -230,8 +199,6 @@ def train(rank: int, case: Case) -> dict[str, Any]:
     elif case.replan:
         arguments["replan"] = {"every": case.every, "windows": case.windows}
     watching: list[pl.Callback] = [InterferenceMonitor()] if case.monitor else []
-    if case.saves:
-        watching.append(ModelCheckpoint(case.folder, "{step}", every_n_train_steps=case.saves, save_top_k=-1))
     stop = case.stop or case.steps
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -240,12 +207,12 @@ def train(rank: int, case: Case) -> dict[str, Any]:
         max_steps=stop,
         max_epochs=-1,
         callbacks=[trace, *watching],
-        **{**QUIET, "enable_checkpointing": bool(case.saves)},
+        **QUIET,
     )
-    module, loader = (case.make or make_blocks)(case)
+    module, loader = make_blocks(case)
     trainer.fit(module, loader, ckpt_path=case.resume or None, weights_only=False)
     digest = hashlib.sha256(b"".join(t.numpy().tobytes() for t in module.state_dict().values())).hexdigest()
-    if case.folder and not case.saves:
+    if case.folder:
         trainer.save_checkpoint(Path(case.folder) / "last.ckpt")
     names = "ended", "processor", "layers", "losses", "busy"
     return {"digest": digest, **{name: getattr(trace, name) for name in names}}

@@ -1,10 +1,9 @@
 """The experiments of Ada-Grouper's paper (Wang et al. 2023, arXiv:2303.01675), one command each: emulated stages on
 really shaped links, which needs root on Linux; f2 is simulated. In brackets the quartiles of steps over rounds.
 
-    python benchmarks/papers/kfkb/figures.py f2|f6|f7|f8|f9|f10|gpt|unet|strong [--quick] [--json]
+    python benchmarks/papers/kfkb/figures.py f2|f6|f7|f8|f9|f10|gpt [--quick] [--json]
 
-gpt, unet and strong have real stages, a thread each, beside SPMD, which is torch's DDP over the same links. They stand
-beside f8, f7 and f9.
+gpt has real stages, a thread each, beside SPMD, which is torch's DDP over the same links.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from benchmarks.harness.netlab import NetLab, lab_unavailable_reason
 from benchmarks.kfkb import MESSAGE, PHASES, Situation, phases
 from benchmarks.papers.kfkb.changing import Course, run
 from benchmarks.papers.kfkb.links import AUTO, SPMD, Measured, Trial, measure, ordered
-from benchmarks.papers.kfkb.split import GPT, Real, UNet
+from benchmarks.papers.kfkb.split import GPT
 from lightning_pipes.cost import LayerProfile
 from lightning_pipes.ir import Policy, Schedule
 from lightning_pipes.ir.registry import make_schedule
@@ -129,38 +128,6 @@ def f10() -> Figures:
     yield "f10_over_best_fixed", ran.seconds[AUTO] / best - 1
 
 
-def scaled(name: str, trial: Real, x: float) -> Figures:
-    """Steps of real stages and of SPMD over one speed of links."""
-    with NetLab(trial.stages) as lab:
-        found = measure(lab, x, trial)
-    operations, best = trial.operations, min(trial.schedules, key=found.median)
-    head, rows = f"{trial.stages} workers", trial.plan.jobs[0].rows
-    yield "", line(head, found) + f"; SPMD {milliseconds(found, SPMD)}; messages of {1e3 * found.transfer:.1f} ms"
-    yield (
-        "",
-        f"{'':22} samples/s: {best} {rows / found.median(best):.0f}, SPMD {rows / found.median(SPMD):.0f}; "
-        + (f"GFLOP/s: {operations / found.median(best) / 1e9:.1f}, {operations / found.median(SPMD) / 1e9:.1f}"),
-    )
-    yield f"{name}_gain_{trial.stages}", found.ratio("k=1", best) - 1
-    yield f"{name}_over_spmd_{trial.stages}", found.ratio(SPMD, best)
-    yield f"{name}_samples_{trial.stages}", rows / found.median(best)
-
-
-def unet(quick: bool = False) -> Figures:
-    """F7 with a real U-Net: weak scaling, a batch of 32 samples a worker, on 2 and 4 of them."""
-    for stages in (2,) if quick else (2, 4):
-        trial = UNet(named((1, 2)), stages, 8 * stages, 0.01, 0, rounds=3 if quick else 8, tuned=False)
-        yield from scaled("unet", replace(trial, message=trial.message_bytes()), X)
-
-
-def strong(quick: bool = False) -> Figures:
-    """F9 with a real GPT: strong scaling, one model and 32 samples on 2 and 4 workers, links of one speed."""
-    message = 2 * 96 * 128 * 4
-    for stages in (2,) if quick else (2, 4):
-        trial = GPT(named((1, 2)), stages, 16, 0.01 / stages, message, rounds=3 if quick else 8, tuned=False)
-        yield from scaled("strong", trial, X * stages / 2)
-
-
 def gpt(quick: bool = False) -> Figures:
     """A real GPT in two stages, a thread each, 16 micro-batches; a forward takes some 5 ms and a message 0 to 10."""
     message = 2 * 96 * 128 * 4
@@ -187,7 +154,7 @@ def gpt(quick: bool = False) -> Figures:
 
 
 FIGURES = {"f2": f2, "f6": f6, "f7": f7, "f8": f8, "f9": f9, "f10": f10}
-REAL = {"gpt": gpt, "unet": unet, "strong": strong}
+REAL = {"gpt": gpt}
 
 
 def main() -> None:
