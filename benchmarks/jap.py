@@ -23,7 +23,6 @@ import numpy as np
 from benchmarks.harness.report import describe_machine
 from benchmarks.papers.jap import run as jap_run
 from benchmarks.papers.jap.epochs import Epoch
-from benchmarks.papers.jap.jobs import random_array, random_costs
 from lightning_pipes.arrays.memory_swap import choose_microbatches
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import SENDS, Kind, Schedule
@@ -34,6 +33,7 @@ from lightning_pipes.strategies.interleaved import Interleaved
 from lightning_pipes.strategies.jap import ArrayProblem, ArraySolution, Effort, solve_array
 from lightning_pipes.strategies.jap.solvers.kernel import SOLVERS
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
+from tests.strategies.jap.random_arrays import random_array, random_costs
 
 STAGES = 8
 SETS = {

@@ -17,13 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.harness.report import make_parser
-from benchmarks.papers.dynpipe.neighbourhood import (
-    Neighbourhood,
-    Slowdown,
-    layered_model,
-    rare_slowdown,
-    visiting_slowdown,
-)
 from lightning_pipes.cost import Cluster, Link
 from lightning_pipes.cost.zoo import named_profile
 from lightning_pipes.ir import Plan, Schedule
@@ -37,6 +30,13 @@ from lightning_pipes.strategies.dynpipe.meshes import Pricing
 from lightning_pipes.strategies.dynpipe.planner import move_seconds
 from lightning_pipes.strategies.dynpipe.repartition import WindowReplay, find_partition, partitions_of
 from lightning_pipes.strategies.dynpipe.situation import Situation
+from tests.strategies.dynpipe.neighbourhood import (
+    Neighbourhood,
+    Slowdown,
+    layered_model,
+    rare_slowdown,
+    visiting_slowdown,
+)
 
 Array = npt.NDArray[np.float64]
 LOOK = 10

@@ -21,10 +21,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.harness.emulated import pause_until
 from benchmarks.harness.silence import QUIET
-from benchmarks.papers.dynpipe.neighbourhood import visiting_slowdown
 from lightning_pipes import InterferenceMonitor, PipelineStrategy
 from lightning_pipes.ir import Kind
 from lightning_pipes.testing.neighbours import Neighbour
+from tests.strategies.dynpipe.neighbourhood import visiting_slowdown
 
 ROWS, WIDTH = 8, 16
 REAL_ROWS, REAL_SHAPE = 2, (32, 96)

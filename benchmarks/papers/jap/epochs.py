@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from benchmarks.papers.jap.jobs import KINDS, batch_sizes
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import Cut, Plan, Schedule
 from lightning_pipes.planning.planner import even_plan
 from lightning_pipes.sim import makespan
 from lightning_pipes.strategies.jap import ArrayProblem, Effort, Job, problem_from_plan, solve_array, stream_jobs
+from tests.strategies.jap.random_arrays import KINDS, batch_sizes
 
 JOBS, ITERATIONS = 64, 240
 """The number of jobs, and the batches of a job with the smallest batch size; all jobs have equally many samples."""

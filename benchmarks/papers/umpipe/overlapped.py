@@ -22,13 +22,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.harness.report import Report
-from benchmarks.papers.umpipe.networks import powers_of_two, realistic, simulated
 from lightning_pipes.ir import InputError, check_count, short_repr
 from lightning_pipes.strategies.umpipe.network import Network, Scheme
 from lightning_pipes.strategies.umpipe.overlapped.kernel import NEVER, OVERLAPPED
 from lightning_pipes.strategies.umpipe.overlapped.run import Merge, chunks_of, in_flight
 from lightning_pipes.strategies.umpipe.overlapped.tables import Chunks, make_log, make_memory, make_room
 from lightning_pipes.strategies.umpipe.search import best_equal_scheme, search_optimum
+from tests.strategies.umpipe.synthetic_networks import powers_of_two, realistic, simulated
 
 EAGER = (Merge.BACKWARD_FIRST, Merge.FORWARD_FIRST)
 """The policies that a search tries for each scheme."""

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from benchmarks.harness.report import Report
-from benchmarks.papers.umpipe.networks import Tables, simulated
 from lightning_pipes.strategies.umpipe.network import Network
 from lightning_pipes.strategies.umpipe.search import (
     EvolutionResult,
@@ -26,6 +25,7 @@ from lightning_pipes.strategies.umpipe.search import (
     search_optimum,
 )
 from lightning_pipes.strategies.umpipe.search.chain import evaluate_genes
+from tests.strategies.umpipe.synthetic_networks import Tables, simulated
 
 T = TypeVar("T")
 

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.papers.csp.emulation.spaces import Subnets, balanced, fixed, space_of
 from lightning_pipes.ir import PlanError
+from lightning_pipes.planning.partition import balanced_cuts
 
 
 def subnets(n: int, blocks: int, seed: int, most: int) -> Subnets:
@@ -54,3 +55,11 @@ def test_a_fixed_map_is_the_same_for_all() -> None:
 def test_refuses_more_stages_than_blocks(cut) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(PlanError, match="6 blocks can't fill 7 stages"):
         cut(subnets(2, 6, 0, 5), 7)
+
+
+def test_cuts_are_those_of_the_engine() -> None:
+    """Compare with the cut of one subnet at a time, in seconds."""
+    drawn = space_of("NLP.c3").draw(6, seed=2)
+    everywhere = np.ones((8, drawn.blocks), bool)
+    for row, times in zip(balanced(drawn, 8).cuts, drawn.forward + drawn.backward, strict=True):
+        assert np.array_equal(balanced_cuts([times / 1e9], 8, everywhere)[0], row)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from benchmarks.jap import methods
 from benchmarks.papers.jap.epochs import Epoch
-from benchmarks.papers.jap.jobs import random_array
 from benchmarks.papers.jap.run import order_like
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import Cut, Kind, Plan
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
+from tests.strategies.jap.random_arrays import random_array
 
 
 def test_jobs_are_micro_batches_of_the_schedule():

@@ -7,7 +7,6 @@ from itertools import combinations, pairwise
 
 import numpy as np
 
-from benchmarks.papers.csp.emulation.spaces import balanced, space_of
 from lightning_pipes.ir import Delayed, LayerUse, Plan, Span
 from lightning_pipes.planning.partition import balanced_cuts
 from lightning_pipes.strategies.csp import CSP
@@ -41,15 +40,6 @@ def test_as_good_as_any(seed: int) -> None:
     assert max(sum(costs[a:b]) for a, b in cut) == best
     if not pinned:
         assert len(cut) == stages
-
-
-def test_as_in_the_emulation() -> None:
-    subnets = space_of("NLP.c3").draw(6, seed=2)
-    cuts = balanced(subnets, 8).cuts
-    for row, forward, backward in zip(cuts, subnets.forward, subnets.backward, strict=True):
-        cut = balanced_cut(list(map(float, forward + backward)), 8, {})
-        assert cut is not None
-        assert np.array_equal([a for a, _ in cut], row[:-1])
 
 
 def test_no_cut_where_there_is_none() -> None:

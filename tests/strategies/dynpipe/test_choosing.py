@@ -9,7 +9,6 @@ from itertools import combinations, product
 
 import pytest
 
-from benchmarks.papers.dynpipe.neighbourhood import layered_model
 from lightning_pipes.cost import Cluster, Link
 from lightning_pipes.ir import InputError
 from lightning_pipes.planning.staleness import Iterations
@@ -24,6 +23,7 @@ from lightning_pipes.strategies.dynpipe.choosing import (
 )
 from lightning_pipes.strategies.dynpipe.meshes import DeviceMesh, Pricing, list_meshes
 from tests.cases import for_each
+from tests.strategies.dynpipe.neighbourhood import layered_model
 
 SECONDS = (1.0, 2.0, 0.5, 1.5, 3.0, 1.0)
 

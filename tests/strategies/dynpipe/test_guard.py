@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.papers.dynpipe.neighbourhood import Neighbourhood, constant_slowdown, layered_model
 from lightning_pipes.ir import InputError, Span
 from lightning_pipes.planning.planner import planner_of
 from lightning_pipes.planning.replanning import FreeBytes
 from lightning_pipes.strategies.dynpipe import DynPipe
 from lightning_pipes.strategies.dynpipe.planner import MemoryGuard
+from tests.strategies.dynpipe.neighbourhood import Neighbourhood, constant_slowdown, layered_model
 
 
 def states(guard: MemoryGuard, *free: FreeBytes, kept: int = 2) -> list[bool]:

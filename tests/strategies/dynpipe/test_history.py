@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from benchmarks.papers.dynpipe.neighbourhood import Neighbourhood, constant_slowdown, layered_model
 from lightning_pipes.ir import Plan, Schedule, Span
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.replanning import Observation
@@ -10,6 +9,7 @@ from lightning_pipes.strategies.dynpipe.history import History
 from lightning_pipes.strategies.dynpipe.partitions import all_partitions
 from lightning_pipes.strategies.dynpipe.repartition import WindowReplay
 from lightning_pipes.strategies.dynpipe.situation import Situation
+from tests.strategies.dynpipe.neighbourhood import Neighbourhood, constant_slowdown, layered_model
 
 EVEN, MOVED = (Span(0, 4), Span(4, 8)), (Span(0, 5), Span(5, 8))
 

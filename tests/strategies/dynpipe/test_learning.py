@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.papers.dynpipe.neighbourhood import Neighbourhood, constant_slowdown, layered_model
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.replanning import HostedStage, Predicted
 from lightning_pipes.strategies.dynpipe import DynPipe, DynPlanner
+from tests.strategies.dynpipe.neighbourhood import Neighbourhood, constant_slowdown, layered_model
 
 Rows = Sequence[tuple[Mapping[str, float], HostedStage]]
 

@@ -11,13 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.papers.dynpipe.neighbourhood import (
-    Neighbourhood,
-    Slowdown,
-    constant_slowdown,
-    layered_model,
-    rare_slowdown,
-)
 from lightning_pipes.cost import CostModel, Link, ModelProfile
 from lightning_pipes.ir import Kind, Plan, Schedule, Span
 from lightning_pipes.ir.registry import make_schedule
@@ -30,6 +23,13 @@ from lightning_pipes.strategies.dynpipe.planner import move_seconds
 from lightning_pipes.strategies.dynpipe.repartition import WindowReplay
 from lightning_pipes.strategies.dynpipe.situation import Situation
 from tests.cases import for_each
+from tests.strategies.dynpipe.neighbourhood import (
+    Neighbourhood,
+    Slowdown,
+    constant_slowdown,
+    layered_model,
+    rare_slowdown,
+)
 
 SOME = (1.0, 1.3, 0.7, 1.0, 1.1, 0.9, 1.2, 0.8, 1.0, 1.0)
 """Relative seconds of layers with unequal weights."""

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.papers.dynpipe.neighbourhood import Neighbourhood, constant_slowdown, layered_model
 from lightning_pipes.cost import Link
 from lightning_pipes.ir import Kind
 from lightning_pipes.ir.registry import make_schedule
@@ -15,6 +14,7 @@ from lightning_pipes.strategies.dynpipe.partitions import all_partitions, spans_
 from lightning_pipes.strategies.dynpipe.repartition import WindowReplay, step_bounds
 from lightning_pipes.strategies.dynpipe.situation import Situation
 from tests.cases import for_each
+from tests.strategies.dynpipe.neighbourhood import Neighbourhood, constant_slowdown, layered_model
 
 
 def world(name: str, ranks: int, seed: int, slow: float = 1e6) -> Neighbourhood:

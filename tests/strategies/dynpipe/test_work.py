@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.papers.dynpipe.neighbourhood import Neighbourhood, Slowdown, constant_slowdown, layered_model
 from lightning_pipes.cost import LayerProfile, ModelProfile
 from lightning_pipes.ir import Plan, Span
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.planner import planner_of
 from lightning_pipes.planning.replanning import Observation
 from lightning_pipes.strategies.dynpipe.work import estimate_work
+from tests.strategies.dynpipe.neighbourhood import Neighbourhood, Slowdown, constant_slowdown, layered_model
 
 TRUE = layered_model([0.01] * 12)
 QUIET = constant_slowdown((1.0,) * 4)

@@ -5,7 +5,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from benchmarks.papers.jap.jobs import batch_sizes, random_array, random_costs
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import Cut, DeadlockError, Kind, Plan, PlanError, verify
 from lightning_pipes.sim import simulate
@@ -16,6 +15,7 @@ from lightning_pipes.strategies.jap.solvers.kernel import SOLVERS
 from tests.cases import for_each
 from tests.strategies.jap.array_costs import ArrayCosts, plan_of
 from tests.strategies.jap.by_hand import random_problem, rows_of_a_stage, timed
+from tests.strategies.jap.random_arrays import batch_sizes, random_array, random_costs
 
 
 def random_order(problem, seed):

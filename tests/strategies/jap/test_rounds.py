@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.papers.jap.jobs import random_array
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import Cut, InputError, Kind, Plan
 from lightning_pipes.strategies.jap import Effort, RoundOrder, problem_from_plan, round_order
 from lightning_pipes.strategies.jap.solvers.rules import RULES
 from lightning_pipes.strategies.jap.solvers.solve import METHODS
 from tests.strategies.jap.by_hand import best_of_all, random_problem, timed
+from tests.strategies.jap.random_arrays import random_array
 
 ROOT = Path(__file__).parents[3]
 EQUAL = CostModel.uniform(2, 1e-3, 2e-3, rows=1)

@@ -4,12 +4,12 @@ import random
 
 import pytest
 
-from benchmarks.papers.jap.jobs import batch_sizes, random_costs
 from lightning_pipes.cost import CostModel, Link
 from lightning_pipes.ir import Cut, Kind, PlanError, verify
 from lightning_pipes.sim import simulate
 from lightning_pipes.strategies.jap import Job, stream_jobs
 from tests.cases import for_each
+from tests.strategies.jap.random_arrays import batch_sizes, random_costs
 
 SAMPLES = 384
 

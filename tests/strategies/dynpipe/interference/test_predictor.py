@@ -8,13 +8,12 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
-from benchmarks.papers.dynpipe.predictor import MODELS, Constant, Linear, Trees
 from lightning_pipes.ir import InputError
 from lightning_pipes.planning.replanning import HostedStage, Interference
 from lightning_pipes.strategies.dynpipe.interference import Forest, Predictor
 from lightning_pipes.strategies.dynpipe.interference.features import NAMES, RUN, WAIT, feature_table, predict_by_formula
 from lightning_pipes.strategies.dynpipe.interference.forest import train
-from lightning_pipes.strategies.dynpipe.interference.predictor import CorrectedFormula, Formula
+from lightning_pipes.strategies.dynpipe.interference.predictor import CorrectedFormula
 from tests.cases import count_calls
 
 BUSY = "host.machine_busy_share"
@@ -106,41 +105,6 @@ def test_a_forest_of_other_columns():
 def test_bad_margins(predictor):
     with pytest.raises(InputError, match="spread must be 0 or more, got -1"):
         Predictor(predictor.forest, spread=-1)
-
-
-def test_what_learns_beats_what_does_not_and_the_formula_needs_no_data():
-    (pairs, ratios), (new_pairs, truth) = data(), data(100, seed=1)
-    rows, new = feature_table(pairs), feature_table(new_pairs)
-    errors = {m.name: float(np.abs(m().fit(rows, ratios).predict(new) - truth).mean()) for m in MODELS}
-    assert errors["formula x forest"] < errors["formula"] < errors["constant"]
-    assert errors["forest"] < errors["constant"]
-    assert errors["linear"] < errors["constant"]
-    assert errors["network"] < errors["constant"]
-    assert set(errors) == {
-        "forest",
-        "formula x forest",
-        "formula",
-        "formula x constant",
-        "linear",
-        "network",
-        "constant",
-    }
-    assert Formula().predict(new[:1])[0] == pytest.approx(predict_by_formula(new_pairs[0][0]))
-
-
-def test_where_the_scheduler_counts_nothing_the_forest_is_alone():
-    pairs, ratios = data()
-    blind = [({BUSY: seen[BUSY]}, stage) for seen, stage in pairs]
-    rows = feature_table(blind)
-    alone = CorrectedFormula().fit(rows, ratios).predict(rows)
-    np.testing.assert_allclose(alone, Trees().fit(rows, ratios).predict(rows))
-
-
-def test_a_line_does_not_lead_out_of_the_world():
-    pairs, ratios = data()
-    far = feature_table([(device(1e-3, 1.0, 1e6), hosting())])
-    assert Linear().fit(feature_table(pairs), ratios).predict(far)[0] == pytest.approx(ratios.max())
-    assert Constant().fit(feature_table(pairs), ratios).predict(far)[0] == ratios.mean()
 
 
 def test_a_whole_re_plan_is_asked_at_once(predictor):

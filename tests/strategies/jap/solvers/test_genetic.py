@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from benchmarks.papers.jap.jobs import random_array
 from lightning_pipes.strategies.jap import Effort
 from lightning_pipes.strategies.jap.solvers.genetic import (
     OrderEvolution,
@@ -17,6 +16,7 @@ from lightning_pipes.strategies.jap.solvers.genetic import (
 )
 from lightning_pipes.strategies.jap.solvers.rules import RULES, order_by_rule
 from tests.strategies.jap.by_hand import random_problem
+from tests.strategies.jap.random_arrays import random_array
 
 
 def test_genes_are_blocks_in_the_order_of_their_jobs():

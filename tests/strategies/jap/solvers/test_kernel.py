@@ -2,12 +2,12 @@
 
 import pytest
 
-from benchmarks.papers.jap.jobs import random_array
 from lightning_pipes.strategies.jap import Effort
 from lightning_pipes.strategies.jap.solvers.kernel import SOLVERS
 from lightning_pipes.strategies.jap.solvers.rules import order_by_rule
 from lightning_pipes.strategies.jap.solvers.search import search_orders
 from lightning_pipes.strategies.jap.solvers.solve import branch_and_bound, solve_as_printed
+from tests.strategies.jap.random_arrays import random_array
 
 
 @pytest.mark.skipif(SOLVERS.numba is None, reason="numba is not installed")

@@ -4,10 +4,10 @@ from importlib.util import find_spec
 
 import pytest
 
-from benchmarks.papers.jap.jobs import random_array
 from lightning_pipes.ir import PlanError
 from lightning_pipes.strategies.jap import Effort, solve_array
 from lightning_pipes.strategies.jap.solvers.rules import order_by_rule
+from tests.strategies.jap.random_arrays import random_array
 
 
 @pytest.mark.skipif(

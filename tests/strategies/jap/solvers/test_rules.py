@@ -1,7 +1,7 @@
 """Check the rules that order an array without a search."""
 
-from benchmarks.papers.jap.jobs import random_array
 from lightning_pipes.strategies.jap.solvers.rules import longest_in_the_middle, order_by_rule
+from tests.strategies.jap.random_arrays import random_array
 
 
 def test_rules():

@@ -1,6 +1,5 @@
 """Check the search and the limits of its effort."""
 
-from benchmarks.papers.jap.jobs import random_array
 from lightning_pipes.strategies.jap import Effort, solve_array
 from lightning_pipes.strategies.jap.solvers.genetic import (
     evolve_orders,
@@ -8,6 +7,7 @@ from lightning_pipes.strategies.jap.solvers.genetic import (
 from lightning_pipes.strategies.jap.solvers.rules import order_by_rule
 from lightning_pipes.strategies.jap.solvers.search import search_orders
 from lightning_pipes.strategies.jap.solvers.solve import solve_as_printed
+from tests.strategies.jap.random_arrays import random_array
 
 
 def test_the_clock_ends_a_search():

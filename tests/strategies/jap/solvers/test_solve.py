@@ -2,7 +2,6 @@
 
 import pytest
 
-from benchmarks.papers.jap.jobs import random_array
 from lightning_pipes.ir import PlanError
 from lightning_pipes.strategies.jap import Effort, solve_array
 from lightning_pipes.strategies.jap.problem import ArraySolution
@@ -10,6 +9,7 @@ from lightning_pipes.strategies.jap.solvers.bounds import lower_bound
 from lightning_pipes.strategies.jap.solvers.rules import RULES
 from lightning_pipes.strategies.jap.solvers.solve import METHODS, solve_as_printed
 from tests.strategies.jap.by_hand import random_problem
+from tests.strategies.jap.random_arrays import random_array
 
 PACKAGE = "lightning_pipes.strategies.jap.solvers"
 

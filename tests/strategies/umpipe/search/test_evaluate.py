@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.papers.umpipe.evaluators import by_sample
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import Cut, InputError, Instruction, Kind, Plan, Span
 from lightning_pipes.sim import simulate
@@ -20,6 +19,7 @@ from lightning_pipes.strategies.umpipe.search.chain import (
 from lightning_pipes.strategies.umpipe.search.exact import best_equal_scheme
 from lightning_pipes.strategies.umpipe.search.kernel import CHUNKS
 from tests.strategies.umpipe.search.examples import (
+    by_sample,
     every_chain,
     figure_1,
     figure_2,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.papers.umpipe.networks import powers_of_two, realistic, simulated
 from lightning_pipes.ir import InputError
 from lightning_pipes.strategies.umpipe.network import Network
 from lightning_pipes.strategies.umpipe.search import exact
@@ -13,6 +12,7 @@ from lightning_pipes.strategies.umpipe.search.chain import chains_of_network, ev
 from lightning_pipes.strategies.umpipe.search.exact import best_equal_scheme, search_optimum
 from lightning_pipes.strategies.umpipe.search.kernel import CHUNKS, load_loops
 from tests.strategies.umpipe.search.examples import every_chain, figure_1, figure_2, random_network
+from tests.strategies.umpipe.synthetic_networks import powers_of_two, realistic, simulated
 
 
 def best_of_all(network: Network) -> int:

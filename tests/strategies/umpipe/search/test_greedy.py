@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.papers.umpipe.evaluators import by_sample
 from lightning_pipes.strategies.umpipe.search.chain import Chain, chains_of_network, evaluate_schemes
 from lightning_pipes.strategies.umpipe.search.exact import best_equal_scheme, global_greedy, local_greedy
-from tests.strategies.umpipe.search.examples import figure_1, random_network, random_schemes
+from tests.strategies.umpipe.search.examples import by_sample, figure_1, random_network, random_schemes
 
 
 def local(chain: Chain) -> tuple[int, ...]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.papers.umpipe.networks import powers_of_two, realistic, simulated
 from lightning_pipes.ir import InputError
+from tests.strategies.umpipe.synthetic_networks import powers_of_two, realistic, simulated
 
 
 def test_simulation_networks() -> None:

@@ -1,0 +1,86 @@
+"""Check the predictors of interference that the benchmark compares."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.papers.dynpipe.predictor import MODELS, Constant, Linear, Scaled, Trees
+from lightning_pipes.planning.replanning import HostedStage
+from lightning_pipes.strategies.dynpipe.interference.dataset import NONE, Dataset, cross_validated
+from lightning_pipes.strategies.dynpipe.interference.features import (
+    FORMULA_AT,
+    NAMES,
+    RUN,
+    WAIT,
+    feature_table,
+    predict_by_formula,
+)
+from lightning_pipes.strategies.dynpipe.interference.predictor import CorrectedFormula, Formula
+
+BUSY = "host.machine_busy_share"
+
+
+def hosting(forward: float = 0.002, weights: float = 1e6) -> HostedStage:
+    return HostedStage(1, 8, forward, 2 * forward, weights, 2 * weights, 1e5, 1e4)
+
+
+def device(run: float = 0.5, wait: float = 0.5, busy: float = 0.5) -> dict[str, float]:
+    return {RUN: run, WAIT: wait, BUSY: busy}
+
+
+def data(rows: int = 400, seed: int = 0):
+    """Return data in which a busy machine slows down stages with large weights, in addition to waiting."""
+    random = np.random.default_rng(seed)
+    pairs, ratios = [], []
+    for _ in range(rows):
+        run, wait, busy = random.uniform(0.2, 1), random.uniform(0, 1), random.uniform(0, 1)
+        stage = hosting(random.uniform(0.001, 0.004), random.choice([1e5, 1e8]))
+        pairs.append((device(run, wait, busy), stage))
+        ratios.append((run + wait) / run * (1 + busy * (stage.weights > 1e7)))
+    return pairs, np.array(ratios)
+
+
+def test_what_learns_beats_what_does_not_and_the_formula_needs_no_data():
+    (pairs, ratios), (new_pairs, truth) = data(), data(100, seed=1)
+    rows, new = feature_table(pairs), feature_table(new_pairs)
+    errors = {m.name: float(np.abs(m().fit(rows, ratios).predict(new) - truth).mean()) for m in MODELS}
+    assert errors["formula x forest"] < errors["formula"] < errors["constant"]
+    assert errors["forest"] < errors["constant"]
+    assert errors["linear"] < errors["constant"]
+    assert errors["network"] < errors["constant"]
+    assert set(errors) == {
+        "forest",
+        "formula x forest",
+        "formula",
+        "formula x constant",
+        "linear",
+        "network",
+        "constant",
+    }
+    assert Formula().predict(new[:1])[0] == pytest.approx(predict_by_formula(new_pairs[0][0]))
+
+
+def test_where_the_scheduler_counts_nothing_the_forest_is_alone():
+    pairs, ratios = data()
+    blind = [({BUSY: seen[BUSY]}, stage) for seen, stage in pairs]
+    rows = feature_table(blind)
+    alone = CorrectedFormula().fit(rows, ratios).predict(rows)
+    np.testing.assert_allclose(alone, Trees().fit(rows, ratios).predict(rows))
+
+
+def test_a_line_does_not_lead_out_of_the_world():
+    pairs, ratios = data()
+    far = feature_table([(device(1e-3, 1.0, 1e6), hosting())])
+    assert Linear().fit(feature_table(pairs), ratios).predict(far)[0] == pytest.approx(ratios.max())
+    assert Constant().fit(feature_table(pairs), ratios).predict(far)[0] == ratios.mean()
+
+
+def test_constants_and_factors_are_learned() -> None:
+    """Check models on windows whose ratio is 1.5 times the formula, with kinds of neighbours held out."""
+    rows = np.random.default_rng(0).uniform(1, 3, size=(18, len(NAMES)))
+    neighbours = np.array(["spin"] * 6 + ["memory"] * 6 + [NONE] * 6)
+    stages, settings = np.array(["a", "b", "c"] * 6), np.repeat([0, 1, 2], 6)
+    windows = Dataset(rows, 1.5 * rows[:, FORMULA_AT], neighbours, stages, settings)
+    assert cross_validated(Scaled, windows.without_each(neighbours))[0].r2 == pytest.approx(1.0)
+    assert cross_validated(Constant, windows.random_parts())[0].r2 < 0.1
