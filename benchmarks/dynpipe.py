@@ -7,7 +7,7 @@ measures the cost of monitoring without a neighbor.
     python benchmarks/dynpipe.py [--quick] [--json] [--only NAME]
 
 Two headline numbers take longer than `--quick` allows: `vs_restart` is printed by the whole run, or by `--only
-restarts`, and `migration_slowdown` by `python benchmarks/papers/dynpipe/migration.py --json`, which needs root.
+restarts`, and `migration_slowdown` by `python -m benchmarks.papers dynpipe migration --json`, which needs root.
 
 Real: two stages of transformer blocks compute, each pinned to a core, and other processes compete for one of these
 cores.
@@ -415,7 +415,9 @@ def main() -> None:
     )
     against = {} if options.quick else against_restart(options.quick)
     if options.quick:
-        print("left out: vs_restart (--only restarts), migration_slowdown (papers/dynpipe/migration.py)")
+        print(
+            "left out: vs_restart (--only restarts), migration_slowdown (python -m benchmarks.papers dynpipe migration)"
+        )
     if options.json:
         first, real = rows[0], next(row for row in rows if row.name.startswith("real"))
         equal = {row.equal for row in rows} - {None} == {True}

@@ -1,7 +1,5 @@
 """CSP on a small supernet of real layers compared with other ways to train it, executed on two cores.
 
-    python benchmarks/papers/csp/peers.py [--quick] [--json]
-
 All train the same subnets on the same batches, in several alternating rounds: `csp` on two processes; one subnet after
 another in a pipeline, with schedules that flush; one-shot training under DDP, as in the examples of NNI, with one
 process per core and half of the batch on each; and one process that uses both cores.
@@ -9,10 +7,10 @@ process per core and half of the batch on each; and one process that uses both c
 
 from __future__ import annotations
 
-import json
 import platform
 import statistics
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -23,7 +21,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.harness.report import Report, describe_machine, make_parser, run_parts
+from benchmarks.harness.report import Output, describe_machine
 from benchmarks.harness.silence import QUIET, hush
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.supernets import ChoiceBlock, SubnetStream, Supernet, Uniform
@@ -115,13 +113,9 @@ def fit(rank: int, name: str, subnets: int) -> float:
     return (subnets - WARM) / clock.seconds
 
 
-WAYS = ("csp 1", "csp 2", "csp 4", "1f1b 2", "1f1b 4", "zero_bubble 2", "zero_bubble 4", "ddp", "one process")
-FEW_WAYS = ("csp 1", "1f1b 2", "ddp", "one process")
-
-
-def peers(quick: bool) -> Report:
-    """Subnets a second of each way: the median, least and most, and the best csp over it."""
-    subnets, rounds, ways = (60, 1, FEW_WAYS) if quick else (200, 3, WAYS)
+def peers(subnets: int, rounds: int, ways: Sequence[str]) -> Output:
+    """Yield the subnets a second of each way: the median, least and most, and the best csp over it."""
+    yield f"{describe_machine()}, {platform.python_version()}, torch {torch.__version__}, lightning {L.__version__}\n"
     found: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name in ways:
@@ -129,26 +123,9 @@ def peers(quick: bool) -> Report:
             found[name].append(run(name, subnets, timeout=300)[0])
     rate = {name: statistics.median(values) for name, values in found.items()}
     csp, flushed = (max(rate[name] for name in ways if name.startswith(each)) for each in ("csp", ("1f1b", "zero")))
-    report = Report(
-        [f"{BLOCKS} blocks of {CANDIDATES}, {ROWS} rows: subnets/s, median (least to most), best csp over it"]
-    )
+    yield f"{BLOCKS} blocks of {CANDIDATES}, {ROWS} rows: subnets/s, median (least to most), best csp over it"
     for name, values in found.items():
-        report.lines.append(
-            f"{name:16} {rate[name]:7.1f} ({min(values):.1f} to {max(values):.1f}) {csp / rate[name]:6.2f}"
-        )
-    report.lines.append("Left out: more than two processes; NNI itself, whose strategies run such a loop.")
+        yield f"{name:16} {rate[name]:7.1f} ({min(values):.1f} to {max(values):.1f}) {csp / rate[name]:6.2f}"
+    yield "Left out: more than two processes; NNI itself, whose strategies run such a loop."
     others = {"vs_one_by_one": flushed, "vs_ddp": rate["ddp"], "vs_one_process": rate["one process"]}
-    report.keys = {key: csp / value for key, value in others.items()}
-    return report
-
-
-def main() -> None:
-    options = make_parser(__doc__, "one round of fewer subnets and ways; within 120 s").parse_args()
-    print(f"{describe_machine()}, {platform.python_version()}, torch {torch.__version__}, lightning {L.__version__}\n")
-    keys = run_parts({"peers": peers}, ["peers"], options.quick)
-    if options.json:
-        print(json.dumps({key: round(value, 3) for key, value in keys.items()}))
-
-
-if __name__ == "__main__":
-    main()
+    yield {key: round(csp / value, 3) for key, value in others.items()}

@@ -1,8 +1,6 @@
 """The same supernet trained on 1, 2, 4 and 8 stages: which systems give the same weights (NASPipe, Zhao et al. 2022,
 Table 3), what a search finds with them, how the loss falls (Figure 4), and in what order subnets use a layer (Table 4).
 
-    python benchmarks/papers/csp/reproducibility.py [--subnets 400] [--quick] [--json] [--picture FILE]
-
 Handwritten digits, really trained, a process a stage: twelve blocks of eight candidates each, with Adam, dropout and
 LayerNorm, a first and a last layer that all subnets share. A fifth of the images is held out: evolution searches there
 for the subnet of highest accuracy, with the weights of the supernet. CSP is run with `shared` as it
@@ -12,14 +10,12 @@ come.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import json
 import logging
 import statistics
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +25,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.harness.report import Panel, Picture, draw
+from benchmarks.harness.report import Output
 from benchmarks.harness.silence import QUIET
 from lightning_pipes import PipelineStrategy, ReproducibilityLog
 from lightning_pipes.sim.shown.training_record import TrainingRecord, compare_runs
@@ -162,41 +158,44 @@ def crowded(record: TrainingRecord) -> tuple[str, int]:
     return layer, spread(layer)[1]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--subnets", type=int, default=400)
-    parser.add_argument("--quick", action="store_true", help="60 subnets, on 2 and 4 stages")
-    parser.add_argument("--picture", type=Path, help="a file for the losses of all trainings, by subnets")
-    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
-    asked = parser.parse_args()
+def draw(losses: Mapping[str, Mapping[str, list[float]]], path: Path) -> None:
+    """Draw the losses of each system by stages into a file, with one scale for all systems."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(14, 8), layout="constrained")
+    for axis, (title, curves) in zip(figure.subplots(2, 3, sharey=True).flat, losses.items(), strict=False):
+        for name, values in curves.items():
+            axis.plot(range(SMOOTHED, SMOOTHED + len(values)), values, label=name)
+        axis.set(title=title, xlabel="subnets", ylabel="loss")
+        axis.legend(frameon=False)
+    figure.suptitle(f"Loss of a supernet on digits, the mean of {SMOOTHED} subnets")
+    figure.savefig(path, dpi=110)
+
+
+def convergence(subnets: int, counts: Sequence[int], picture: str = "") -> Output:
+    """Yield losses, hashes and searches of all systems on several numbers of stages; draw the losses into `picture`."""
     keys: dict[str, float] = {}
-    subnets, counts = (60, (2, 4)) if asked.quick else (asked.subnets, (1, 2, 4, 8))
     wrong = 0
-    panels = []
+    losses: dict[str, dict[str, list[float]]] = {}
     for system in SYSTEMS:
         found = {stages: trained(system, stages, subnets) for stages in counts}
         first = found[counts[0]]
         equal = all(each.weights == first.weights for each in found.values())
         wrong += equal != system.startswith("CSP")
-        print(f"{system}: {'equal' if equal else 'different'} on {', '.join(map(str, counts))} stages")
+        yield f"{system}: {'equal' if equal else 'different'} on {', '.join(map(str, counts))} stages"
         layer, start = crowded(first.record)
         for stages, each in found.items():
             order = " ".join(each.record.order(layer).split()[start : start + 8])
             loss = statistics.fmean(map(float.fromhex, each.losses[-SMOOTHED:]))
-            print(f"  {stages} stages: loss {each.losses[-1]}, of the last {SMOOTHED} {loss:.3f}; ", end="")
             keys[f"search_{system.replace(' ', '_').lower()}_{stages}"] = round(each.accuracy, 4)
-            print(f"search {each.accuracy:.1%}; weights {each.weights}; layer {layer}: ... {order} ...", flush=True)
+            yield (
+                f"  {stages} stages: loss {each.losses[-1]}, of the last {SMOOTHED} {loss:.3f}; "
+                f"search {each.accuracy:.1%}; weights {each.weights}; layer {layer}: ... {order} ..."
+            )
         if not equal:
-            print(f"  {compare_runs(first.record, found[counts[1]].record)}")
-        lines = {f"{stages} stage{'s' * (stages > 1)}": smoothed(each.losses) for stages, each in found.items()}
-        title = f"{system}: {'the same on all' if equal else 'different'}"
-        panels.append(Panel(title, "subnets", "loss", list(range(SMOOTHED, subnets + 1)), lines))
-    if asked.picture:
-        draw(Picture(f"Loss of a supernet on digits, the mean of {SMOOTHED} subnets", panels, True), asked.picture)
-    if asked.json:
-        print(json.dumps({"as_expected": float(not wrong), **keys}))
-    return wrong
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+            yield f"  {compare_runs(first.record, found[counts[1]].record)}"
+        curves = {f"{stages} stage{'s' * (stages > 1)}": smoothed(each.losses) for stages, each in found.items()}
+        losses[f"{system}: {'the same on all' if equal else 'different'}"] = curves
+    if picture:
+        draw(losses, Path(picture))
+    yield {"as_expected": float(not wrong), **keys}

@@ -1,8 +1,6 @@
 """What a step loses while layers move behind it, on the shaped links of a network laboratory, and how soon they are
 there (DynPipe, S V-C and table III): two emulated stages, on two hosts. Needs root.
 
-    python benchmarks/papers/dynpipe/migration.py [--quick] [--json]
-
 Each round has a step of each kind, with transfers under way all the time: none, chunks that wait for training's
 messages ("gate"), and chunks that do not. The second table has a state of Adam's size move once while training goes on:
 packed as a whole first, as torch.save does, while training waits, or on its way; pressing on, or behind training. The
@@ -12,7 +10,6 @@ third has a layer move in a training by the Trainer, in each way that `PipelineS
 from __future__ import annotations
 
 import io
-import json
 import logging
 import statistics
 import time
@@ -27,9 +24,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.harness.emulated import Emulation, sleeping_layer
-from benchmarks.harness.netlab import NetLab, lab_unavailable_reason
+from benchmarks.harness.netlab import NetLab
 from benchmarks.harness.ranks import join_ranks
-from benchmarks.harness.report import make_parser
+from benchmarks.harness.report import Output
 from benchmarks.harness.silence import QUIET
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.engine import Engine, Item, make_transport
@@ -264,49 +261,40 @@ def trains(rank: int, way: str, batches: int) -> tuple[float, float, float, int]
     return move.seconds, move.waited, moves.step, move.late
 
 
-def main() -> None:
-    options = make_parser(__doc__, "few rounds").parse_args()
-    reason = lab_unavailable_reason()
-    if reason:
-        print(f"no network laboratory here: {reason}")
-        return
+def migration(rounds: int) -> Output:
+    """Yield the three tables."""
     headline: dict[str, float] = {}
-    print("step time over that without parcels (median of rounds, and their quartiles), and the link's use by parcels")
+    yield "step time over that without parcels (median of rounds, and their quartiles), and the link's use by parcels"
     for busy, name in ((0.5, "half"), (2 / 3, "two thirds")):
-        trial = Trial(busy, 5 if options.quick else 30, 0 if busy == 0.5 else 3_000_000)
+        trial = Trial(busy, rounds, 0 if busy == 0.5 else 3_000_000)
         with NetLab(2, trial.bandwidth) as lab:
             found = lab.run_ranks(rank_main, trial, timeout=600)
         slowest = {kind: [max(both) for both in zip(*(f.steps[kind] for f in found), strict=True)] for kind in KINDS}
         alone = statistics.median(slowest["alone"])
-        print(f"{name} of the link busy with training, {1000 * alone:.0f} ms alone")
+        yield f"{name} of the link busy with training, {1000 * alone:.0f} ms alone"
         for kind in KINDS[1:]:
             ratios = [a / b for a, b in zip(slowest[kind], slowest["alone"], strict=True)]
             low, middle, high = statistics.quantiles(ratios, n=4)
             share = statistics.median(found[0].rates[kind]) / trial.bandwidth
             key = {"gate": "migration_slowdown", "neither": "ungated_slowdown"}[kind]
             headline[key if name != "half" else f"{key}_half"] = round(middle - 1, 4)
-            print(f"  {kind:9} {middle:.3f}  ({low:.3f} to {high:.3f})   {share:4.0%} of the link")
-    print(f"{trial.moved / 1e6:g} MB move: iterations until they are there, and iterations that training lost by then")
+            yield f"  {kind:9} {middle:.3f}  ({low:.3f} to {high:.3f})   {share:4.0%} of the link"
+    yield f"{trial.moved / 1e6:g} MB move: iterations until they are there, and iterations that training lost by then"
     for way in WAYS:
         seconds, until, steps = (max(both) for both in zip(*(f.moves[way] for f in found), strict=True))
         lost = until - steps * alone
         key = way.replace(", ", " ").replace(" ", "_")
         headline[f"iterations_{key}"], headline[f"lost_{key}"] = round(seconds / alone, 2), round(lost / alone, 3)
-        print(f"  {way:18} {seconds / alone:5.1f}   {lost / alone:6.2f}   ({steps} steps)")
+        yield f"  {way:18} {seconds / alone:5.1f}   {lost / alone:6.2f}   ({steps} steps)"
     for limit, (seconds, most) in found[0].alone.items():
         headline[f"alone_{limit}_in_flight"] = round(seconds, 3)
-        print(f"  with the link to itself, at most {limit} chunks in flight: {seconds:.2f} s, {most} were")
-    print("A layer of 256 KiB and Adam's states of it move in a training, 1 MB/s: seconds until it is there, those in")
-    print("which no batch could run, and the batches whose steps were late, or taken by both ranks")
+        yield f"  with the link to itself, at most {limit} chunks in flight: {seconds:.2f} s, {most} were"
+    yield "A layer of 256 KiB and Adam's states of it move in a training, 1 MB/s: seconds until it is there, those in"
+    yield "which no batch could run, and the batches whose steps were late, or taken by both ranks"
     with NetLab(2, 1e6) as lab:
         for move, key in ((BLOCKING, "drain"), (OVERLAPPED, "ahead"), (BUFFERED, "buffered")):
             both = lab.run_ranks(trains, move, 12, timeout=120)
             seconds, waited, step, late = (max(values) for values in zip(*both, strict=True))
             headline[f"waited_{key}"] = round(waited, 3)
-            print(f"  {move:10} {seconds:6.2f}  {waited:6.2f}  {late:4}   (a step takes {step:.2f})")
-    if options.json:
-        print(json.dumps(headline))
-
-
-if __name__ == "__main__":
-    main()
+            yield f"  {move:10} {seconds:6.2f}  {waited:6.2f}  {late:4}   (a step takes {step:.2f})"
+    yield headline

@@ -1,12 +1,9 @@
 """How much of the time that neighbours take DynPipe's planner regains, and how soon, in virtual time: in simulated
 pipelines single devices are slowed down for a while. And what a re-plan costs, processor time.
-
-    python benchmarks/papers/dynpipe/planner.py [--quick] [--json]
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.harness.report import make_parser
+from benchmarks.harness.report import Output
 from lightning_pipes.cost import Cluster, Link
 from lightning_pipes.cost.zoo import named_profile
 from lightning_pipes.ir import Plan, Schedule
@@ -203,7 +200,13 @@ def steps_to_recover(run: Run, oracle: Run, onset: int, until: int) -> int:
     return last - onset
 
 
-def shown_traces(name: str, ranks: int, layers: int, batches: int) -> dict[str, float]:
+def traces(cases: Sequence[tuple[str, int, int]], batches: int) -> Output:
+    """Yield a table for each schedule, number of stages and number of layers."""
+    for case in cases:
+        yield from traces_of(*case, batches)
+
+
+def traces_of(name: str, ranks: int, layers: int, batches: int) -> Output:
     """A line for each trace, and the figures of them."""
     schedule = make_schedule(name)
     assert isinstance(schedule, Schedule)
@@ -223,9 +226,9 @@ def shown_traces(name: str, ranks: int, layers: int, batches: int) -> dict[str, 
         "all alike": Trace(lambda rank, first, count: np.full((1, 1), 2.0)),
     }
     found: dict[str, float] = {}
-    print(f"\n{name}, {ranks} stages, {layers} layers, 8 micro-batches, {batches} batches: seconds")
+    yield f"\n{name}, {ranks} stages, {layers} layers, 8 micro-batches, {batches} batches: seconds"
     head = " ".join(f"{system:>8}" for system in SYSTEMS)
-    print(f"{'trace':15} {head} {'regained':>9} {'moves':>6} {'batches to recover':>19}")
+    yield f"{'trace':15} {head} {'regained':>9} {'moves':>6} {'batches to recover':>19}"
     for trace_name, trace in traces.items():
         world = Neighbourhood(profile, schedule, ranks, 16, 8, trace.slowdown, Link(bandwidth=1.25e9))
         runs = trained(world, batches, trace.steady)
@@ -239,30 +242,30 @@ def shown_traces(name: str, ranks: int, layers: int, batches: int) -> dict[str, 
             found[f"{name}_{ranks}_{trace_name}_steps"] = steps
         found[f"{name}_{ranks}_{trace_name}_vs_never"] = total["never"] / total["dynpipe"]
         found[f"{name}_{ranks}_{trace_name}_vs_restart"] = total["restart"] / total["dynpipe"]
-        print(
+        yield (
             f"{trace_name:15} "
             + " ".join(f"{total[system]:8.1f}" for system in SYSTEMS)
             + (f" {share:9.0%}" if share == share else f" {'':>9}")
             + f" {runs['dynpipe'].moves:6} "
             + (f"{steps:19}" if steps >= 0 else "")
         )
-    return found
+    yield {key: round(value, 4) for key, value in found.items()}
 
 
-def shown_changing(quick: bool) -> dict[str, float]:
+def changing_neighbours(stays: Sequence[int], seeds: int) -> Output:
     """What following neighbours of all ranks costs or brings, by how long they stay."""
     profile = layered_model(
         (np.random.default_rng(5).uniform(0.7, 1.3, 16) * 5e-3).tolist(), edge=2e5, weights=4 * 10**6
     )
     found = {}
-    print("\nneighbours of all four ranks at random, 1600 batches: seconds, over those without moves")
-    print(f"{'':8} {'each stays':>12} {'mean':>7} {'worst':>7}  moves")
+    yield "\nneighbours of all four ranks at random, 1600 batches: seconds, over those without moves"
+    yield f"{'':8} {'each stays':>12} {'mean':>7} {'worst':>7}  moves"
     for name in ("1f1b", "dynpipe"):
         schedule = make_schedule(name)
         assert isinstance(schedule, Schedule)
-        for mean in (20, 200) if quick else (10, 20, 60, 200):
+        for mean in stays:
             ratios, moves = [], []
-            for seed in range(1 if quick else 3):
+            for seed in range(seeds):
                 world = Neighbourhood(
                     profile, schedule, 4, 16, 8, changing(4, mean, seed).slowdown, Link(bandwidth=1.25e9)
                 )
@@ -271,12 +274,12 @@ def shown_changing(quick: bool) -> dict[str, float]:
                 ratios.append(moved / never - 1)
                 moves.append(runs["dynpipe"].moves)
             found[f"{name}_stays_{mean}"] = float(np.mean(ratios))
-            print(f"{name:8} {mean:4} batches {np.mean(ratios):+7.1%} {max(ratios):+7.1%}  {moves}", flush=True)
-    return found
+            yield f"{name:8} {mean:4} batches {np.mean(ratios):+7.1%} {max(ratios):+7.1%}  {moves}"
+    yield {key: round(value, 4) for key, value in found.items()}
 
 
-def replan_seconds(ranks: int = 8, blocks: int = 16, repeats: int = 5) -> float:
-    """Processor seconds of a re-plan that goes through everything, the median."""
+def replan(ranks: int = 8, blocks: int = 16, repeats: int = 5) -> Output:
+    """Yield the median processor seconds of a re-plan that goes through everything."""
     schedule = make_schedule("dynpipe")
     assert isinstance(schedule, Schedule)
     profile = layered_model((np.random.default_rng(1).uniform(0.8, 1.2, blocks) * 5e-3).tolist())
@@ -291,10 +294,12 @@ def replan_seconds(ranks: int = 8, blocks: int = 16, repeats: int = 5) -> float:
         begun = time.process_time()
         assert planner.replan(plan, problem) is not None
         took.append(time.process_time() - begun)
-    return float(np.median(took))
+    seconds = float(np.median(took))
+    yield f"\na re-plan of {blocks} blocks on {ranks} stages: {seconds:.2f} s of processor time"
+    yield {"replan_s": round(seconds, 4)}
 
 
-def formulas(count: int) -> dict[str, float]:
+def formulas(count: int) -> Output:
     """How far the formulas are from the simulator, on random pipelines of 3 to 8 stages."""
     rng = np.random.default_rng(0)
     errors: dict[str, list[float]] = {"E4/E5 as printed": [], "E4/E5 corrected": [], "bound": []}
@@ -304,10 +309,10 @@ def formulas(count: int) -> dict[str, float]:
             errors["E4/E5 as printed"].append(paper_seconds(p, c, printed=True) / true - 1)
             errors["E4/E5 corrected"].append(paper_seconds(p, c) / true - 1)
             errors["bound"].append(least_seconds(p, c) / true - 1)
-    print(f"\nseconds of an iteration, {6 * count} random pipelines of 3 to 8 stages, against the simulator")
+    yield f"\nseconds of an iteration, {6 * count} random pipelines of 3 to 8 stages, against the simulator"
     for name, found in errors.items():
-        print(f"{name:18} mean error {np.abs(found).mean():6.1%}  from {min(found):+.0%} to {max(found):+.0%}")
-    return {"printed_error": float(np.abs(errors["E4/E5 as printed"]).mean())}
+        yield f"{name:18} mean error {np.abs(found).mean():6.1%}  from {min(found):+.0%} to {max(found):+.0%}"
+    yield {"printed_error": round(float(np.abs(errors["E4/E5 as printed"]).mean()), 4)}
 
 
 @lru_cache
@@ -318,48 +323,23 @@ def bert(gigabits: float) -> Pricing:
     return Pricing(named_profile("BERT-48", "A100-40G", dtype="float32"), cluster, rows=32, shared=True, cached=True)
 
 
-def stages_of_bert(quick: bool) -> dict[str, float]:
+def stages_of_bert(numbers: Sequence[int] = (), executable: bool = False) -> Output:
     """W(S), T(S) and their product, by number of stages, on fast and slow networks."""
     found = {}
     for gigabits in (10, 100):
-        numbers: Sequence[int] = (1, 2, 4, 8) if quick else ()
         iterations = Iterations(1000.0, 1 / 1500)
-        choice = choose_stages(bert(gigabits), iterations, numbers, scan_all=True, executable=quick)
-        print(f"\nBERT-48, 2 x 4 A100, batches of 32, {gigabits} Gb/s between servers; T(S) = 1000 / (1 - S^3 / 1500)")
-        print(choice)
+        choice = choose_stages(bert(gigabits), iterations, numbers, scan_all=True, executable=executable)
+        yield f"\nBERT-48, 2 x 4 A100, batches of 32, {gigabits} Gb/s between servers; T(S) = 1000 / (1 - S^3 / 1500)"
+        yield str(choice)
         worse = []
         for option in choice.options:
-            (paper,) = choose_stages(bert(gigabits), stages=[option.n_stages], mode="paper", executable=quick).options
+            (paper,) = choose_stages(
+                bert(gigabits), stages=[option.n_stages], mode="paper", executable=executable
+            ).options
             if paper.best is not None and option.best is not None:
                 (true,) = true_seconds([(paper.best.stages, paper.best.transfers)])
                 worse.append(true / option.best.iteration - 1)
-        print(
-            f"iterations of the paper mode's choice take up to {max(worse):.1%} longer, {np.mean(worse):.1%} on average"
-        )
-        found[f"paper_choice_{gigabits}"] = max(worse)
-    return found
-
-
-def main() -> None:
-    parser = make_parser(__doc__, "fewer batches and pipelines: about a minute")
-    parser.add_argument("--only", choices=("changing",), help="this table alone")
-    options = parser.parse_args()
-    found: dict[str, float] = {}
-    if options.only:
-        print(json.dumps(shown_changing(options.quick)))
-        return
-    batches = 800 if options.quick else 2000
-    for name, ranks, layers in (("1f1b", 4, 16), ("1f1b", 8, 24), ("dynpipe", 4, 16), ("dynpipe", 8, 24)):
-        if not options.quick or ranks == 4:
-            found |= shown_traces(name, ranks, layers, batches)
-    found |= shown_changing(options.quick)
-    found |= formulas(10 if options.quick else 50)
-    found |= stages_of_bert(options.quick)
-    found["replan_s"] = replan_seconds()
-    print(f"\na re-plan of 16 blocks on 8 stages: {found['replan_s']:.2f} s of processor time")
-    if options.json:
-        print(json.dumps({name: round(value, 4) for name, value in found.items()}))
-
-
-if __name__ == "__main__":
-    main()
+        longest, mean = max(worse), np.mean(worse)
+        yield f"iterations of the paper mode's choice take up to {longest:.1%} longer, {mean:.1%} on average"
+        found[f"paper_choice_{gigabits}"] = longest
+    yield {key: round(value, 4) for key, value in found.items()}

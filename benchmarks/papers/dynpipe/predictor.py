@@ -1,19 +1,13 @@
 """How well slow-downs by neighbours are predicted, and what that is worth to a planner.
 
-    python benchmarks/papers/dynpipe/predictor.py [--quick] [--json] [--data FILE] [--forest FILE]
-
 Stages of five kinds train on one core of this machine while processes compete with them, of six kinds and several
 intensities, and under quotas. The ratio of a step's time to that alone is predicted from what a monitor sees of the
 machine, and from the stage. Whole kinds are held out, for a predictor is for neighbours and stages that it has not
 seen. The plain formula needs no learning: (run + wait) / run of the computing thread, by Linux's scheduler.
-
---data keeps what was measured, or takes it from there instead of measuring. --forest keeps a forest that has learned
-from all of it, for `Predictor.load`.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -24,7 +18,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from benchmarks.harness.report import make_parser
+from benchmarks.harness.report import Output
 from lightning_pipes.planning.replanning import HostedStage
 from lightning_pipes.strategies.dynpipe.interference import Predictor
 from lightning_pipes.strategies.dynpipe.interference.dataset import NONE, Dataset, PredictionScore, cross_validated
@@ -311,71 +305,75 @@ def say(text: str, done: float) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def main() -> None:
-    parser = make_parser(__doc__, "fewer neighbours and stages, about a minute")
-    parser.add_argument("--data", type=Path, help="what was measured: read if it is there, else written")
-    parser.add_argument("--forest", type=Path, help="where to keep a forest that has learned from all of it")
-    options = parser.parse_args()
-    if options.data is not None and options.data.exists():
-        data = Dataset.load(options.data)
+def predictor(few: bool = False, seconds: float = 0.2, problems: int = 200, data: str = "", forest: str = "") -> Output:
+    """Measure windows, compare predictors on them, and yield the comparison.
+
+    Args:
+        few: whether fewer neighbors and stages are measured.
+        seconds: the length of a window.
+        problems: the number of random problems of a planner.
+        data: a file with the windows. They are read if it exists, and otherwise measured and written.
+        forest: a file for a forest that has learned from all windows, for `Predictor.load`.
+    """
+    if data and Path(data).exists():
+        windows = Dataset.load(Path(data))
     else:
-        seconds = 0.06 if options.quick else 0.2
-        data = Dataset.from_windows(collect_windows(options.quick, seconds, say))
-        if options.data is not None:
-            data.save(options.data)
-    headline = report(data, 20 if options.quick else 200)
-    if options.forest is not None:
-        crossed = data.cross_pairs().sample_rows()
-        CorrectedFormula().fit(crossed.rows, crossed.ratios).forest.save(options.forest)
-    if options.json:
-        print(json.dumps(headline))
+        windows = Dataset.from_windows(collect_windows(few, seconds, say))
+        if data:
+            windows.save(Path(data))
+    yield from report(windows, problems)
+    if forest:
+        crossed = windows.cross_pairs().sample_rows()
+        CorrectedFormula().fit(crossed.rows, crossed.ratios).forest.save(Path(forest))
 
 
-def report(data: Dataset, problems: int) -> dict[str, object]:
-    """Prints all, and returns the headline."""
+def report(data: Dataset, problems: int) -> Output:
+    """Yield all tables, and the headline."""
     low, middle, high = np.quantile(data.ratios, (0.05, 0.5, 0.95))
     kinds = sorted({*data.neighbours.tolist()} - {NONE})
-    print(f"{len(data)} windows of {', '.join(sorted({*data.stages.tolist()}))}, beside {', '.join(kinds)}")
-    print(f"steps took {middle:.2f} times as long as alone (5 to 95 %: {low:.2f} to {high:.2f})\n")
+    yield f"{len(data)} windows of {', '.join(sorted({*data.stages.tolist()}))}, beside {', '.join(kinds)}"
+    yield f"steps took {middle:.2f} times as long as alone (5 to 95 %: {low:.2f} to {high:.2f})\n"
     scores = scored(data)
-    print("R2 / mean absolute error of the ratio" + "".join(f"{split + ' held out':>28}" for split in SPLITS))
+    yield "R2 / mean absolute error of the ratio" + "".join(f"{split + ' held out':>28}" for split in SPLITS)
     for model in MODELS:
         cells = (scores[split][model.name] for split in SPLITS)
-        print(f"{model.name:37}" + "".join(f"{f'{s.r2:.2f} / {s.mae:.3f}':>28}" for s in cells))
+        yield f"{model.name:37}" + "".join(f"{f'{s.r2:.2f} / {s.mae:.3f}':>28}" for s in cells)
     held = scores["neighbour kind"]
     formula, both = held["formula"], held["formula x forest"]
     plain = [held[name] for name in ("formula", "formula x constant")]
     adds = all(both.r2 > each.r2 and both.mae < each.mae for each in plain)
     better = "better" if adds else "no better"
-    print(f"\nbeside kinds of neighbours that it has not seen the forest makes the formula {better}:")
-    print(f"R2 {formula.r2:.2f} (times a constant {plain[1].r2:.2f}) to {both.r2:.2f}, ", end="")
-    print(f"error {formula.mae:.3f} ({plain[1].mae:.3f}) to {both.mae:.3f}")
+    yield f"\nbeside kinds of neighbours that it has not seen the forest makes the formula {better}:"
+    yield (
+        f"R2 {formula.r2:.2f} (times a constant {plain[1].r2:.2f}) to {both.r2:.2f}, "
+        f"error {formula.mae:.3f} ({plain[1].mae:.3f}) to {both.mae:.3f}"
+    )
     knows = known_share(data)
-    print(
+    yield (
         f"it says that it knows {knows['share']:.0%} of them, with an error of {knows['mae']:.3f}; of the others "
         f"{knows['mae of others']:.3f}"
     )
     regret = planned(data, problems)
-    print("\na step of the partition chosen is longer than of the best, kinds of neighbours held out:")
+    yield "\na step of the partition chosen is longer than of the best, kinds of neighbours held out:"
     names = {
         "never": "never re-planned",
         "measured": "by measured times alone",
         "hindsight": "by what all stages took in other seconds",
     }
     for name, lost in regret.items():
-        print(f"  {names.get(name, f'by measured times and {name}'):42}{lost.mean():.1%}")
+        yield f"  {names.get(name, f'by measured times and {name}'):42}{lost.mean():.1%}"
     saved = regret["measured"] - regret["formula x forest"]
     error = float(saved.std() / len(saved) ** 0.5)
     helps = saved.mean() > 2 * error
-    print(f"formula x forest saves {saved.mean():.2%} of a step, give or take {error:.2%}")
+    yield f"formula x forest saves {saved.mean():.2%} of a step, give or take {error:.2%}"
     crossed = data.cross_pairs().sample_rows()
     seconds = replan_seconds(Predictor(CorrectedFormula().fit(crossed.rows, crossed.ratios).forest))
-    print(f"\npredictions for all 6435 partitions of 16 blocks on 8 devices: {seconds:.2f} s")
-    print(
+    yield f"\npredictions for all 6435 partitions of 16 blocks on 8 devices: {seconds:.2f} s"
+    yield (
         f"on this machine a forest tells {'more' if adds else 'no more'} than the formula, and planners "
         f"{'gain by it' if helps else 'gain nothing by it: measured times have in them what it tells'}"
     )
-    return {
+    yield {
         "formula_r2": round(formula.r2, 3),
         "forest_r2": round(scores["neighbour kind"]["forest"].r2, 3),
         "both_r2": round(both.r2, 3),
@@ -389,7 +387,3 @@ def report(data: Dataset, problems: int) -> dict[str, object]:
 
 def _mean(values: np.ndarray) -> float:
     return float(values.mean()) if len(values) else float("nan")
-
-
-if __name__ == "__main__":
-    main()

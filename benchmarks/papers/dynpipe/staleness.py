@@ -5,13 +5,10 @@ A network of linear layers on handwritten digits, each layer in a stage as far f
 it; the gradient of a batch is taken by weights as old as a pipeline without flushes has them, in one process. Counted
 are batches until the mean squared gradient of the last ones has fallen to a target. At last with momentum: weights as
 they are, and extrapolated by it to the update of their batch (`predict=True`).
-
-    python benchmarks/papers/dynpipe/staleness.py [--quick] [--json]
 """
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections import deque
@@ -25,7 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from benchmarks.harness.report import make_parser
+from benchmarks.harness.report import Output
 from benchmarks.harness.silence import QUIET, hush
 from lightning_pipes import GradientProbe
 from lightning_pipes.strategies.dynpipe import Constants, Iterations
@@ -134,48 +131,40 @@ def estimated(seed: int, steps: int = 20) -> Constants:
     return Constants.from_probes(probe.loss, probe.probes)
 
 
-def main() -> None:
-    options = make_parser(__doc__).parse_args()
+def staleness(seeds: int) -> Output:
+    """Yield batches until the target by stages, measured and predicted, and with predicted weights."""
     torch.set_num_threads(1)
     hush()
-    seeds = range(2 if options.quick else 6)
-    constants = [estimated(seed) for seed in seeds]
+    constants = [estimated(seed) for seed in range(seeds)]
     noise = statistics.fmean(c.noise for c in constants)
     target = SHARE * noise
     mean = Constants(
         *(statistics.fmean(getattr(c, name) for c in constants) for name in ("loss", "lipschitz", "noise"))
     )
     theory = Iterations.of_theory(mean, RATE, target)
-    measured = {s: statistics.median(taken(s, target, seed) for seed in seeds) for s in (1, 2, 4, 6, 8)}
+    measured = {s: statistics.median(taken(s, target, seed) for seed in range(seeds)) for s in (1, 2, 4, 6, 8)}
     reached = {s: t for s, t in measured.items() if math.isfinite(t)}
     fitted = Iterations.from_measured({s: reached[s] for s in FITTED})
-    print(
-        f"f(w0) {mean.loss:.2f}, L {mean.lipschitz:.1f}, xi^2 {mean.noise:.3f}; target {target:.4f}; {len(seeds)} seeds"
-    )
-    print(f"{'stages':>6} {'measured':>9} {'theory':>9} {'fitted':>9}")
+    yield f"f(w0) {mean.loss:.2f}, L {mean.lipschitz:.1f}, xi^2 {mean.noise:.3f}; target {target:.4f}; {seeds} seeds"
+    yield f"{'stages':>6} {'measured':>9} {'theory':>9} {'fitted':>9}"
     for stages, took in measured.items():
-        print(f"{stages:6} {took:9.0f} {theory(stages):9.0f} {fitted(stages):9.0f}")
+        yield f"{stages:6} {took:9.0f} {theory(stages):9.0f} {fitted(stages):9.0f}"
     others = {s: t for s, t in reached.items() if s not in FITTED}
     worst = max(abs(e) for e in fitted.relative_errors(others).values())
     failed = [s for s in measured if s not in reached]
-    print(f"the curve through {FITTED} stages is off by up to {worst:.0%} on others that get there; never: {failed}")
-    print(f"the bound of the theory is finite below {theory.most_stages:.2f} stages at this rate")
+    yield f"the curve through {FITTED} stages is off by up to {worst:.0%} on others that get there; never: {failed}"
+    yield f"the bound of the theory is finite below {theory.most_stages:.2f} stages at this rate"
     keys: dict[str, float] = {}
-    print(f"with a momentum of {MOMENTUM}: batches as they are, and predicted")
+    yield f"with a momentum of {MOMENTUM}: batches as they are, and predicted"
     for rate in RATES:
         for stages in (2, 4, 8):
             both = [
-                statistics.median(taken(stages, target, seed, rate, MOMENTUM, predict) for seed in seeds)
+                statistics.median(taken(stages, target, seed, rate, MOMENTUM, predict) for seed in range(seeds))
                 for predict in (False, True)
             ]
-            print(f"rate {rate:5} {stages:3} stages " + "".join(f"{each:9.0f}" for each in both))
+            yield f"rate {rate:5} {stages:3} stages " + "".join(f"{each:9.0f}" for each in both)
             keys |= {f"stale_{rate}_{stages}": both[0], f"predicted_{rate}_{stages}": both[1]}
-    if options.json:
-        rise = reached[max(reached)] / measured[1]
-        keys |= {"fitted_error": worst, "rise": rise, "reached": max(reached), "fitted_most": fitted.most_stages}
-        keys |= {"theory_most": theory.most_stages}
-        print(json.dumps({name: each for name, each in keys.items() if math.isfinite(each)}))
-
-
-if __name__ == "__main__":
-    main()
+    rise = reached[max(reached)] / measured[1]
+    keys |= {"fitted_error": worst, "rise": rise, "reached": max(reached), "fitted_most": fitted.most_stages}
+    keys |= {"theory_most": theory.most_stages}
+    yield {name: each for name, each in keys.items() if math.isfinite(each)}

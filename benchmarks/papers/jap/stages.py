@@ -3,14 +3,13 @@ two or four stages each, with the best number of micro-batches.
 
 A stage's forward takes a fixed time and one of each sample, its backward twice that; the stages of a rank share its
 layers, and its fixed time. Messages take nothing.
-
-    python benchmarks/papers/jap/stages.py
 """
 
 from __future__ import annotations
 
 from heapq import heappop, heappush
 
+from benchmarks.harness.report import Output
 from lightning_pipes.ir import even_spans
 
 RANKS, BATCHES = 8, 16
@@ -59,19 +58,14 @@ def over_work(stages_per_rank: int, rows: list[int], microbatches: int, fixed: f
                     arrive(False, 0, job, again)
 
 
-def main() -> None:
-    print(
-        f"{RANKS} ranks, batches of {ROWS} in turn: time over work, by what a block costs besides in samples' worth\n"
-    )
-    print(
+def stages() -> Output:
+    """Yield a table by the number of siblings, the fixed time of a block, and the stages of a rank."""
+    yield f"{RANKS} ranks, batches of {ROWS} in turn: time over work, by what a block costs besides in samples' worth\n"
+    yield (
         f"{'siblings':>10}"
         + "".join(f"{f'cost {fixed:g}, {v} a rank':>20}" for fixed in (0.5, 2, 4) for v in (1, 2, 4))
     )
     for siblings in (2, 4, 6, 8, 12, 16):
         rows = [ROWS[n % len(ROWS)] for n in range(siblings)]
         cells = [min(over_work(v, rows, m, fixed) for m in MICROBATCHES) for fixed in (0.5, 2, 4) for v in (1, 2, 4)]
-        print(f"{siblings:>10}" + "".join(f"{cell:20.2f}" for cell in cells), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+        yield f"{siblings:>10}" + "".join(f"{cell:20.2f}" for cell in cells)

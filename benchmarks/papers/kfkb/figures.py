@@ -1,19 +1,16 @@
-"""The experiments of Ada-Grouper's paper (Wang et al. 2023, arXiv:2303.01675), one command each: emulated stages on
-really shaped links, which needs root on Linux; f2 is simulated. In brackets the quartiles of steps over rounds.
+"""The experiments of Ada-Grouper's paper (Wang et al. 2023, arXiv:2303.01675): emulated stages on really shaped links.
 
-    python benchmarks/papers/kfkb/figures.py f2|f6|f7|f8|f9|f10|gpt [--quick] [--json]
-
-gpt has real stages, a thread each, beside SPMD, which is torch's DDP over the same links.
+The analysis is simulated. The GPT has real stages with one thread each, and is compared with SPMD, which is torch's DDP
+over the same links. Quartiles of steps over rounds are in brackets.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from benchmarks.harness.netlab import NetLab, lab_unavailable_reason
+from benchmarks.harness.netlab import NetLab
+from benchmarks.harness.report import Output
 from benchmarks.kfkb import MESSAGE, PHASES, Situation, phases
 from benchmarks.papers.kfkb.changing import Course, run
 from benchmarks.papers.kfkb.links import AUTO, SPMD, Measured, Trial, measure, ordered
@@ -25,8 +22,6 @@ from lightning_pipes.planning.candidates import cut_into
 from lightning_pipes.sim import makespan
 from lightning_pipes.testing.generators import uniform
 
-Figures = Iterator[tuple[str, float | str]]
-"""Figures by name, and lines of a table by ""."""
 X = 0.5
 """A message in forwards, as in the paper's analysis."""
 SMALL = 32 * 1024
@@ -52,20 +47,19 @@ def milliseconds(found: Measured, name: str) -> str:
     return f"{1e3 * found.median(name):.0f} ms ({1e3 * low:.0f} to {1e3 * high:.0f})"
 
 
-def f2() -> Figures:
-    """Analysis: a backward takes two forwards, a message half of one."""
-    for stages, microbatches in ((2, 4), (4, 16), (8, 32)):
+def analysis(cases: Sequence[tuple[int, int]]) -> Output:
+    """Yield the gain of 2F2B for some stages and micro-batches, simulated."""
+    for stages, microbatches in cases:
         plan, costs = uniform(stages=stages, microbatches=microbatches, f=2, b=4, link=1)
         one, two = (makespan(ordered(make_schedule("kfkb", k=k), plan), plan, costs) / 2 for k in (1, 2))
         head = f"{stages} stages, {microbatches} micro-batches"
-        yield "", f"{head}: 1F1B {one:.1f} forwards, 2F2B {two:.1f}, {one / two - 1:+.1%}"
-        yield f"f2_gain_{stages}", one / two - 1
+        yield f"{head}: 1F1B {one:.1f} forwards, 2F2B {two:.1f}, {one / two - 1:+.1%}"
+        yield {f"f2_gain_{stages}": round(one / two - 1, 4)}
 
 
-def f6() -> Figures:
-    """Granularity: k = 1 to 6 with micro-batches of floor(6 / k) samples, on eight stages, free links and slow ones."""
+def granularity(samples: int) -> Output:
+    """Yield the gain of k = 1 to 6 with micro-batches of floor(6 / k) samples, on eight stages."""
     per_row, fixed = 0.004, 0.001
-    samples = 192
     forward, backward = (((1, n * (fixed + per_row)), (6, n * (fixed + 6 * per_row))) for n in (1, 2))
     layer = LayerProfile("sleeping", forward, backward, gradient_bytes=4, output=((1, SMALL),))
     trial = Trial(named(range(1, 7)), 8, samples, per_row, SMALL, rounds=5, layer=layer, tuned=False)
@@ -73,33 +67,23 @@ def f6() -> Figures:
     with NetLab(8) as lab:
         for x in (0.0, X):
             found = measure(lab, x, trial)
-            yield "", line(f"x = {x}", found)
+            yield line(f"x = {x}", found)
             gains = {n: found.ratio("k=1", n) - 1 for n in trial.schedules}
-            yield f"f6_gain_x{x}".replace(".", ""), max(gains.values())
+            yield {f"f6_gain_x{x}".replace(".", ""): round(max(gains.values()), 4)}
 
 
-def weak(name: str, microbatches: Sequence[int]) -> Figures:
-    """A forward of 10 ms on every worker, 2, 4 and 8 of them."""
+def weak(name: str, microbatches: Sequence[int]) -> Output:
+    """Yield the gain of k if a forward takes 10 ms on every worker, for 2, 4 and 8 of them."""
     for stages, m in zip((2, 4, 8), microbatches, strict=True):
         with NetLab(stages) as lab:
             trial = Trial(named((1, 2, 3)), stages, m, 0.01, SMALL, rounds=5, tuned=False)
             found = measure(lab, X, trial)
-            yield "", line(f"{stages} workers, {m} micro-batches", found)
-            yield f"{name}_gain_{stages}", max(found.ratio("k=1", n) for n in trial.schedules) - 1
+            yield line(f"{stages} workers, {m} micro-batches", found)
+            yield {f"{name}_gain_{stages}": round(max(found.ratio("k=1", n) for n in trial.schedules) - 1, 4)}
 
 
-def f7() -> Figures:
-    """Weak scaling as with U-Net: the batch grows with the workers."""
-    yield from weak("f7", (16, 32, 64))
-
-
-def f8() -> Figures:
-    """Weak scaling as with GPT: the model grows with the workers, the batch stays."""
-    yield from weak("f8", (64, 64, 64))
-
-
-def f9() -> Figures:
-    """Strong scaling: a forward of 40 ms and messages of 5 ms, on 2, 4 and 8 workers; micro-batches of one sample."""
+def strong() -> Output:
+    """Yield the gain of k if one model with a forward of 40 ms is on 2, 4 and 8 workers, with messages of 5 ms."""
     base = 0.0
     for stages in (2, 4, 8):
         forward = 0.04 / stages
@@ -108,75 +92,42 @@ def f9() -> Figures:
             found = measure(lab, 0.005 / forward, trial)
         best = min(found.median(n) for n in trial.schedules)
         base = base or best
-        yield "", line(f"{stages} workers", found) + f"; best {base / best:.2f} times as fast as 2 workers"
-        yield f"f9_gain_{stages}", max(found.ratio("k=1", n) for n in trial.schedules) - 1
+        yield line(f"{stages} workers", found) + f"; best {base / best:.2f} times as fast as 2 workers"
+        yield {f"f9_gain_{stages}": round(max(found.ratio("k=1", n) for n in trial.schedules) - 1, 4)}
 
 
-def f10() -> Figures:
-    """A rate that changes: the run that adapts beside fixed k, and what it changed to."""
+def changing() -> Output:
+    """Yield the steps of the run that adapts to links that change, and of fixed k."""
     case = Situation(10)
     trial = Trial(named((1, 2, 3)), case.stages, case.microbatches, 0.01, MESSAGE)
     each = 3 * 0.9
     with NetLab(case.stages) as lab:
         ran = run(lab, Course(trial, 18, 8.5 * each, limit=12), phases(case, each, 1))
-    yield "", f"messages of {', '.join(map(str, PHASES))} forwards in turn, {each:.1f} s each; 18 steps"
+    yield f"messages of {', '.join(map(str, PHASES))} forwards in turn, {each:.1f} s each; 18 steps"
     for name, seconds in ran.seconds.items():
-        yield "", f"{name}: {1e3 * seconds / 18:.0f} ms a step, {ran.seconds['k=1'] / seconds - 1:+.1%} over 1F1B"
-    yield "", f"adopted {', '.join(ran.adopted)}"
+        yield f"{name}: {1e3 * seconds / 18:.0f} ms a step, {ran.seconds['k=1'] / seconds - 1:+.1%} over 1F1B"
+    yield f"adopted {', '.join(ran.adopted)}"
     best = min(seconds for name, seconds in ran.seconds.items() if name != AUTO)
-    yield "f10_gain", ran.seconds["k=1"] / ran.seconds[AUTO] - 1
-    yield "f10_over_best_fixed", ran.seconds[AUTO] / best - 1
+    yield {"f10_gain": round(ran.seconds["k=1"] / ran.seconds[AUTO] - 1, 4)}
+    yield {"f10_over_best_fixed": round(ran.seconds[AUTO] / best - 1, 4)}
 
 
-def gpt(quick: bool = False) -> Figures:
-    """A real GPT in two stages, a thread each, 16 micro-batches; a forward takes some 5 ms and a message 0 to 10."""
+def gpt(rounds: int, speeds: Sequence[float]) -> Output:
+    """Yield the steps of a real GPT in two stages; a forward takes about 5 ms, and a message that times `speeds`."""
     message = 2 * 96 * 128 * 4
-    trial = GPT(named((1, 2)), 2, 16, 0.005, message, rounds=4 if quick else 12, limit=16)
+    trial = GPT(named((1, 2)), 2, 16, 0.005, message, rounds=rounds, limit=16)
     operations = trial.operations
-    yield "", f"{operations / 1e9:.2f} GFLOP a step; SPMD is DDP of two replicas, with one micro-batch each"
+    yield f"{operations / 1e9:.2f} GFLOP a step; SPMD is DDP of two replicas, with one micro-batch each"
     with NetLab(2) as lab:
-        for x in (0.0, 2.0) if quick else (0.0, 1.0, 2.0):
+        for x in speeds:
             found = measure(lab, x, trial)
             chosen = found.decision.chosen.candidate.label
-            yield (
-                "",
-                line(f"messages of {5 * x:.0f} ms", found)
-                + (
-                    f", auto {milliseconds(found, AUTO)} {found.ratio('k=1', AUTO) - 1:+.1%}, {chosen}; "
-                    f"SPMD {milliseconds(found, SPMD)}; predicted {max(found.errors().values(), key=abs):+.1%}"
-                ),
+            yield line(f"messages of {5 * x:.0f} ms", found) + (
+                f", auto {milliseconds(found, AUTO)} {found.ratio('k=1', AUTO) - 1:+.1%}, {chosen}; "
+                f"SPMD {milliseconds(found, SPMD)}; predicted {max(found.errors().values(), key=abs):+.1%}"
             )
-            speeds = {name: operations / found.median(name) / 1e9 for name in ("k=1", "k=2", AUTO, SPMD)}
-            yield "", f"{'':22} GFLOP/s: " + ", ".join(f"{name} {speed:.1f}" for name, speed in speeds.items())
-            yield f"gpt_gain_x{x:.0f}", found.ratio("k=1", AUTO) - 1
-            yield f"gpt_over_spmd_x{x:.0f}", found.ratio(SPMD, AUTO)
-            yield f"gpt_gflops_x{x:.0f}", speeds[AUTO]
-
-
-FIGURES = {"f2": f2, "f6": f6, "f7": f7, "f8": f8, "f9": f9, "f10": f10}
-REAL = {"gpt": gpt}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("figures", nargs="+", choices=[*FIGURES, *REAL])
-    parser.add_argument("--quick", action="store_true", help="real stages: fewer rounds, speeds and workers")
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
-    options = parser.parse_args()
-    results: dict[str, float] = {}
-    for figure in options.figures:
-        print(f"\n{figure}: {(FIGURES | REAL)[figure].__doc__}")
-        if figure != "f2" and (reason := lab_unavailable_reason()):
-            print(f"can't be measured here: {reason}")
-            continue
-        for name, found in REAL[figure](options.quick) if figure in REAL else FIGURES[figure]():
-            if isinstance(found, str):
-                print(found, flush=True)
-            else:
-                results[name] = found
-    if options.json:
-        print(json.dumps({name: round(value, 4) for name, value in results.items()}))
-
-
-if __name__ == "__main__":
-    main()
+            rates = {name: operations / found.median(name) / 1e9 for name in ("k=1", "k=2", AUTO, SPMD)}
+            yield f"{'':22} GFLOP/s: " + ", ".join(f"{name} {rate:.1f}" for name, rate in rates.items())
+            yield {f"gpt_gain_x{x:.0f}": round(found.ratio("k=1", AUTO) - 1, 4)}
+            yield {f"gpt_over_spmd_x{x:.0f}": round(found.ratio(SPMD, AUTO), 4)}
+            yield {f"gpt_gflops_x{x:.0f}": round(rates[AUTO], 4)}

@@ -1,13 +1,10 @@
 """What tuning costs a training, and what a change of schedule costs the next step: a Trainer over really shaped links
 with emulated stages, which needs root on Linux. And what choosing costs by itself, processor time.
-
-    python benchmarks/papers/kfkb/tuner.py [--quick] [--json]
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +17,7 @@ from torch import nn
 
 from benchmarks.harness.emulated import EmulatedLayer, request_realtime_priority, sleeping_layer
 from benchmarks.harness.netlab import NetLab, lab_unavailable_reason
-from benchmarks.harness.report import describe_machine, make_parser
+from benchmarks.harness.report import Output, describe_machine
 from benchmarks.harness.silence import QUIET, hush
 from benchmarks.kfkb import MICROBATCHES, QUICK_MESSAGE, SPEEDS, STAGES, Situation, directions, ordered
 from benchmarks.papers.kfkb.links import bandwidth
@@ -156,19 +153,19 @@ def choosing_table() -> Iterator[tuple[str, dict[str, float]]]:
                 yield f"{name}_{stages}x{microbatches}", choosing(stages, microbatches)
 
 
-def main() -> None:
-    options = make_parser(__doc__, "40 batches instead of 120").parse_args()
-    print(f"{describe_machine()}, torch {torch.__version__}")
+def tuner(batches: int) -> Output:
+    """Yield what choosing costs, and what decisions and changes cost a training."""
+    yield f"{describe_machine()}, torch {torch.__version__}"
     planning = dict(choosing_table())  # compiled code is loaded the first time
-    print("choosing, ms:         " + " ".join(f"{name:>8}" for name in next(iter(planning.values()))))
+    yield "choosing, ms:         " + " ".join(f"{name:>8}" for name in next(iter(planning.values())))
     for situation, times in planning.items():
-        print(f"  {situation:20}" + " ".join(f"{ms:8.1f}" for ms in times.values()))
-    found = {f"planning_ms_{situation}": times["most"] for situation, times in planning.items()}
+        yield f"  {situation:20}" + " ".join(f"{ms:8.1f}" for ms in times.values())
+    yield {f"planning_ms_{situation}": round(times["most"], 5) for situation, times in planning.items()}
     if reason := lab_unavailable_reason():
-        print(f"nothing can be measured here: {reason}")
-        return
+        yield f"nothing can be measured here: {reason}"
+        yield None
     with NetLab(STAGES, bandwidth(X * FORWARD, QUICK_MESSAGE)) as lab:
-        ranks = lab.run_ranks(rank_main, 40 if options.quick else 120, timeout=400)
+        ranks = lab.run_ranks(rank_main, batches, timeout=400)
     steps = ranks[0]["steps"]
     # steps[n] ends batch n + 1 (from 0); a change comes after batches EACH - 1, 2 EACH - 1, ...
     first = [s for n, s in enumerate(steps) if (n + 1) % EACH == 0 and n >= EACH]
@@ -176,25 +173,18 @@ def main() -> None:
     step = statistics.median(later)
     call = [max(took) for took in zip(*(r["changes"] for r in ranks), strict=True)]
     loss = statistics.median(first) / step - 1
-    print(
-        f"a step {1e3 * step:.1f} ms; the first one after a change {1e3 * statistics.median(first):.1f} ms, {loss:+.2%}"
-    )
-    print(f"the change itself, slowest rank: {1e3 * statistics.median(call):.2f} ms, at most {1e3 * max(call):.2f} ms")
+    after = 1e3 * statistics.median(first)
+    yield f"a step {1e3 * step:.1f} ms; the first one after a change {after:.1f} ms, {loss:+.2%}"
+    yield f"the change itself, slowest rank: {1e3 * statistics.median(call):.2f} ms, at most {1e3 * max(call):.2f} ms"
     tuned, decisions = ranks[0]["tuned"], ranks[0]["decisions"]
-    print(f"decisions took {', '.join(f'{1e3 * seconds:.1f}' for _, seconds, _ in decisions)} ms")
+    yield f"decisions took {', '.join(f'{1e3 * seconds:.1f}' for _, seconds, _ in decisions)} ms"
     at = {batch - 2 for batch, _, _ in decisions[1:]}  # tuned[n] is from the end of batch n + 1 to that of n + 2
     usual = statistics.median(s for n, s in enumerate(tuned) if n > FIRST + WINDOW and n not in at and n - 1 not in at)
     longer = [tuned[n] + tuned[n + 1] - 2 * usual for n in sorted(at) if n + 1 < len(tuned)]
     share = sum(longer) / sum(tuned)
-    print(
-        f"and the batches around them {statistics.median(longer) * 1e3:.1f} ms more, in all {share:.2%} of the training"
-    )
+    more = 1e3 * statistics.median(longer)
+    yield f"and the batches around them {more:.1f} ms more, in all {share:.2%} of the training"
     for _, _, said in decisions:
-        print(f"  {said}")
-    if options.json:
-        found |= {"switch_loss": loss, "switch_share": statistics.median(call) / step, "tuning_share": share}
-        print(json.dumps({name: round(value, 5) for name, value in found.items()}))
-
-
-if __name__ == "__main__":
-    main()
+        yield f"  {said}"
+    found = {"switch_loss": loss, "switch_share": statistics.median(call) / step, "tuning_share": share}
+    yield {name: round(value, 5) for name, value in found.items()}

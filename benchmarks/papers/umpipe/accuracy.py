@@ -1,7 +1,5 @@
 """Accuracy over epochs with the schemes of the paper's table 7, beside the unsplit run (figure 10).
 
-    python benchmarks/papers/umpipe/accuracy.py [--network mnist|cifar ...] [--double] [--quick] [--json]
-
 The paper's networks (four 3 x 3 convolutions and a linear layer), a layer on each of five processes, batches of 64. One
 process trains the same without a pipeline. MNIST and CIFAR10 themselves would have to be loaded from the internet.
 Their stand-ins are the handwritten digits that scikit-learn brings along: as they are for MNIST, and for CIFAR10 made
@@ -12,9 +10,7 @@ each convolution.
 from __future__ import annotations
 
 import itertools
-import json
-from functools import partial
-from pathlib import Path
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import lightning.pytorch as pl
@@ -24,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.harness.report import Panel, Picture, Report, make_parser, run_parts
+from benchmarks.harness.report import Output
 from benchmarks.harness.silence import QUIET, hush
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.testing.ranks import run_ranks
@@ -137,37 +133,15 @@ def accuracies(rank: int, network: str, scheme: tuple[int, ...] | None, epochs: 
     return module.accuracies
 
 
-def compare_schemes(network: str, epochs: int, double: bool) -> Report:
-    """Train the network unsplit and with each scheme."""
-    found = {"unsplit": run_ranks(accuracies, 1, network, None, epochs, double, timeout=600)[0]}
+def accuracy(networks: Sequence[str], epochs: int, double: bool = False) -> Output:
+    """Train networks unsplit and with each scheme, and yield their accuracies."""
     bits = 64 if double else 32
-    report = Report([f"{network}, {epochs} epochs, {bits} bits: accuracy, unsplit {found['unsplit'][-1]:.4f}"])
-    for name, scheme in CASES[network].schemes.items():
-        last = found[name] = run_ranks(accuracies, len(scheme), network, scheme, epochs, double, timeout=600)[0]
-        apart = max(abs(a - b) for a, b in zip(last, found["unsplit"], strict=True))
-        report.lines.append(f"{name:8} {scheme}: {last[-1]:.4f}; never further apart from unsplit than {apart:.4f}")
-        report.keys |= {f"{network}_{name}": last[-1], f"{network}_{name}_apart": apart}
-    report.keys[f"{network}_unsplit"] = found["unsplit"][-1]
-    title = f"{network}, five stages, the paper's schemes"
-    report.picture = Picture(title, [Panel(title, "epoch", "accuracy", list(range(1, epochs + 1)), found)])
-    return report
-
-
-def main() -> None:
-    parser = make_parser(__doc__, "3 epochs in place of 20")
-    parser.add_argument("--network", nargs="*", choices=CASES, default=list(CASES))
-    parser.add_argument("--double", action="store_true", help="in double precision, where rounding decides nothing")
-    parser.add_argument("--pictures", type=Path, help="a folder for a picture of each network")
-    options = parser.parse_args()
-    parts = {name: partial(_train_all, name, options.double) for name in CASES}
-    keys = run_parts(parts, options.network, options.quick, options.pictures)
-    if options.json:
-        print(json.dumps({name: round(value, 4) for name, value in keys.items()}))
-
-
-def _train_all(network: str, double: bool, quick: bool) -> Report:
-    return compare_schemes(network, 3 if quick else 20, double)
-
-
-if __name__ == "__main__":
-    main()
+    for network in networks:
+        unsplit = run_ranks(accuracies, 1, network, None, epochs, double, timeout=600)[0]
+        yield f"{network}, {epochs} epochs, {bits} bits: accuracy, unsplit {unsplit[-1]:.4f}"
+        for name, scheme in CASES[network].schemes.items():
+            found = run_ranks(accuracies, len(scheme), network, scheme, epochs, double, timeout=600)[0]
+            apart = max(abs(a - b) for a, b in zip(found, unsplit, strict=True))
+            yield f"{name:8} {scheme}: {found[-1]:.4f}; never further apart from unsplit than {apart:.4f}"
+            yield {f"{network}_{name}": round(found[-1], 4), f"{network}_{name}_apart": round(apart, 4)}
+        yield {f"{network}_unsplit": round(unsplit[-1], 4)}

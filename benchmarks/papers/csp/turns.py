@@ -3,13 +3,10 @@
 Each of three stages has four choice blocks of 24 candidates, which sleep for what they would compute, and room for
 three or four times what a subnet has there. States are really copied, over an emulated link on which a layer's takes as
 long beside its computation as those of NASPipe's Table 5 do, or three times as long.
-
-    python benchmarks/papers/csp/memory.py [--quick] [--json]
 """
 
 from __future__ import annotations
 
-import json
 import platform
 import time
 from typing import Any
@@ -20,7 +17,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 from benchmarks.harness.emulated import EmulatedLayer, sleeping_layer
-from benchmarks.harness.report import make_parser
+from benchmarks.harness.report import Output
 from benchmarks.harness.silence import QUIET, hush
 from lightning_pipes import MemorySwap, PipelineStrategy
 from lightning_pipes.engine.residency.upcoming import PREDICTORS
@@ -116,16 +113,13 @@ def fit(rank: int, subnets: int, ways: list[tuple[int, float, str]]) -> list[Any
     return found
 
 
-def main() -> None:
-    arguments = make_parser(__doc__, "fewer subnets, within 90 s").parse_args()
+def turns(subnets: int) -> Output:
+    """Yield hits and waiting times by room, link and predictor."""
     ways = [(0, LINK, "in_turn"), *((3, LINK, each) for each in (ON_DEMAND, *PREDICTORS))]
     ways += [(4, LINK, "in_turn"), *((3, SLOW, each) for each in PREDICTORS)]
-    subnets = 50 if arguments.quick else 200
     ranks = run_ranks(fit, STAGES, subnets, ways, timeout=1200)
-    print(f"{platform.machine()}, torch {torch.__version__}, lightning {L.__version__}; {subnets} subnets, emulated")
-    print(
-        "room for  MB/s  predictor        s  over all | by stage: found there at switches, waiting as a share of time"
-    )
+    yield f"{platform.machine()}, torch {torch.__version__}, lightning {L.__version__}; {subnets} subnets, emulated"
+    yield "room for  MB/s  predictor        s  over all | by stage: found there at switches, waiting as a share of time"
     keys: dict[str, float] = {}
     base = ranks[0][0][0]
     for n, (contexts, bandwidth, predictor) in enumerate(ways):
@@ -133,17 +127,12 @@ def main() -> None:
         each = [found[n][1] for found in reversed(ranks) if found[n][1] is not None]  # the last stage is on rank 0
         told = "  ".join(f"{s.hit_rate:6.1%} {s.stall_ns / 1e9 / seconds:6.2%}" for s in each)
         room = f"{contexts} subnets" if contexts else "all      "
-        print(f"{room} {bandwidth / 1e6:5.0f}  {predictor:11} {seconds:6.2f} {seconds / base - 1:+8.1%} | {told}")
+        yield f"{room} {bandwidth / 1e6:5.0f}  {predictor:11} {seconds:6.2f} {seconds / base - 1:+8.1%} | {told}"
         if each:
             total = Statistics.sum_devices(each)
             name = f"{contexts}_at_{bandwidth / 1e6:.0f}" + ("" if predictor == PREDICTORS[0] else f"_{predictor}")
             keys[f"hit_rate_{name}"] = round(total.hit_rate, 4)
             keys[f"hit_rate_all_tasks_{name}"] = round(total.hits / total.leases, 4)
             keys[f"stall_share_{name}"] = round(sum(s.stall_ns for s in each) / 1e9 / seconds / STAGES, 4)
-    print("Left out: what a GPU does while it copies; embeddings and heads, which stay on the device.")
-    if arguments.json:
-        print(json.dumps(keys))
-
-
-if __name__ == "__main__":
-    main()
+    yield "Left out: what a GPU does while it copies; embeddings and heads, which stay on the device."
+    yield keys
