@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import ProcessGroupGloo as ProcessGroupGloo
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
@@ -48,11 +47,6 @@ NoFunctionModes: Any = torch._C.DisableTorchFunction
 """A context in which functions call neither a TorchFunctionMode nor `__torch_function__` of tensor subclasses."""
 BatchNorm = _BatchNorm
 """The base class of batch normalization with any number of dimensions."""
-
-
-def default_store() -> Any:
-    """Return the store through which the ranks of the default process group have found each other."""
-    return dist.distributed_c10d._get_default_store()
 
 
 def run_backward(roots: Sequence[torch.Tensor | GradientEdge], gradients: Sequence[torch.Tensor]) -> None:
@@ -269,11 +263,6 @@ def list_changed_arguments(operation: Any, args: Sequence[Any], kwargs: Mapping[
 def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[dict[int, Any], dict[int, Any]]:
     """Return the hooks that run before and after the step of an optimizer."""
     return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-
-
-def packet_of(operation: Any) -> Any:
-    """Return an operation of torch without its overload, such as `aten.mm` for `aten.mm.default`."""
-    return operation._overloadpacket
 
 
 def in_functorch() -> bool:

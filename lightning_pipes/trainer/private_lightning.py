@@ -25,13 +25,10 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import (
     _all_gather_ddp_if_available,
-    _distributed_is_initialized,
-    _get_default_process_group_backend_for_device,
     _init_dist_connection,
     _set_num_threads_if_needed,
     _sync_ddp,
 )
-from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.fabric.utilities.optimizer import _optimizer_to_device, _optimizers_to_device
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
@@ -66,8 +63,6 @@ from torchmetrics import Metric
 
 from lightning_pipes.engine.compute.rng import comparable_state, random_state, set_random_state
 
-distributed_is_initialized = _distributed_is_initialized
-default_backend = _get_default_process_group_backend_for_device
 init_distributed = _init_dist_connection
 set_num_threads_if_needed = _set_num_threads_if_needed
 optimizer_to_device = _optimizer_to_device
@@ -99,11 +94,6 @@ def call_children_scripts(launcher: _SubprocessScriptLauncher, command: Sequence
         launcher._call_children_scripts()
     finally:
         vars(subprocess_script).update(before)
-
-
-def is_interactive() -> bool:
-    """Return whether Lightning considers this process a notebook or a prompt."""
-    return bool(_IS_INTERACTIVE)
 
 
 def trainer_results(trainer: pl.Trainer) -> dict[str, Any]:
@@ -177,16 +167,6 @@ def caller_of_property(frame: FrameType, *names: str) -> FrameType | None:
     return found
 
 
-def default_group() -> Any:
-    """Return the default process group of torch, or None if it does not exist yet."""
-    return dist.distributed_c10d._world.default_pg
-
-
-def set_default_group(group: Any) -> None:
-    """Set the default process group of torch."""
-    dist.distributed_c10d._world.default_pg = group
-
-
 def show_default_group(group: Any, size: int) -> None:
     """Make a group of `size` ranks the default process group. `group.whole` is the previous default group."""
     world: Any = dist.distributed_c10d._world
@@ -202,7 +182,7 @@ def show_default_group(group: Any, size: int) -> None:
 def hide_default_group(whole: Any) -> None:
     """Undo `show_default_group`, so that `whole` is the default group again."""
     world: Any = dist.distributed_c10d._world
-    group = default_group()
+    group = dist.group.WORLD
     world.default_pg = whole
     if group is not whole:
         for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
@@ -224,17 +204,12 @@ def redirect_functional_collectives(redirect: Callable[[Any], Any]) -> Callable[
 
 def plain_optimizer(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
     """Return the optimizer inside of Lightning's wrapper, or the given optimizer if it is not wrapped."""
-    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
 def lightning_optimizers(trainer: pl.Trainer) -> list[LightningOptimizer]:
     """Return the optimizers that `self.optimizers()` returns in the user's step."""
     return list(trainer.strategy._lightning_optimizers)
-
-
-def forget_optimizers(strategy: Strategy) -> None:
-    """Remove the optimizers and schedulers of an earlier run."""
-    strategy._reset_optimizers_and_schedulers()
 
 
 def set_device_mesh(module: pl.LightningModule, mesh: DeviceMesh | None) -> None:
@@ -689,12 +664,6 @@ def whole_call(module: nn.Module) -> Callable[..., Any]:
 def is_compiled(module: nn.Module) -> bool:
     """Return whether calls of a module go through torch.compile, by a wrapper or in place."""
     return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
-
-
-def forget_process_groups() -> None:
-    """Remove the process groups from this process, which was forked from one of several ranks."""
-    if dist.is_initialized():
-        dist.distributed_c10d._update_default_pg(None)
 
 
 def replace_strategy(trainer: pl.Trainer, strategy: Strategy, folder: str) -> None:

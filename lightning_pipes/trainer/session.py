@@ -19,7 +19,6 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
-from lightning_pipes.engine.private_torch import default_store
 from lightning_pipes.engine.watch.failure import FailureWatch
 from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.engine.watch.launcher import (
@@ -181,7 +180,7 @@ class SessionStart:
     ) -> None:
         self._trainer, self._grid, self._device, self._settings = trainer, grid, device, settings
         self._environment, self._local_size = environment, local_size
-        self._needs_process_group = not private.distributed_is_initialized()
+        self._needs_process_group = not dist.is_initialized()
         if self._needs_process_group:
             self._open_store()
         self.connections = make_connections(trainer, grid.rank, grid.size, self._make_watch)
@@ -216,7 +215,7 @@ class SessionStart:
         """Return the watch that detects failures of other ranks through the common store."""
         rank, size, store = self._grid.rank, self._grid.size, None
         if size > 1:
-            store = current_store() or adopt_store(default_store(), rank, size, self._local_size)
+            store = current_store() or adopt_store(whole_group().get_group_store(), rank, size, self._local_size)
         settings = self._settings
         return FailureWatch(
             store,
@@ -238,7 +237,7 @@ class SessionStart:
             partial(
                 private.init_distributed,
                 self._environment,
-                self._settings.process_group_backend or private.default_backend(device),
+                self._settings.process_group_backend or dist.get_default_backend_for_device(device),
                 timeout=timeout,
                 device_id=device if device.type != "cpu" else None,
                 store=keep_store(watch.sub_store()) if self._grid.size > 1 else single_process_store(),
@@ -260,7 +259,7 @@ def _destroy_process_groups() -> None:
     if has_given_up():
         leak_until_exit(private.process_groups())
         skip_final_gc()
-    elif private.distributed_is_initialized():
+    elif dist.is_initialized():
         dist.destroy_process_group()
 
 

@@ -18,6 +18,7 @@ from weakref import WeakSet
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import pl_worker_init_function
@@ -457,9 +458,10 @@ class PipelineStrategy(PipelineHost):
         if size * nodes == 1:
             return Launcher(self._environment, size, nodes)
         command = find_command()
-        if command is not None and not private.is_interactive():
+        is_prompt = hasattr(sys, "ps1") or bool(sys.flags.interactive)
+        if command is not None and not is_prompt:
             return Launcher(self._environment, size, nodes, *command)
-        why = "it runs in a notebook or at a prompt" if private.is_interactive() else "it has no script file"
+        why = "it runs in a notebook or at a prompt" if is_prompt else "it has no script file"
         if nodes > 1:
             raise PlanError(
                 f"this program can't be started again as another rank, because {why}, and ranks of {nodes} nodes can't "
@@ -471,7 +473,7 @@ class PipelineStrategy(PipelineHost):
     def begin_forked_rank(self) -> None:
         """Prepare this process, which was forked as a rank, to run as that rank."""
         self._launcher = None
-        private.forget_process_groups()  # left over from training in the original process
+        dist.group.WORLD = None  # left over from training in the original process
         self._threads = Threads()
         self.set_world_ranks()
 

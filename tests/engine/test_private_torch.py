@@ -243,18 +243,6 @@ def test_pytree():
     assert pytree.tree_map_only(int, lambda x: x + 1, [1, None]) == [2, None]
 
 
-def store_of(rank: int) -> bool:
-    """Exchange a value with the other rank through the default store, and return whether it arrived."""
-    dist.init_process_group("gloo")
-    store = private.default_store()
-    store.set(f"from {rank}", "here")
-    return store.get(f"from {1 - rank}") == b"here"
-
-
-def test_get_default_store():
-    assert run_ranks(store_of, 2, timeout=60) == [True, True]
-
-
 def test_operations():
     assert private.argument_names(torch.ops.aten.bernoulli_.float) == ["self", "p", "generator"]
     assert private.works_in_place(torch.ops.aten.bernoulli_.float)
@@ -321,7 +309,6 @@ def test_references_of_python_are_counted_without_those_of_the_graph() -> None:
     named = private.count_python_references(held[0])
     assert (alone, in_graph, named) == (1, 1, 2)
     assert name.shape == product.shape
-    assert private.packet_of(torch.ops.aten.mm.default) is torch.ops.aten.mm
 
 
 def shard_and_undo(rank: int) -> list[Any]:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 import torchmetrics
 import transformers
 from lightning.fabric.utilities import data as fabric_data
-from lightning.fabric.utilities import distributed as fabric_distributed
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loops import evaluation_loop, fetchers, training_epoch_loop
@@ -216,14 +215,6 @@ def test_init_dist_connection():
     assert "kwargs" in names
 
 
-def test_get_default_process_group_backend_for_device():
-    assert private.default_backend(torch.device("cpu")) == "gloo"
-
-
-def test_distributed_is_initialized():
-    assert fabric_distributed._distributed_is_initialized() == dist.is_initialized()
-
-
 def test_subprocess_script_launcher():
     assert arguments(private.SubprocessLauncher)[:3] == ["cluster_environment", "num_processes", "num_nodes"]
 
@@ -265,14 +256,14 @@ def test_default_group():
     started = not dist.is_initialized()
     if started:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    whole = private.default_group()
+    whole = dist.group.WORLD
     group = dist.ProcessGroup(0, 1)
     shown = type("Shown", (dist.ProcessGroup,), {"whole": whole, "purpose": "0", "size": lambda self: 7})(0, 7)
     before = len(private.process_groups())
     try:
-        private.set_default_group(group)
+        dist.group.WORLD = group
         assert dist.group.WORLD is group
-        private.set_default_group(whole)
+        dist.group.WORLD = whole
         private.show_default_group(shown, 7)
         assert dist.get_world_size() == 7
         assert dist.get_process_group_ranks(None) == [*range(7)]
@@ -630,27 +621,10 @@ def test_expect_late_steps(recwarn):
     assert not [w for w in recwarn if "lr_scheduler.step()" in str(w.message)]
 
 
-def test_reset_optimizers_and_schedulers():
-    strategy = trainer().strategy
-    strategy.optimizers = [torch.optim.SGD([torch.zeros(1)])]
-    strategy.lr_scheduler_configs = [object()]
-    private.forget_optimizers(strategy)
-    assert (strategy.optimizers, strategy.lr_scheduler_configs) == ([], [])
-
-
 def test_storage_info():
     """`storage_info` returns an entry in the index of torch.distributed.checkpoint, with the place of a tensor."""
     info = private.storage_info("a", 1, 2)
     assert (info.relative_path, info.offset, info.length, info.transform_descriptors) == ("a", 1, 2, None)
-
-
-def test_process_groups_are_forgotten(monkeypatch):
-    """`forget_process_groups` resets the default process group."""
-    told = []
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist.distributed_c10d, "_update_default_pg", told.append)
-    private.forget_process_groups()
-    assert told == [None]
 
 
 def test_strategy_is_replaced(tmp_path):

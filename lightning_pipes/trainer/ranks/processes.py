@@ -7,12 +7,14 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
+import torch.distributed as dist
+
 from lightning_pipes.trainer import private_lightning as private
 
 
 def whole_group() -> Any:
     """Return the process group of all processes; None before it is created."""
-    group = private.default_group()
+    group = dist.group.WORLD
     return getattr(group, "whole", group)
 
 
@@ -30,12 +32,12 @@ _made: WeakSet[Any] = WeakSet()
 def all_processes() -> Iterator[None]:
     """Make the group of all processes torch's default process group in the block, for example to create other
     groups."""
-    before, known = private.default_group(), private.process_groups()
-    private.set_default_group(whole_group())
+    before, known = dist.group.WORLD, private.process_groups()
+    dist.group.WORLD = whole_group()
     try:
         yield
     finally:
-        private.set_default_group(before)
+        dist.group.WORLD = before
         _made.update(set(private.process_groups()).difference(known))
 
 
@@ -46,4 +48,4 @@ def user_groups() -> set[Any]:
 
 def is_user_group(group: Any) -> bool:
     """Return whether a process group was created by the user's code."""
-    return group not in _made and group is not private.default_group() and group is not whole_group()
+    return group not in _made and group is not dist.group.WORLD and group is not whole_group()

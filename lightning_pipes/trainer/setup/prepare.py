@@ -156,7 +156,7 @@ def check_sharded_run(context: SetupContext) -> None:
 def make_optimizers(context: SetupContext) -> Sequence[tuple[tuple[str, ...], ...]]:
     """Make the optimizers of the whole module, and return the parameter names of each optimizer, by group."""
     host, module = context.host, context.module
-    private.forget_optimizers(host)
+    host.optimizers, host.lr_scheduler_configs = [], []  # of an earlier run
     if not context.is_fitting:
         return ()
     host.optimizers, host.lr_scheduler_configs = private.init_optimizers(module)

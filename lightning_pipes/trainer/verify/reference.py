@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 import lightning.pytorch as pl
 import psutil
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.loggers.logger import DummyLogger
@@ -227,7 +228,7 @@ def _become_reference(
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
-    private.forget_process_groups()
+    dist.group.WORLD = None
     rank_zero_only.rank = 0  # type: ignore[attr-defined]
     plain = ReferenceStrategy(connection, strategy)
     plain.connect(module)

@@ -21,7 +21,6 @@ from optuna.trial import FrozenTrial
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lightning_pipes.arrays.siblings.sibling import current_sibling
-from lightning_pipes.engine.private_torch import default_store
 from lightning_pipes.engine.watch import plain
 from lightning_pipes.engine.watch.launcher import StartupWatch, environment_for_children
 from lightning_pipes.engine.watch.process_exit import SerialCaller
@@ -147,7 +146,7 @@ class _StoreConnection:
         if dist.is_initialized() and whole_group().size() > 1:
             self.rank, size = process_rank(), whole_group().size()
             with all_processes():
-                self.store = current_store() or adopt_store(default_store(), self.rank, size, 1)
+                self.store = current_store() or adopt_store(whole_group().get_group_store(), self.rank, size, 1)
         elif launcher_hosts_store():
             self.rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             self.store = run_store(self.rank, size, size, _TIMEOUT, watch.check)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry
 from torchmetrics import Metric
 
-from lightning_pipes.engine.private_torch import FakeTensor, TorchDispatchMode, in_functorch, packet_of
+from lightning_pipes.engine.private_torch import FakeTensor, TorchDispatchMode, in_functorch
 from lightning_pipes.ir import PipelineError, PlanError
 from lightning_pipes.trainer.cuts.units.fake_run import FakeRun, list_places
 from lightning_pipes.trainer.cuts.units.mode import Function, runs_as_whole
@@ -377,7 +377,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         self.drawn += torch.Tag.nondeterministic_seeded in func.tags
-        count = flop_registry.get(packet_of(func))
+        count = flop_registry.get(func.overloadpacket)
         if count is not None:
             self.total += count(*args, **kwargs, out_val=out)
         return out
