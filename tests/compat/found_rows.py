@@ -9,22 +9,7 @@ import torch
 from torch import nn
 
 from tests.compat.registry import row
-from tests.trainer.lit import LitOutside
-
-
-class Unfrozen(LitOutside):
-    """A module whose inlet, outlet and third layer are frozen during the first two steps."""
-
-    def __init__(self) -> None:
-        super().__init__(optimizer="sgd")
-        self._train(False)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._train(self.global_step >= 2)
-
-    def _train(self, trained: bool) -> None:
-        for part in (self.inlet, self.outlet, self.model[2]):
-            part.requires_grad_(trained)
+from tests.trainer.lit import LitOutside, LitUnfrozen
 
 
 class NotAllOptimized(LitOutside):
@@ -61,7 +46,7 @@ class RunningMean(nn.Module):
 
 RECOMPUTES = {"recompute": True, "microbatches": 1}
 found = partial(row, "Found by random modules")
-found("code around the layers frozen at first", module=Unfrozen)
+found("code around the layers frozen at first", module=partial(LitUnfrozen, optimizer="sgd"))
 found("parameters that no optimizer has, in a norm", module=NotAllOptimized)
 found("parameters that no optimizer has, accumulated", {"accumulate_grad_batches": 2}, module=NotAllOptimized)
 found("recompute=True, layers that read the buffers which they change", module=Running, strategy=RECOMPUTES)

@@ -161,6 +161,8 @@ class DecaysAll(LitSupernet):
 
 
 class DecayingSGD(SGD):
+    """Decays all parameters, even those without gradients."""
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)

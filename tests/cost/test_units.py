@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from lightning_pipes.cost.units import parse_bytes, parse_rate, parse_seconds
+from lightning_pipes.cost.units import bytes_text, parse_bytes, parse_rate, parse_seconds, seconds_text
 from lightning_pipes.ir import PlanError
 
 
@@ -62,3 +62,19 @@ def test_seconds(text, seconds):
 def test_everything_else_is_refused(parse, text, message):
     with pytest.raises(PlanError, match=message):
         parse(text)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 bytes"), (1023, "1023 bytes"), (2048, "2 KiB"), (1.5 * 2**30, "1.5 GiB"), (2**50, "1024 TiB")],
+)
+def test_bytes_text(size, text):
+    assert bytes_text(size) == text
+
+
+@pytest.mark.parametrize(
+    ("nanoseconds", "text"),
+    [(0, "0 ns"), (999, "999 ns"), (1500, "1.5 us"), (20_000_000, "20 ms"), (1.62e9, "1.62 s"), (5e12, "5000 s")],
+)
+def test_seconds_text(nanoseconds, text):
+    assert seconds_text(nanoseconds) == text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -38,11 +39,27 @@ def layers(depth: int = 4, seed: int = 0, dropout: float = 0.0) -> list[nn.Modul
     return [m.double() for m in made]
 
 
-def batch(number: int = 0, rows: int = ROWS, job: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(
+    number: int = 0, rows: int = ROWS, job: int = 0, dtype: torch.dtype = torch.float64
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the reproducible inputs and targets of a batch."""
     generator = torch.Generator().manual_seed(1000 * job + number)
-    x = torch.randn(rows, WIDTH, dtype=torch.float64, generator=generator)
-    return x, torch.randn(rows, WIDTH, dtype=torch.float64, generator=generator)
+    x = torch.randn(rows, WIDTH, dtype=dtype, generator=generator)
+    return x, torch.randn(rows, WIDTH, dtype=dtype, generator=generator)
+
+
+def cut(*sizes: int) -> tuple[Span, ...]:
+    """Return consecutive spans with the given numbers of samples."""
+    ends = [sum(sizes[: n + 1]) for n in range(len(sizes))]
+    return tuple(Span(end - size, end) for size, end in zip(sizes, ends, strict=True))
+
+
+def divide_evenly(
+    depth: int, stages: int, microbatches: int, ranks: Sequence[int] | None = None, recompute: bool = False
+) -> Plan:
+    """Return a plan that divides `depth` layers evenly among the stages."""
+    cuts = [s * depth // stages for s in range(stages + 1)]
+    return Plan.even(stages, microbatches, ROWS, ranks, [Span(*each) for each in pairwise(cuts)], [recompute] * stages)
 
 
 def squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -44,6 +44,7 @@ from tests.engine.pipes import (
     batch,
     body,
     connect,
+    cut,
     layers,
     make_stages,
     sgd_step,
@@ -146,12 +147,6 @@ def test_two_jobs() -> None:
 
 
 # Spans that differ between forward and backward, between stages, and on links ---------------------------------------
-
-
-def cut(*sizes: int) -> tuple[Span, ...]:
-    """Return consecutive spans with the given numbers of samples."""
-    ends = [sum(sizes[: n + 1]) for n in range(len(sizes))]
-    return tuple(Span(end - size, end) for size, end in zip(sizes, ends, strict=True))
 
 
 UNEQUAL = {

@@ -27,14 +27,7 @@ from lightning_pipes.sim.shown.record import plan_data
 from lightning_pipes.sim.shown.record import plan_of as plan_of_data
 from lightning_pipes.testing.generators import random_costs, random_plan
 from lightning_pipes.testing.reference import Loopback
-from tests.engine.pipes import WIDTH, assert_close, batch, body, gradients, layers, make_stages, squared_error
-
-
-def cut(*sizes: int) -> tuple[Span, ...]:
-    """Return consecutive spans with the given numbers of samples."""
-    ends = [sum(sizes[: n + 1]) for n in range(len(sizes))]
-    return tuple(Span(end - size, end) for size, end in zip(sizes, ends, strict=True))
-
+from tests.engine.pipes import WIDTH, assert_close, batch, body, cut, gradients, layers, make_stages, squared_error
 
 FINER = Cut(4, (cut(4), cut(4)), (cut(1, 1, 2), cut(4)))
 """Stage 0 runs one forward of 4 samples, and backwards of 1, 1 and 2 samples."""

@@ -10,8 +10,7 @@ import random
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import pairwise
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import pytest
@@ -37,10 +36,13 @@ from lightning_pipes.testing.ranks import run_ranks, watch_ranks
 from lightning_pipes.testing.reference import Loopback
 from tests.cases import for_each
 from tests.engine.jumbled import Jumbled
-from tests.engine.pipes import ROWS, WIDTH, assert_close, connect, squared_error, weights
+from tests.engine.pipes import ROWS, WIDTH, assert_close, connect, divide_evenly, squared_error, weights
+from tests.engine.pipes import batch as float64_batch
 
 BATCHES = 24
 DEPTH = 8
+planned = partial(divide_evenly, DEPTH)
+batch = partial(float64_batch, dtype=torch.float32)
 WHOLE = ("0", "1", "2", "3", "5", "6", "7")
 
 
@@ -90,12 +92,6 @@ def stepped(number: int) -> tuple[str, ...] | None:
     Every third batch updates only some of its layers.
     """
     return chosen(number)[::2] if number % 3 == 2 else None
-
-
-def batch(number: int, rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the reproducible inputs and targets of a batch."""
-    generator = torch.Generator().manual_seed(number)
-    return torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
 
 
 def rows_of(number: int) -> int:
@@ -196,13 +192,6 @@ def step(stage: Stage, item: Item, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
     for p, gradient in others.items():
         p.grad = gradient
-
-
-def planned(stages: int, microbatches: int, ranks: Sequence[int] | None = None, recompute: bool = False) -> Plan:
-    """Return a plan that divides the layers evenly among the stages."""
-    cuts = [s * DEPTH // stages for s in range(stages + 1)]
-    layers = [Span(a, b) for a, b in pairwise(cuts)]
-    return Plan.even(stages, microbatches, ROWS, ranks, layers, [recompute] * stages)
 
 
 def item(number: int, plan: Plan, late: Late = never) -> Item:

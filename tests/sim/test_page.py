@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from lightning_pipes.cost import Regime
-from lightning_pipes.cost.units import bytes_text, seconds_text
+from lightning_pipes.cost.units import seconds_text
 from lightning_pipes.ir import Kind
 from lightning_pipes.planning.advice import Advice, advise_run
 from lightning_pipes.sim import compare_timelines, simulate
@@ -186,14 +186,6 @@ class TestSlowest:
 
     def test_of_one_rank(self):
         assert str(BottleneckRank.from_timeline(record_of([2, 2], 1, 8).measured)) == "There is one rank only"
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(0, "0 bytes"), (1023, "1023 bytes"), (2048, "2 KiB"), (1.5 * 2**30, "1.5 GiB"), (2**50, "1024 TiB")],
-)
-def test_bytes_text(size, text):
-    assert bytes_text(size) == text
 
 
 def test_the_regime_of_the_prediction_and_its_meaning():

@@ -10,6 +10,7 @@ import signal
 import warnings
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -306,6 +307,14 @@ def alone(shared: str, batches: int, drains: Sequence[int] = (), replicas: int =
                 left = left[-1:]
     first = {n: each[0] for n, each in losses.items()}
     return {"weights": hashes(module), "losses": first if replicas == 1 else losses, "told": number}
+
+
+plain = cache(alone)
+
+
+def after(found: dict[str, Any], subnet: int) -> dict[str, Any]:
+    """Return the results without the losses of the first subnets, which a resumed run does not have."""
+    return found | {"losses": {n: loss for n, loss in found["losses"].items() if n >= subnet}}
 
 
 def shares(batches: int, replicas: int, epoch: int) -> list[DataLoader[Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -15,7 +14,7 @@ from lightning_pipes.strategies.csp import CSP
 from lightning_pipes.supernets import FromIterable
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
 from tests.supernets import nets
-from tests.supernets.nets import BLOCKS, WARNED, alone, fit, supernet
+from tests.supernets.nets import BLOCKS, WARNED, after, alone, fit, plain, supernet
 
 SHORT, LONG = 20, 250
 """Numbers of subnets in each of two epochs."""
@@ -26,12 +25,6 @@ SHARED = ["sequential", "delayed", "frozen", "per_choice"]
 def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Create the folders of runs in a place that pytest clears."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
-
-@cache
-def plain(shared: str, batches: int, drains: tuple[int, ...] = ()) -> dict[str, Any]:
-    """Return the results of one process, cached by their arguments."""
-    return alone(shared, batches, drains)
 
 
 def in_turn(rank: int, ranks: int, folder: str) -> list[dict[str, Any]]:
@@ -47,11 +40,6 @@ def in_turn(rank: int, ranks: int, folder: str) -> list[dict[str, Any]]:
     sequential = fit(rank, ranks, "sequential", SHORT, folder)
     assert len(WARNED) == (rank == 0)
     return [sequential, frozen, saved, resumed]
-
-
-def after(found: dict[str, Any], subnet: int) -> dict[str, Any]:
-    """Return the results without the losses of the first subnets, which a resumed run does not have."""
-    return found | {"losses": {n: loss for n, loss in found["losses"].items() if n >= subnet}}
 
 
 def test_two_stages_train_as_one_process() -> None:

@@ -6,7 +6,6 @@ Their layers move between ranks.
 from __future__ import annotations
 
 import threading
-from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -20,18 +19,12 @@ from lightning_pipes.sim.shown.training_record import TrainingRecord
 from lightning_pipes.strategies.csp import CSP
 from lightning_pipes.supernets import SubnetStream
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
-from tests.supernets.nets import Cut, alone, explorer, fit, loader, new_module, steppers
+from tests.supernets.nets import Cut, after, explorer, fit, loader, new_module, plain, steppers
 from tests.trainer.lit import quiet
 from tests.trainers import make_trainer
 
 SHORT = 20
 """The number of subnets in each of two epochs."""
-
-
-@cache
-def plain(shared: str, batches: int, drains: tuple[int, ...] = ()) -> dict[str, Any]:
-    """Return the results of one process, cached by their arguments."""
-    return alone(shared, batches, drains)
 
 
 def cut(
@@ -52,11 +45,6 @@ def in_turn(rank: int, ranks: int, folder: str) -> tuple[list[dict[str, Any]], l
     balanced = fit(rank, ranks, "frozen", SHORT, f"{folder}/balanced", schedule=CSP(depth=8, balanced=True))
     left = [thread.name for thread in threading.enumerate() if "bulk transfer" in thread.name]
     return [delayed, resumed, sequential, balanced], left
-
-
-def after(found: dict[str, Any], subnet: int) -> dict[str, Any]:
-    """Return the results without the losses of the first subnets, which a resumed run does not have."""
-    return found | {"losses": {n: loss for n, loss in found["losses"].items() if n >= subnet}}
 
 
 def test_two_stages_train_as_one_process() -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.testing.ranks import run_ranks
 from tests.toys.install import install
-from tests.trainer.lit import Case, Lit, LitOutside, data, differences, plain_values, quiet, train
+from tests.trainer.lit import Case, Lit, LitFrozen, data, differences, plain_values, quiet, train
 from tests.trainers import make_trainer
 
 BATCHES = 24
@@ -24,15 +24,6 @@ NINE = [(0, 4), (4, 9)], [(0, 5), (5, 9)], [(0, 4), (4, 9)]
 """The layers of both stages before, between and after the two moves."""
 MOVERS = [pytest.param("mover", marks=pytest.mark.slow), "stashing_mover"]
 """The schedules to test. tests/trainer/test_replan.py has a smaller and faster test of a schedule that flushes."""
-
-
-class LitFrozen(LitOutside):
-    """A module that trains only its layers, as schedules without flushes refuse parameters that all ranks train."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        for part in (self.inlet, self.outlet, self.unused):
-            part.requires_grad_(False)
 
 
 class Sees(Callback):

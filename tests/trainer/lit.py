@@ -23,6 +23,7 @@ from torchmetrics.utilities import dim_zero_cat
 
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.trainer.cuts.layers.pipelined import ContainerCut
+from lightning_pipes.trainer.plan.trial import Trial
 from lightning_pipes.trainer.user.remote_tensors import give_values
 from tests.trainers import make_trainer
 
@@ -148,6 +149,30 @@ class LitOutside(Lit):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         inner = self.inlet(x)
         return self.outlet(torch.cat([self.model(inner), inner], dim=1))
+
+
+class LitFrozen(LitOutside):
+    """Trains only its layers, because schedules that do not flush refuse parameters that all ranks train."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        for part in (self.inlet, self.outlet, self.unused):
+            part.requires_grad_(False)
+
+
+class LitUnfrozen(LitOutside):
+    """A module in which one layer and the layers around the pipeline are frozen until the third step."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._train(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._train(self.global_step >= 2)
+
+    def _train(self, trained: bool) -> None:
+        for part in (self.inlet, self.outlet, self.model[2]):
+            part.requires_grad_(trained)
 
 
 class LitHooked(Lit):
@@ -299,6 +324,11 @@ def train(case: Case, ranks: int, folder: Path | str) -> dict[str, Any]:
 def train_cases(rank: int, cases: list[Case], ranks: int, folder: str) -> list[dict[str, Any]]:
     """Run several cases in the same processes and return their results."""
     return [train(case, ranks, Path(folder) / f"{n}") for n, case in enumerate(cases)]
+
+
+def as_predicted(self: Any, made: Any, *_: Any) -> Trial:
+    """Return a trial that agrees with the prediction, in place of a trial with a faked profile."""
+    return Trial(1.0, 1.0, (1.0,) * len(made.layers))
 
 
 def differences(a: Any, b: Any, tolerance: float = 1e-10, at: str = "") -> list[str]:

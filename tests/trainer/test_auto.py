@@ -33,10 +33,22 @@ from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.data.sample import NoSampleError, batch_rows, example_batch, expected_batches
 from lightning_pipes.trainer.plan import decider, layer_profiler, profile_planner
 from lightning_pipes.trainer.plan.request import RunRequest
-from lightning_pipes.trainer.plan.trial import Trial, Trials
+from lightning_pipes.trainer.plan.trial import Trials
 from lightning_pipes.trainer.setup.prepare import explain_choice
 from lightning_pipes.trainer.user.unchanged import keep_unchanged
-from tests.trainer.lit import WIDTH, Case, Lit, LitOutside, LitTied, data, differences, plain_values, quiet, train
+from tests.trainer.lit import (
+    WIDTH,
+    Case,
+    Lit,
+    LitOutside,
+    LitTied,
+    as_predicted,
+    data,
+    differences,
+    plain_values,
+    quiet,
+    train,
+)
 from tests.trainers import make_trainer
 
 LAYERS = 9
@@ -132,11 +144,6 @@ def faked(seconds: list[float], rank: int) -> Any:
 def constant(value: Any, *_: Any) -> Any:
     """Return `value` for any further arguments."""
     return value
-
-
-def as_predicted(self: Any, made: Any, *_: Any) -> Trial:
-    """Return a trial that agrees with the prediction, in place of a trial with a faked profile."""
-    return Trial(1.0, 1.0, (1.0,) * len(made.layers))
 
 
 def one_slow(at: int, factor: float = 10.0) -> list[float]:

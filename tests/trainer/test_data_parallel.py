@@ -20,7 +20,7 @@ from lightning_pipes.ir import PlanError
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.ranks.ranks import Grid
 from tests.cases import selected_values
-from tests.trainer.lit import Keeper, Lit, LitOutside, MeanOfAll, data, differences, plain_values, quiet
+from tests.trainer.lit import Keeper, Lit, LitOutside, LitUnfrozen, MeanOfAll, data, differences, plain_values, quiet
 from tests.trainer.replicas import REPLICAS, ROWS, SEED, Dealt
 from tests.trainers import make_trainer
 
@@ -62,19 +62,8 @@ class LitSometimes(LitSynced):
         return out + self.extra(out * chosen[:, None]) if chosen.any() else out
 
 
-class LitUnfrozen(LitSynced):
-    """A module in which one layer and the layers around the pipeline are frozen until the third step."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._train(False)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._train(self.global_step >= 2)
-
-    def _train(self, trained: bool) -> None:
-        for part in (self.inlet, self.outlet, self.model[2]):
-            part.requires_grad_(trained)
+class LitUnfrozenSynced(LitSynced, LitUnfrozen):
+    pass
 
 
 SAMPLES, VALIDATED = 24, 16

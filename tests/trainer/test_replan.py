@@ -18,9 +18,9 @@ from lightning_pipes.ir import InputError, PlanError
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.plan import prediction
 from lightning_pipes.trainer.plan.layer_profiler import LayerProfiler
-from lightning_pipes.trainer.plan.trial import Trial, Trials
+from lightning_pipes.trainer.plan.trial import Trials
 from lightning_pipes.trainer.ranks.processes import process_rank
-from tests.trainer.lit import WIDTH, Case, Lit, differences, train
+from tests.trainer.lit import WIDTH, Case, Lit, as_predicted, differences, train
 from tests.virtual_clock import VirtualClock
 
 BATCHES = 24
@@ -96,11 +96,6 @@ def faked(self: Any, pieces: int | None, split: bool) -> ModelProfile:
     seconds = [0.002] * 2 + [0.0005] * (LAYERS - 2)
     layers = (LayerProfile(str(n), ((1, s),), ((1, 2 * s),), output=((1, 64.0),)) for n, s in enumerate(seconds))
     return ModelProfile(tuple(layers))
-
-
-def as_predicted(self: Any, made: Any, *_: Any) -> Trial:
-    """Return a trial that agrees with the prediction, in place of a trial with a faked profile."""
-    return Trial(1.0, 1.0, (1.0,) * len(made.layers))
 
 
 def corrected(rank: int, folder: str) -> tuple[dict[str, Any], list[list[int]], str, float | None]:

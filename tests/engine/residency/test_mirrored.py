@@ -9,7 +9,7 @@ import copy
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -26,9 +26,12 @@ from lightning_pipes.engine.residency.mirrors import Mirrors
 from lightning_pipes.ir import Kind, LayerUse, Plan, PlanError, Policy, Span
 from lightning_pipes.testing.reference import Loopback
 from tests.engine.jumbled import Jumbled
-from tests.engine.pipes import ROWS, WIDTH, assert_close, squared_error
+from tests.engine.pipes import ROWS, WIDTH, assert_close, divide_evenly, squared_error
+from tests.engine.pipes import batch as float64_batch
 
 BATCHES, DEPTH, CANDIDATES = 24, 8, 3
+planned = partial(divide_evenly, DEPTH)
+batch = partial(float64_batch, dtype=torch.float32)
 
 
 class Short(torch.autograd.Function):
@@ -120,11 +123,6 @@ def use_of(number: int, plan: Plan, own_cut: bool = True) -> LayerUse:
     ends = [0, *sorted(rng.choices(range(DEPTH + 1), k=plan.n_stages - 1)), DEPTH]
     cut = None if number % 7 == 6 or not own_cut else [Span(a, b) for a, b in pairwise(ends)]
     return LayerUse.from_names(names, plan.layers, [n for n in names if n not in still] if still else None, cut=cut)
-
-
-def batch(number: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(number)
-    return torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
 
 
 def rows_of(number: int) -> int:
@@ -326,13 +324,6 @@ def stage_of(
     again = bool(plan.recompute) and plan.recompute[number]
     stage = Stage(number, {n: layers[n] for n in range(*plan.layers[number])}, body, step, recompute=again)
     return stage
-
-
-def planned(stages: int, microbatches: int, ranks: Sequence[int] | None = None, recompute: bool = False) -> Plan:
-    """Return a plan that divides the layers evenly among the stages."""
-    cuts = [s * DEPTH // stages for s in range(stages + 1)]
-    layers = [Span(a, b) for a, b in pairwise(cuts)]
-    return Plan.even(stages, microbatches, ROWS, ranks, layers, [recompute] * stages)
 
 
 PLANS = {

@@ -14,8 +14,8 @@ from lightning_pipes.cost import LayerProfile, ModelProfile
 from lightning_pipes.sim.shown.training_record import Curves
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.plan.layer_profiler import LayerProfiler
-from lightning_pipes.trainer.plan.trial import Trial, Trials
-from tests.trainer.lit import Lit, data, quiet
+from lightning_pipes.trainer.plan.trial import Trials
+from tests.trainer.lit import Lit, as_predicted, data, quiet
 from tests.trainers import make_trainer
 
 ROWS, BATCHES, EVERY = 4, 24, 4
@@ -68,11 +68,6 @@ def faked(self: Any, *_: Any) -> ModelProfile:
     """Return a profile of equal layers instead of measuring one."""
     layer = LayerProfile("", ((1, 1.0),), ((1, 2.0),), weight_bytes=100, output=((1, 64.0),))
     return ModelProfile((layer,) * 9)
-
-
-def as_predicted(self: Any, made: Any, *_: Any) -> Trial:
-    """Return a trial with the predicted times, because the profile is made up."""
-    return Trial(1.0, 1.0, (1.0,) * len(made.layers))
 
 
 def train(rank: int, lacks: str) -> tuple[list[int], list[list[int]], list[str], Mapping[int, float]]:

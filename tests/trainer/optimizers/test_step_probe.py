@@ -13,6 +13,7 @@ from torch.optim import SGD, AdamW
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.optimizers.step_probe import check_skips_unused, check_steps_apart
 from tests.compat.gradient_modules import SAM, ClippingSGD, Lamb, NoisySGD
+from tests.compat.supernet_modules import DecayingSGD
 
 
 class SubclassOfAdamW(AdamW):
@@ -57,18 +58,6 @@ class SumsGradients(SGD):
         return loss
 
 
-class DecaysAll(SGD):
-    """Decays all parameters, even those without gradients."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = super().step(closure)
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.mul_(0.99)
-        return loss
-
-
 class NeedsItsOwn(SGD):
     """Fails with parameters of other shapes."""
 
@@ -84,7 +73,7 @@ def parameters() -> list[nn.Parameter]:
 
 FINE = [
     partial(SumsGradients, at=10**9),
-    partial(DecaysAll, lr=0.1),
+    partial(DecayingSGD, lr=0.1),
     partial(AdamW, lr=0.1),
     SubclassOfAdamW,
     Lamb,
@@ -146,5 +135,5 @@ def test_unused_parameters_stay(make):
 
 
 def test_a_decay_of_unused_parameters_is_refused():
-    with pytest.raises(PipelineError, match=r"DecaysAll changes parameters that have no gradients.*'1f1b'"):
-        check_skips_unused([DecaysAll(parameters(), lr=0.1)])
+    with pytest.raises(PipelineError, match=r"DecayingSGD changes parameters that have no gradients.*'1f1b'"):
+        check_skips_unused([DecayingSGD(parameters(), lr=0.1)])

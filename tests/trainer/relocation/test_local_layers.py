@@ -30,6 +30,7 @@ from tests.trainer.lit import (
     WIDTH,
     Case,
     Lit,
+    LitFrozen,
     LitOutside,
     LitTied,
     differences,
@@ -158,15 +159,6 @@ def spread(rank: int, folder: str) -> list[Any]:
 def test_a_module_that_nobody_has_whole_goes_home_when_training_ends() -> None:
     for moved, stayed in run_ranks(spread, 2, mkdtemp(), timeout=60):
         assert differences(moved, stayed, tolerance=0) == []
-
-
-class LitFrozen(LitOutside):
-    """Trains only its layers, because schedules that do not flush refuse parameters that all ranks train."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        for part in (self.inlet, self.outlet, self.unused):
-            part.requires_grad_(False)
 
 
 class Adopts(Callback):
