@@ -43,8 +43,7 @@ from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.engine import gpt_parts
-from benchmarks.harness.report import Report, make_parser, run_parts
-from benchmarks.harness.silence import QUIET, hush
+from benchmarks.harness.report import QUIET, Report, hush, make_parser, run_parts
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.testing.ranks import RanksFailedError, run_ranks
 from lightning_pipes.trainer.cuts.units.recording import UnitLayout

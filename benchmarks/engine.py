@@ -40,8 +40,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from benchmarks.fidelity import Links, Overheads
-from benchmarks.harness.emulated import EmulatedLayer, EmulatedStep, sleeping_layer
-from benchmarks.harness.ranks import join_ranks
+from benchmarks.harness.emulated import EmulatedLayer, EmulatedStep, join_ranks, sleeping_layer
 from benchmarks.harness.report import describe_machine, make_parser
 from lightning_pipes.cost import CostModel
 from lightning_pipes.engine import Engine, FailureWatch, Item, Stage, make_transport

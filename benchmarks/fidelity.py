@@ -34,9 +34,8 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks import simulator
-from benchmarks.harness.emulated import EmulatedStep, Emulation, run_steps, sleeping_layer, step_seconds
+from benchmarks.harness.emulated import EmulatedStep, Emulation, join_ranks, run_steps, sleeping_layer, step_seconds
 from benchmarks.harness.netlab import NetLab, lab_unavailable_reason
-from benchmarks.harness.ranks import join_ranks
 from benchmarks.harness.report import describe_machine, make_parser
 from lightning_pipes.cost import Cluster, CostModel, Device, Link, ModelProfile
 from lightning_pipes.engine import Item, Stage, make_transport

@@ -23,8 +23,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from benchmarks.harness.report import make_parser
-from benchmarks.harness.silence import QUIET, hush
+from benchmarks.harness.report import QUIET, hush, make_parser
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from models import GPT

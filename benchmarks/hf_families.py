@@ -29,8 +29,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from benchmarks.harness.hf_tiny import Batch, Tiny, families, tiny_model
-from benchmarks.harness.report import make_parser
-from benchmarks.harness.silence import QUIET
+from benchmarks.harness.report import QUIET, make_parser
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.testing.ranks import RanksFailedError, run_ranks
 

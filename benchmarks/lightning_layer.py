@@ -43,8 +43,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.engine import gpt_parts
-from benchmarks.harness.report import describe_machine, make_parser
-from benchmarks.harness.silence import QUIET, hush
+from benchmarks.harness.report import QUIET, describe_machine, hush, make_parser
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.plan.trial import waited_so_far
 

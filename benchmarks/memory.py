@@ -36,8 +36,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.report import describe_machine, make_parser
-from benchmarks.harness.silence import QUIET
+from benchmarks.harness.report import QUIET, describe_machine, make_parser
 
 WIDTH, HEADS, BLOCKS, TOKENS, VOCABULARY = 384, 6, 12, 128, 256
 ROWS, MICROBATCHES, STEPS, RANKS = 16, 8, 4, 2
@@ -133,7 +132,7 @@ def train_by_lightning(
     from torch import nn
     from torch.utils.data import DataLoader
 
-    from benchmarks.harness.silence import hush
+    from benchmarks.harness.report import hush
 
     hush()
     peak = Peak()

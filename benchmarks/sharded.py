@@ -38,8 +38,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.harness.report import make_parser
-from benchmarks.harness.silence import QUIET
+from benchmarks.harness.report import QUIET, make_parser
 from lightning_pipes import PipelineStrategy, load_pretrained
 from lightning_pipes.engine.allocator import load_libc, read_status_bytes
 from lightning_pipes.testing.ranks import run_ranks

@@ -39,8 +39,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 from benchmarks.harness.emulated import EmulatedLayer, request_realtime_priority, sleeping_layer
-from benchmarks.harness.report import make_parser
-from benchmarks.harness.silence import QUIET, hush
+from benchmarks.harness.report import QUIET, hush, make_parser
 from lightning_pipes import JobArray, MemorySwap, PipelineStrategy
 from lightning_pipes.arrays.memory_swap import Switching
 from lightning_pipes.ir import Kind

@@ -28,8 +28,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.harness.report import make_parser
-from benchmarks.harness.silence import QUIET
+from benchmarks.harness.report import QUIET, make_parser
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.plan.settings import VERIFY_VARIABLE

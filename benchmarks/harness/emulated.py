@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -34,6 +35,23 @@ def request_realtime_priority() -> None:
     """
     with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(10))
+
+
+def join_ranks(rank: int, ranks: int | None = None, realtime: bool = True) -> FailureWatch:
+    """Join the other ranks over gloo, and return the failure watch of this rank.
+
+    Args:
+        rank: this rank.
+        ranks: the number of ranks for `FailureWatch`, or None for its default.
+        realtime: whether this process first requests real-time priority, so that other programs do not affect the
+            measurement. Use it for layers that sleep. With real layers, which keep all cores busy, helper threads would
+            have to wait for a core.
+    """
+    if realtime:
+        request_realtime_priority()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    store = dist.distributed_c10d._get_default_store()
+    return FailureWatch(store, rank) if ranks is None else FailureWatch(store, rank, ranks)
 
 
 def pause_until(end: float) -> None:

@@ -34,7 +34,6 @@ This is the smallest value that works. It should be small because every message 
 """
 QUEUE = 2**20
 """Bytes that can wait before a link. Further bytes are dropped, as in a switch, and TCP sends them again."""
-_PORT = 7000
 _CHUNK = 2**16
 
 

@@ -1,12 +1,15 @@
-"""The command line of a benchmark, and its tables and numbers."""
+"""The command line of a benchmark, its tables and numbers, and settings that keep Lightning from writing into them."""
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import platform
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 Output = Iterator[str | dict[str, float]]
 """The output of a figure of a paper as it comes: lines of tables, and numbers by name."""
@@ -57,3 +60,19 @@ def run_parts(parts: Mapping[str, Callable[[bool], Report]], names: Iterable[str
 def describe_machine() -> str:
     """Return the architecture of the processor and the number of its cores, as text."""
     return f"{platform.machine()}, {os.cpu_count()} cores"
+
+
+QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+"""Arguments of a Trainer that writes nothing."""
+
+
+def hush() -> None:
+    """Suppress all warnings in this process, and all messages of Lightning except errors."""
+    warnings.filterwarnings("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)

@@ -93,7 +93,7 @@ KFKB = {
 }
 """Ada-Grouper (Wang et al. 2023, arXiv:2303.01675)."""
 JAP = {
-    "stages": Figure("arrays with one, two and four stages per rank, simulated", "stages:stages"),
+    "stages": Figure("arrays with one, two and four stages per rank, simulated", "epochs:stages"),
 }
 """ArrayPipe."""
 UMPIPE = {
@@ -132,7 +132,7 @@ CSP = {
         {"subnets": 50},
     ),
     "mirroring": Figure(
-        "the gain of a partition for each subnet, simulated", "mirroring:mirroring", {"subnets": 300}, {"subnets": 100}
+        "the gain of a partition for each subnet, simulated", "figures:mirroring", {"subnets": 300}, {"subnets": 100}
     ),
 }
 """NASPipe (Zhao et al. 2022)."""

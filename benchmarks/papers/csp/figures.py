@@ -5,12 +5,14 @@ These are the parts of `benchmarks/csp.py` that emulate streams of subnets, and 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import product
 from statistics import mean
 from typing import NamedTuple
 
-from benchmarks.harness.report import Report
+from benchmarks.harness.report import Output, Report
 from benchmarks.papers.csp.emulation.spaces import SPACES, Placed, Subnets, balanced, fixed
 from benchmarks.papers.csp.emulation.stream import Rules, run
 from benchmarks.papers.csp.emulation.swapped import Swaps, ahead, in_turn, nothing, one_step, swapped
@@ -20,10 +22,10 @@ from benchmarks.papers.csp.emulation.systems import (
     bsp,
     by_finished_list,
     choose,
+    least_bubble,
     one_by_one,
     stale_reads,
 )
-from benchmarks.papers.csp.emulation.theory import least_bubble
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.strategies.zero_bubble import ZeroBubble
 
@@ -294,3 +296,14 @@ def _hits(name: str, m: int, cases: dict[str, Swaps], plain: int) -> Iterable[st
             f"{name:30} {m:2}  {what:15} {found.hit_rate:5.3f} {found.switch_hit_rate:8.3f} "
             f"{found.late / max(1, missed):9.2f} {found.stall:6.3f} {found.makespan / plain:9.3f}"
         )
+
+
+def mirroring(subnets: int) -> Output:
+    """Yield the gains by stages and micro-batches, with the swap times of the paper."""
+    for name in PAPER:
+        drawn, gains = SPACES[name].draw(subnets, seed=1), {}
+        for stages, microbatches in product((4, 8), (1, 4, 8)):
+            one, each = (run(place(drawn, stages), Rules(microbatches)).throughput for place in (fixed, balanced))
+            gains[f"{stages} stages, {microbatches}"] = round(each / one, 2)
+        yield f"{name} {json.dumps(gains)}"
+        yield {f"{name}, {case}": gain for case, gain in gains.items()}

@@ -21,8 +21,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.harness.report import Output, describe_machine
-from benchmarks.harness.silence import QUIET, hush
+from benchmarks.harness.report import QUIET, Output, describe_machine, hush
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.supernets import ChoiceBlock, SubnetStream, Supernet, Uniform
 from lightning_pipes.testing.ranks import run_ranks

@@ -25,8 +25,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.harness.report import Output
-from benchmarks.harness.silence import QUIET
+from benchmarks.harness.report import QUIET, Output
 from lightning_pipes import PipelineStrategy, ReproducibilityLog
 from lightning_pipes.sim.shown.training_record import TrainingRecord, compare_runs
 from lightning_pipes.supernets import ChoiceBlock, Evolution, SubnetStream, Supernet, Uniform, bulk_synchronous

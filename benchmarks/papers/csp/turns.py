@@ -17,8 +17,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 from benchmarks.harness.emulated import EmulatedLayer, sleeping_layer
-from benchmarks.harness.report import Output
-from benchmarks.harness.silence import QUIET, hush
+from benchmarks.harness.report import QUIET, Output, hush
 from lightning_pipes import MemorySwap, PipelineStrategy
 from lightning_pipes.engine.residency.upcoming import PREDICTORS
 from lightning_pipes.sim.residency import Statistics

@@ -23,11 +23,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.harness.emulated import Emulation, sleeping_layer
+from benchmarks.harness.emulated import Emulation, join_ranks, sleeping_layer
 from benchmarks.harness.netlab import NetLab
-from benchmarks.harness.ranks import join_ranks
-from benchmarks.harness.report import Output
-from benchmarks.harness.silence import QUIET
+from benchmarks.harness.report import QUIET, Output
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.engine import Engine, Item, make_transport
 from lightning_pipes.engine.messages.bulk_transfer import BulkTransfer

@@ -22,8 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from benchmarks.harness.report import Output
-from benchmarks.harness.silence import QUIET, hush
+from benchmarks.harness.report import QUIET, Output, hush
 from lightning_pipes import GradientProbe
 from lightning_pipes.strategies.dynpipe import Constants, Iterations
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.harness.emulated import pause_until
-from benchmarks.harness.silence import QUIET
+from benchmarks.harness.report import QUIET
 from lightning_pipes import InterferenceMonitor, PipelineStrategy
 from lightning_pipes.ir import Kind
 from lightning_pipes.testing.neighbours import Neighbour

@@ -1,16 +1,18 @@
-"""The simulated time of an epoch of the 64 jobs of ArrayPipe's paper: in rounds, without rounds, and one by one.
+"""Simulated arrays: epochs of the 64 jobs of ArrayPipe's paper, and arrays with several stages per rank.
 
-All times are nanoseconds. The devices have room for all jobs, and nothing is recomputed.
+The devices have room for all jobs, and nothing is recomputed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from heapq import heappop, heappush
 
 import numpy as np
 
+from benchmarks.harness.report import Output
 from lightning_pipes.cost import CostModel
-from lightning_pipes.ir import Cut, Plan, Schedule
+from lightning_pipes.ir import Cut, Plan, Schedule, even_spans
 from lightning_pipes.planning.planner import even_plan
 from lightning_pipes.sim import makespan
 from lightning_pipes.strategies.jap import ArrayProblem, Effort, Job, problem_from_plan, solve_array, stream_jobs
@@ -18,13 +20,13 @@ from tests.strategies.jap.random_arrays import KINDS, batch_sizes
 
 JOBS, ITERATIONS = 64, 240
 """The number of jobs, and the batches of a job with the smallest batch size; all jobs have equally many samples."""
-MICROBATCHES = (1, 2, 4, 8, 16, 32)
+POWERS = (1, 2, 4, 8, 16, 32)
 ORDERS = 6_000
 """The orders of a round that the search may try."""
 
 
 class Epoch:
-    """An epoch of all jobs.
+    """An epoch of all jobs, in rounds, without rounds, and one by one. All times are nanoseconds.
 
     Args:
         costs: returns the costs of stages, given the rank of each stage.
@@ -61,7 +63,7 @@ class Epoch:
         """Return the time of all jobs one after another, each with its best number of micro-batches."""
         costs, total = self._costs(schedule.place_stages(self._stages)), 0
         for rows in self._kinds:
-            plans = [even_plan(schedule, self._stages, m, rows) for m in MICROBATCHES if m <= rows]
+            plans = [even_plan(schedule, self._stages, m, rows) for m in POWERS if m <= rows]
             best = min(makespan(schedule.program(plan), plan, costs) for plan in plans)
             total += best * self._iterations[rows] * self._sizes.count(rows)
         return total
@@ -104,3 +106,66 @@ class Epoch:
         sizes = sorted(self._sizes, key=lambda rows: -self._iterations[rows] * work[rows])
         jobs = [Job(Cut.even(rows, min(microbatches, rows), self._stages), self._iterations[rows]) for rows in sizes]
         return stream_jobs(jobs, self._line, resident).time
+
+
+# ---- Siblings that are served in the order of their arrival, on ranks with one, two or four stages each, with the best
+# number of micro-batches. A forward of a stage takes a fixed time and one for each sample, and its backward twice as
+# long. The stages of a rank share its layers and its fixed time. Messages take no time.
+
+RANKS, BATCHES = 8, 16
+ROWS = (8, 16, 24, 32)
+MICROBATCHES = (1, 2, 3, 4, 6, 8)
+
+
+def over_work(stages_per_rank: int, rows: list[int], microbatches: int, fixed: float) -> float:
+    """The time that siblings with batches of `rows` take, over what a rank computes if batches are whole."""
+    stages = RANKS * stages_per_rank
+    cuts = [[span.rows for span in even_spans(each, min(microbatches, each))] for each in rows]
+    ready: list[list[tuple[int, bool, int, int, int]]] = [[] for _ in range(RANKS)]
+    idle, events = [True] * RANKS, list[tuple[float, int, int, tuple[bool, int, int, int]]]()
+    batches, left = [BATCHES] * len(rows), [len(cut) for cut in cuts]
+    turn, now = 0, 0.0
+
+    def arrive(back: bool, stage: int, job: int, part: int) -> None:
+        nonlocal turn
+        turn += 1
+        heappush(ready[stage % RANKS], (turn, back, stage, job, part))
+
+    for job, cut in enumerate(cuts):
+        for part in range(len(cut)):
+            arrive(False, 0, job, part)
+    while True:
+        for rank in range(RANKS):
+            if idle[rank] and ready[rank]:
+                came, back, stage, job, part = heappop(ready[rank])
+                idle[rank] = False
+                end = now + (2 if back else 1) * (fixed + cuts[job][part]) / stages_per_rank
+                heappush(events, (end, came, rank, (back, stage, job, part)))
+        if not events:
+            return now / (BATCHES * sum(3 * (fixed + each) for each in rows))
+        now, _, rank, (back, stage, job, part) = heappop(events)
+        idle[rank] = True
+        if not back:
+            arrive(stage + 1 == stages, min(stage + 1, stages - 1), job, part)
+        elif stage:
+            arrive(True, stage - 1, job, part)
+        else:
+            left[job] -= 1
+            batches[job] -= not left[job]
+            if not left[job] and batches[job]:
+                left[job] = len(cuts[job])
+                for again in range(left[job]):
+                    arrive(False, 0, job, again)
+
+
+def stages() -> Output:
+    """Yield a table by the number of siblings, the fixed time of a block, and the stages of a rank."""
+    yield f"{RANKS} ranks, batches of {ROWS} in turn: time over work, by what a block costs besides in samples' worth\n"
+    yield (
+        f"{'siblings':>10}"
+        + "".join(f"{f'cost {fixed:g}, {v} a rank':>20}" for fixed in (0.5, 2, 4) for v in (1, 2, 4))
+    )
+    for siblings in (2, 4, 6, 8, 12, 16):
+        rows = [ROWS[n % len(ROWS)] for n in range(siblings)]
+        cells = [min(over_work(v, rows, m, fixed) for m in MICROBATCHES) for fixed in (0.5, 2, 4) for v in (1, 2, 4)]
+        yield f"{siblings:>10}" + "".join(f"{cell:20.2f}" for cell in cells)

@@ -24,7 +24,7 @@ from torch import nn
 
 from benchmarks.engine import gpt_parts
 from benchmarks.harness.emulated import EmulatedLayer, request_realtime_priority
-from benchmarks.harness.silence import QUIET, hush
+from benchmarks.harness.report import QUIET, hush
 from benchmarks.papers.jap.peers import Single, by_torch, data_parallel, side_by_side, singles
 from lightning_pipes import JobArray, PipelineStrategy
 from lightning_pipes.arrays.arrivals import order_first_batches

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from benchmarks.harness.emulated import join_ranks
 from benchmarks.harness.netlab import NetLab
-from benchmarks.harness.ranks import join_ranks
 from benchmarks.papers.kfkb.links import AUTO, Trial, bandwidth, ordered
 from benchmarks.papers.kfkb.replay import Direction, Trace
 from lightning_pipes.cost import CostModel

@@ -16,9 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from benchmarks.harness.emulated import EmulatedLayer, Emulation, sleeping_layer
+from benchmarks.harness.emulated import EmulatedLayer, Emulation, join_ranks, sleeping_layer
 from benchmarks.harness.netlab import BURST, GOODPUT, NetLab
-from benchmarks.harness.ranks import join_ranks
 from benchmarks.papers.kfkb.replay import Direction
 from lightning_pipes.cost import CostModel, LayerProfile
 from lightning_pipes.engine import Engine, Item, Stage, make_transport

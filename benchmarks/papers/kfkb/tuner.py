@@ -17,8 +17,7 @@ from torch import nn
 
 from benchmarks.harness.emulated import EmulatedLayer, request_realtime_priority, sleeping_layer
 from benchmarks.harness.netlab import NetLab, lab_unavailable_reason
-from benchmarks.harness.report import Output, describe_machine
-from benchmarks.harness.silence import QUIET, hush
+from benchmarks.harness.report import QUIET, Output, describe_machine, hush
 from benchmarks.kfkb import MICROBATCHES, QUICK_MESSAGE, SPEEDS, STAGES, Situation, directions, ordered
 from benchmarks.papers.kfkb.links import bandwidth
 from benchmarks.papers.kfkb.replay import Replay, Trace

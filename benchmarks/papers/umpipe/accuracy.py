@@ -20,8 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.harness.report import Output
-from benchmarks.harness.silence import QUIET, hush
+from benchmarks.harness.report import QUIET, Output, hush
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.testing.ranks import run_ranks
 

@@ -26,9 +26,15 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from benchmarks.harness.emulated import EmulatedStep, Emulation, request_realtime_priority, run_steps, step_seconds
-from benchmarks.harness.ranks import join_ranks
-from benchmarks.harness.silence import QUIET, hush
+from benchmarks.harness.emulated import (
+    EmulatedStep,
+    Emulation,
+    join_ranks,
+    request_realtime_priority,
+    run_steps,
+    step_seconds,
+)
+from benchmarks.harness.report import QUIET, hush
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.cost import Cluster, Deployment, Device, LayerProfile, Link, ModelProfile, Table
 from lightning_pipes.engine.compute.profiler import joining_seconds, profile_layers

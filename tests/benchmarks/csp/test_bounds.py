@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.papers.csp.emulation.spaces import NLP, Placed, Space, Subnets, balanced, fixed
 from benchmarks.papers.csp.emulation.stream import Rules, run
-from benchmarks.papers.csp.emulation.theory import least_bubble, released
+from benchmarks.papers.csp.emulation.systems import least_bubble, released
 from tests.cases import for_each
 
 

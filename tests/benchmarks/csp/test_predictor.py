@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.papers.csp.emulation.predictor import InTurn, Nothing, looks_ahead
+from benchmarks.papers.csp.emulation.swapped import InTurn, Nothing, looks_ahead
 from lightning_pipes.sim.predictor import (
     PendingBackward,
     SimulatedPredictor,
