@@ -152,20 +152,14 @@ DYNPIPE = {
     "formulas": Figure(
         "the errors of equations 4 and 5, against the simulator", "planner:formulas", {"count": 50}, {"count": 10}
     ),
-    "stages": Figure(
-        "the number of stages of a BERT with 48 blocks, on fast and slow networks",
-        "planner:stages_of_bert",
-        {"numbers": (), "executable": False},
-        {"numbers": (1, 2, 4, 8), "executable": True},
-    ),
     "replan": Figure("the processor time of a re-plan", "planner:replan"),
     "staleness": Figure(
         "batches until a target by stages, measured and predicted", "staleness:staleness", {"seeds": 6}, {"seeds": 2}
     ),
     "interference": Figure(
-        "predictors of the slowdown by neighbors; `data` and `forest` name files to keep",
+        "predictors of the slowdown by neighbors; `data` names a file to keep the measurements",
         "predictor:predictor",
-        {"few": False, "seconds": 0.2, "problems": 200, "data": "", "forest": ""},
+        {"few": False, "seconds": 0.2, "problems": 200, "data": ""},
         {"few": True, "seconds": 0.06, "problems": 20},
     ),
     "migration": Figure(

@@ -7,23 +7,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from benchmarks.harness.report import Output
-from lightning_pipes.cost import Cluster, Link
-from lightning_pipes.cost.zoo import named_profile
+from lightning_pipes.cost import Link
 from lightning_pipes.ir import Plan, Schedule
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.planner import planner_of
 from lightning_pipes.planning.replanning import MAX_OBSERVATIONS, Observation
-from lightning_pipes.planning.staleness import Iterations
 from lightning_pipes.strategies.dynpipe import DynPlanner
-from lightning_pipes.strategies.dynpipe.choosing import choose_stages, least_seconds, paper_seconds, true_seconds
-from lightning_pipes.strategies.dynpipe.meshes import Pricing
+from lightning_pipes.strategies.dynpipe.choosing import least_seconds, paper_seconds, true_seconds
 from lightning_pipes.strategies.dynpipe.planner import move_seconds
 from lightning_pipes.strategies.dynpipe.repartition import WindowReplay, find_partition, partitions_of
 from lightning_pipes.strategies.dynpipe.situation import Situation
@@ -313,33 +309,3 @@ def formulas(count: int) -> Output:
     for name, found in errors.items():
         yield f"{name:18} mean error {np.abs(found).mean():6.1%}  from {min(found):+.0%} to {max(found):+.0%}"
     yield {"printed_error": round(float(np.abs(errors["E4/E5 as printed"]).mean()), 4)}
-
-
-@lru_cache
-def bert(gigabits: float) -> Pricing:
-    """BERT with 48 blocks on two servers of four GPUs, with that between them."""
-    inside, between = Link(bandwidth=2.5e11, latency=5e-6), Link(bandwidth=gigabits * 1e9 / 8, latency=3e-5)
-    cluster = Cluster.from_counts(2, 4, 40 * 2**30, inside, between)
-    return Pricing(named_profile("BERT-48", "A100-40G", dtype="float32"), cluster, rows=32, shared=True, cached=True)
-
-
-def stages_of_bert(numbers: Sequence[int] = (), executable: bool = False) -> Output:
-    """W(S), T(S) and their product, by number of stages, on fast and slow networks."""
-    found = {}
-    for gigabits in (10, 100):
-        iterations = Iterations(1000.0, 1 / 1500)
-        choice = choose_stages(bert(gigabits), iterations, numbers, scan_all=True, executable=executable)
-        yield f"\nBERT-48, 2 x 4 A100, batches of 32, {gigabits} Gb/s between servers; T(S) = 1000 / (1 - S^3 / 1500)"
-        yield str(choice)
-        worse = []
-        for option in choice.options:
-            (paper,) = choose_stages(
-                bert(gigabits), stages=[option.n_stages], mode="paper", executable=executable
-            ).options
-            if paper.best is not None and option.best is not None:
-                (true,) = true_seconds([(paper.best.stages, paper.best.transfers)])
-                worse.append(true / option.best.iteration - 1)
-        longest, mean = max(worse), np.mean(worse)
-        yield f"iterations of the paper mode's choice take up to {longest:.1%} longer, {mean:.1%} on average"
-        found[f"paper_choice_{gigabits}"] = longest
-    yield {key: round(value, 4) for key, value in found.items()}

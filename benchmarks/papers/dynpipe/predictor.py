@@ -305,7 +305,7 @@ def say(text: str, done: float) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def predictor(few: bool = False, seconds: float = 0.2, problems: int = 200, data: str = "", forest: str = "") -> Output:
+def predictor(few: bool = False, seconds: float = 0.2, problems: int = 200, data: str = "") -> Output:
     """Measure windows, compare predictors on them, and yield the comparison.
 
     Args:
@@ -313,7 +313,6 @@ def predictor(few: bool = False, seconds: float = 0.2, problems: int = 200, data
         seconds: the length of a window.
         problems: the number of random problems of a planner.
         data: a file with the windows. They are read if it exists, and otherwise measured and written.
-        forest: a file for a forest that has learned from all windows, for `Predictor.load`.
     """
     if data and Path(data).exists():
         windows = Dataset.load(Path(data))
@@ -322,9 +321,6 @@ def predictor(few: bool = False, seconds: float = 0.2, problems: int = 200, data
         if data:
             windows.save(Path(data))
     yield from report(windows, problems)
-    if forest:
-        crossed = windows.cross_pairs().sample_rows()
-        CorrectedFormula().fit(crossed.rows, crossed.ratios).forest.save(Path(forest))
 
 
 def report(data: Dataset, problems: int) -> Output:
