@@ -1,6 +1,13 @@
 """CSP on the paper's search spaces, compared with the systems that the paper names (NASPipe, S5), emulated.
 
 These are the parts of `benchmarks/csp.py` that emulate streams of subnets, and the gain of a cut for each subnet.
+Layers have the times of the paper (Table 5), on 8 stages. Nothing is computed; `emulation/` determines when each task
+would run. A micro-batch takes its share of the time of the batch and an additional 0.2 ms. Messages take no time, and
+an update reaches another stage in twice the swap time of the layer, unless a line names other costs.
+
+A bubble is measured from the end of the first tenth of the subnets to the last subnet that still fills the queue.
+`lost` also counts the additional 0.2 ms as idle time. The number of micro-batches is chosen on one sample of subnets,
+and measured on other samples.
 """
 
 from __future__ import annotations
@@ -28,13 +35,6 @@ from benchmarks.papers.csp.emulation.systems import (
 )
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.strategies.zero_bubble import ZeroBubble
-
-# ---- CSP on the paper's spaces, emulated: layers of its times (Table 5) on 8 stages, against the systems that it
-# names.
-# Nothing is computed; `emulation/` says when each task would run. A micro-batch takes its share of the batch's time
-# and 0.2 ms; messages are free, and an update comes to another stage in twice the layer's swap time, except where a
-# line says otherwise. Bubbles are those between the first tenth of the subnets and the last that still fill the
-# queue; `lost` counts the fixed 0.2 ms as if idle. Micro-batches are chosen on one sample, and measured on others.
 
 STAGES = 8
 BULKS = (4, 8, 16, 32)
