@@ -26,4 +26,5 @@ def test_every_page_of_the_site_is_in_its_navigation() -> None:
     """Check this here, too, because building the site takes longer."""
     listed = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert {*listed} >= {str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")}
-    assert [page for page in listed if not (ROOT / page).is_file()] == []
+    made = {"docs/reference/messages.md"}  # only in the site
+    assert [page for page in listed if page not in made and not (ROOT / page).is_file()] == []
