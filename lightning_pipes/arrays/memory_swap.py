@@ -1,8 +1,7 @@
 """States that take turns on a device: siblings with their optimizers, layers of a supernet, or weight versions.
 
-States are kept on the host or on another device if they do not all fit on the device. For job arrays, the available
-memory can also decide the number of siblings. After a run, a log message reports whether moving the states was hidden
-by computations.
+States are kept on the host if they do not all fit on the device. For job arrays, the available memory can also decide
+the number of siblings. After a run, a log message reports whether moving the states was hidden by computations.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_pipes.cost.units import bytes_text
 from lightning_pipes.engine.residency.binding import Binding, still_bound
-from lightning_pipes.engine.residency.copier import SlabCopier, Stopwatch, copier_for, is_peer_nearer
-from lightning_pipes.engine.residency.slab import host_slab
+from lightning_pipes.engine.residency.copier import SlabCopier, Stopwatch, copier_for
 from lightning_pipes.engine.residency.swap import Swap
 from lightning_pipes.engine.residency.upcoming import PREDICTORS
 from lightning_pipes.ir import PlanError, check_count, check_number, check_type
@@ -166,11 +164,6 @@ class MemorySwap(SiblingMemory, PipelineCallback):
             started and the tasks that are ready. "algorithm_3" is the algorithm of NASPipe, in which stages send each
             other records of upcoming backwards. "simulated" uses the simulated order of the schedule, with the same
             costs as `balanced=True` uses for its cuts.
-        peer: a device with unused memory, such as "cuda:1". States that are not in use are kept there instead of on the
-            host if copies from the peer are measured to be faster, as over NVLink. The rank that runs on this device,
-            and states that do not fit there, use the host.
-        peer_bytes: bytes on the peer that the states of one rank may occupy.
-        peer_bandwidth: bytes per second of the link to the peer. CPU only, to emulate a link with peer="cpu".
 
     Attributes:
         statistics: statistics of this rank over the run of the array or the fit: hits, late states and misses, stalls,
@@ -180,9 +173,8 @@ class MemorySwap(SiblingMemory, PipelineCallback):
 
     Raises:
         InputError: an argument has a wrong type, or a number is not positive.
-        PlanError: there are fewer than two slots, only one of `peer` and `peer_bytes` is set, or the predictor or the
-            peer is unknown. During a run: two states do not fit on the device, all states together do not fit on the
-            host, or a state cannot be moved.
+        PlanError: there are fewer than two slots, or the predictor is unknown. During a run: two states do not fit on
+            the device, all states together do not fit on the host, or a state cannot be moved.
     """
 
     def __init__(
@@ -193,26 +185,15 @@ class MemorySwap(SiblingMemory, PipelineCallback):
         bandwidth: float | None = None,
         prefetch: bool = True,
         predictor: str = PREDICTORS[0],
-        peer: str | None = None,
-        peer_bytes: int | None = None,
-        peer_bandwidth: float | None = None,
     ) -> None:
         self.device_bytes = check_count("device_bytes", device_bytes)
         self.host_bytes = None if host_bytes is None else check_count("host_bytes", host_bytes)
         self.slots = None if slots is None else check_count("slots", slots)
         if slots is not None and slots < 2:
             raise PlanError(f"switching needs a slot for the state in use and one for the next, got {slots}")
-        for name, rate in (("bandwidth", bandwidth), ("peer_bandwidth", peer_bandwidth)):
-            if rate is not None:
-                check_number(name, rate, "bytes per second above 0", lambda x: x > 0)
-        self.bandwidth, self.peer_bandwidth = bandwidth, peer_bandwidth
-        if (peer is None) != (peer_bytes is None):
-            raise PlanError(
-                f"states wait on a peer device if peer and peer_bytes are both set, got peer={peer!r} and "
-                f"peer_bytes={peer_bytes!r}; set both, or neither"
-            )
-        self.peer = None if peer is None else _parse_device(peer)
-        self.peer_bytes = 0 if peer_bytes is None else check_count("peer_bytes", peer_bytes)
+        if bandwidth is not None:
+            check_number("bandwidth", bandwidth, "bytes per second above 0", lambda x: x > 0)
+        self.bandwidth = bandwidth
         self.prefetch = check_type("prefetch", prefetch, bool)
         if predictor not in PREDICTORS:
             raise PlanError(f"predictor is one of {', '.join(PREDICTORS)}, got {predictor!r}")
@@ -284,48 +265,18 @@ class MemorySwap(SiblingMemory, PipelineCallback):
         The key of a sibling's state is the index of the sibling.
         """
         if self._swap is None:
-            self._copier = copier_for(device, self.bandwidth, self.peer_bandwidth)
+            self._copier = copier_for(device, self.bandwidth)
             self._swap = Swap(
                 self.device_bytes,
                 self._copier,
                 device,
                 slots=self.slots,
                 host_budget=self.host_bytes,
-                peer=self._near_peer(device),
-                peer_budget=self.peer_bytes,
                 poison=self._poison,
             )
             self.statistics = self._swap.statistics
             self._blocks = Stopwatch(device)
         return self._swap
-
-    def _near_peer(self, device: torch.device) -> torch.device | None:
-        """Return the peer if copying states from it takes less time than copying them from the host.
-
-        Raises:
-            PlanError: the peer is not a device of the same kind.
-        """
-        peer = self.peer
-        if peer is None or (peer == device and device.type != "cpu"):
-            return None
-        if peer.type != device.type or (peer.type == "cuda" and peer.index >= torch.cuda.device_count()):
-            raise PlanError(
-                f"states of {device} can't wait on peer={str(peer)!r}: it must be another {device.type} device of this "
-                "machine. Name one, or leave peer out"
-            )
-        size = min(_PROBE_BYTES, self.peer_bytes)
-        copier = copier_for(device, self.bandwidth, self.peer_bandwidth)
-        try:
-            host = host_slab(size, device.type == "cuda")
-            near = is_peer_nearer(copier, device, host, torch.empty(size, dtype=torch.uint8, device=peer))
-        finally:
-            copier.close()
-        if not near:
-            rank_zero_info(
-                f"MemorySwap: states wait in the memory of the host, because copies to {device} from peer {peer} are "
-                "not faster"
-            )
-        return peer if near else None
 
     @property
     def usage_text(self) -> str:
@@ -337,7 +288,6 @@ class MemorySwap(SiblingMemory, PipelineCallback):
             f"{found.hit_rate:.1%} of layers found there where a stage turned to others{by}, {found.late} late, "
             f"{found.misses} missed, {found.stall_ns / 1e9:.3g} s of waiting, {bytes_text(found.bytes_in)} in, "
             f"{bytes_text(found.bytes_out)} out"
-            + (f", {bytes_text(found.peer_bytes)} of both with a peer" if found.peer_bytes else "")
             + (f", cleared {found.cleared} times for tasks that ran out of memory" if found.cleared else "")
         )
 
@@ -354,7 +304,6 @@ class MemorySwap(SiblingMemory, PipelineCallback):
             f"MemorySwap: {found.hits} of {found.leases} uses found their state on the device, {found.late} waited for "
             f"one on its way, {found.misses} for one that was not; {found.stall_ns / 1e9:.3g} s of waiting, "
             f"{found.bytes_in / 1e9:.3g} GB in, {found.bytes_out / 1e9:.3g} GB out"
-            + (f" ({found.peer_bytes / 1e9:.3g} GB of both with a peer)" if found.peer_bytes else "")
             + ("" if self.switching is None or not found.stall_ns else f". {self.switching}")
         )
 
@@ -430,27 +379,10 @@ class MemorySwap(SiblingMemory, PipelineCallback):
             )
 
 
-def _parse_device(name: object) -> torch.device:
-    """Return the device of this name.
-
-    Raises:
-        PlanError: the name is not a device, or it is "cuda" without an index, which would be each rank's own device.
-    """
-    try:
-        found = torch.device(check_type("peer", name, str))
-    except RuntimeError as error:
-        raise PlanError(f"peer is the name of a device, such as 'cuda:1', got {name!r}") from error
-    if found.type == "cuda" and found.index is None:
-        raise PlanError(f"peer={name!r} is the device that a rank has itself: name one with an index, such as 'cuda:1'")
-    return found
-
-
 def _name(rank: int, when: str = "now") -> str:
     return f"memory/{when}/{rank}"
 
 
-_PROBE_BYTES = 1 << 20
-"""Bytes that are copied to find out whether the peer or the host is nearer."""
 AUTO = "auto"
 _PER_STAGE = 2
 """The number of siblings per stage that keep all stages busy, according to simulations."""

@@ -109,7 +109,6 @@ class Statistics:
         again: hits of the next micro-batch of a batch, which used the same state just before.
         cleared: the number of times that all states without a lease were evicted because a computation ran out of
             memory.
-        peer_bytes: the part of `bytes_in` and `bytes_out` that was copied from or to the memory of a peer.
     """
 
     hits: int = 0
@@ -123,7 +122,6 @@ class Statistics:
     wasted: int = 0
     again: int = 0
     cleared: int = 0
-    peer_bytes: int = 0
 
     @classmethod
     def sum_devices(cls, each: Iterable[Statistics]) -> Statistics:

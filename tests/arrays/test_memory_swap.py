@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import re
 from typing import Any
-from unittest import mock
 
 import pytest
-import torch
 
 from lightning_pipes import JobArray, MemorySwap
-from lightning_pipes.arrays import memory_swap
 from lightning_pipes.cost import CostModel
-from lightning_pipes.engine.residency.copier import ThreadCopier
 from lightning_pipes.engine.watch.failure import PeerFailure
 from lightning_pipes.ir import B, F, Plan, PlanError, Program
 from lightning_pipes.strategies.jap import round_order
@@ -98,7 +94,7 @@ def forwards_first(plan: Plan, costs: CostModel) -> Program:
     )
 
 
-def swapped_rounds(rank: int, slots: int, recompute: bool, peer: bool) -> Any:
+def swapped_rounds(rank: int, slots: int, recompute: bool, backwards_last: bool) -> Any:
     """Run siblings in rounds, with states that take turns on the device.
 
     Returns:
@@ -106,13 +102,10 @@ def swapped_rounds(rank: int, slots: int, recompute: bool, peer: bool) -> Any:
         the device.
     """
     quiet()
-    own = [recompute and (n > 0 or peer) for n in range(5)]  # with three slots, one state may stay
+    own = [recompute and (n > 0 or backwards_last) for n in range(5)]  # with three slots, one state may stay
     jobs = [Job(n, "", 1, b, recompute=own[n], microbatches=1) for n, b in enumerate((8, 20, 5, 40, 8))]
-    near = (None, True, "in_turn", "cpu", 1 << 20, 2e9) if peer else ()
-    memory = poisoned(BIG, None, slots, *near)
-    if peer:
-        memory._near_peer = lambda device: memory.peer  # type: ignore[method-assign]  # regardless of the probe
-    array = JobArray[Any](5, memory=memory, rounds=forwards_first if peer else round_order)
+    memory = poisoned(BIG, None, slots)
+    array = JobArray[Any](5, memory=memory, rounds=forwards_first if backwards_last else round_order)
     resident, begin_block = [], memory.begin_block
 
     def watched(index: int, stage: int) -> None:
@@ -126,19 +119,20 @@ def swapped_rounds(rank: int, slots: int, recompute: bool, peer: bool) -> Any:
     return [found[n] for n in range(5)], alone, memory.statistics, max(resident)
 
 
-@pytest.mark.parametrize(("slots", "recompute", "peer"), [(2, True, True), (3, True, False), (5, False, False)])
-def test_states_take_turns_in_rounds(slots: int, recompute: bool, peer: bool) -> None:
+@pytest.mark.parametrize(
+    ("slots", "recompute", "backwards_last"), [(2, True, True), (3, True, False), (5, False, False)]
+)
+def test_states_take_turns_in_rounds(slots: int, recompute: bool, backwards_last: bool) -> None:
     """Check siblings with different batch sizes.
 
     One of them leaves after its first round, and another one after its second.
     """
-    for swapped, alone, found, most in run_ranks(swapped_rounds, 2, slots, recompute, peer, timeout=90):
+    for swapped, alone, found, most in run_ranks(swapped_rounds, 2, slots, recompute, backwards_last, timeout=90):
         for value, expected in zip(swapped, alone, strict=True):
             assert_equal(value, expected)
         assert most == slots
         if slots < 5:
             assert found.bytes_in > 20 * 1000, "states have taken turns"
-        assert found.peer_bytes == (found.bytes_in + found.bytes_out if peer else 0)
         assert 5 * found.misses < found.leases, "the order of blocks and turns is known, so that states are asked for"
 
 
@@ -174,45 +168,6 @@ def test_siblings_that_are_cut_by_units_are_what_they_are_alone() -> None:
             assert_equal(a, b)
 
 
-def peer_memory(bandwidth: float, peer_bandwidth: float) -> MemorySwap:
-    """Return a swap with two slots, and a peer with room for three of four states."""
-    return poisoned(BIG, None, 2, bandwidth, True, "in_turn", "cpu", 100_000, peer_bandwidth)
-
-
-def with_peer(rank: int) -> tuple[list[Any], list[Any], Any, int]:
-    """Run siblings whose states may wait on a peer.
-
-    Returns:
-        The results with swapping, the results without swapping, the statistics, and the bytes of the largest state.
-    """
-    quiet()
-    memory = peer_memory(2e7, 2e9)
-    jobs = [Job(n, epochs=1) for n in range(4)]
-    found = [[o.value for o in JobArray(4, memory=m).run(jobs)] for m in (memory, None)]
-    return found[0], found[1], memory.statistics, memory._largest
-
-
-def test_states_wait_on_a_peer_that_is_nearer() -> None:
-    """Check that states wait on a peer only if it is nearer than the host, and only as many as it has room for."""
-    ((swapped, plain, found, size),) = run_ranks(with_peer, 1, timeout=60)
-    for a, b in zip(swapped, plain, strict=True):
-        assert_equal(a, b)
-    assert 3 * size < 100_000 < 4 * size
-    assert 0 < found.peer_bytes < found.bytes_in + found.bytes_out, "one state of four finds no room there"
-    assert peer_memory(2e9, 2e7)._near_peer(torch.device("cpu")) is None, "the host is nearer"
-
-
-def test_a_peer_without_memory_for_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that the copying thread ends even if the probe fails."""
-    monkeypatch.setattr(memory_swap, "is_peer_nearer", mock.Mock(side_effect=RuntimeError("out of memory")))
-    with (
-        mock.patch.object(ThreadCopier, "close", autospec=True, side_effect=ThreadCopier.close) as close,
-        pytest.raises(RuntimeError, match="out of memory"),
-    ):
-        peer_memory(2e9, 2e7)._near_peer(torch.device("cpu"))
-    close.assert_called_once()
-
-
 def told(rank: int, device_bytes: int, host_bytes: int | None, slots: int | None) -> list[str]:
     """Return the errors of two siblings in an array with these budgets."""
     quiet()
@@ -239,9 +194,6 @@ def test_a_budget_that_is_too_small_is_refused(device_bytes: int, host_bytes: in
         ((0,), "device_bytes"),
         ((9, None, 1), "a slot for the state in use"),
         ((9, 9, 2, -1.0), "bandwidth must be"),
-        ((*(9, 9, 2, None, True, "in_turn"), "cuda:1"), "set both, or neither"),
-        ((*(9, 9, 2, None, True, "in_turn"), "gpu", 9), "such as 'cuda:1', got 'gpu'"),
-        ((*(9, 9, 2, None, True, "in_turn"), "cuda", 9), "peer='cuda' is the device that a rank has itself"),
     ],
 )
 def test_settings_that_are_refused(settings: tuple[Any, ...], says: str) -> None:

@@ -28,7 +28,7 @@ def plain(shared: str) -> dict[str, Any]:
 
 def swapped(rank: int, ranks: int, shared: str, device_bytes: int, predictor: str, balanced: bool) -> Any:
     """Train with swapping, and return the results, the statistics, the ranks of layers, and the line of the report."""
-    slow: dict[str, Any] = {"bandwidth": 2e7, "peer": "cpu", "peer_bytes": 30_000} if ranks == 3 else {}
+    slow: dict[str, Any] = {"bandwidth": 2e7} if ranks == 3 else {}
     memory, folder = MemorySwap(device_bytes, predictor=predictor, **slow), mkdtemp()
     memory._poison = True
     schedule = CSP(depth=8, balanced=balanced)
@@ -57,8 +57,6 @@ def test_bit_for_bit(ranks: int, shared: str, device_bytes: int, predictor: str,
         assert found["weights"] == wanted["weights"]
         assert found["losses"] == wanted["losses"]
         assert statistics.bytes_in > bytes_in, statistics
-        moved = statistics.bytes_in + statistics.bytes_out
-        assert 0 < statistics.peer_bytes < moved if ranks == 3 else not statistics.peer_bytes, statistics
         for name, its_ranks in here.items():
             on[name] |= its_ranks
     assert any(len(its_ranks) > 1 for its_ranks in on.values()) == (balanced and ranks > 1)

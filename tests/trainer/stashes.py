@@ -104,12 +104,8 @@ def fit(case: Stashing, folder: str, memory: MemorySwap | None, resume: str | No
     }
 
 
-def turning(versions: int, bandwidth: float | None = None, peer: int | None = None) -> MemorySwap:
-    """Return a MemorySwap with device memory for `versions` versions of three layers.
-
-    If `peer` is given, it is the number of bytes that states may occupy on a peer.
-    """
-    near = None if peer is None else "cpu"
-    memory = MemorySwap(versions * 3 * LINEAR, bandwidth=bandwidth, peer=near, peer_bytes=peer)
+def turning(versions: int, bandwidth: float | None = None) -> MemorySwap:
+    """Return a MemorySwap with device memory for `versions` versions of three layers."""
+    memory = MemorySwap(versions * 3 * LINEAR, bandwidth=bandwidth)
     memory._poison = True
     return memory

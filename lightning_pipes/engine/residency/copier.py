@@ -1,4 +1,4 @@
-"""Copies between a device and the host, or a peer device, that run in parallel to the computation."""
+"""Copies between a device and the host that run in parallel to the computation."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 
 from lightning_pipes.ir.clock import read_nanoseconds, read_seconds
 
-Way = Literal["in", "out", "from peer", "to peer"]
-"""The direction of a copy: to the device or to the host; with a peer device, from the peer or to the peer."""
+Way = Literal["in", "out"]
+"""The direction of a copy: to the device or to the host."""
 
 
 class SlabCopier(Protocol):
@@ -77,11 +77,10 @@ class ThreadCopier:
 
     Args:
         bandwidth: the bytes per second in each direction, if this is slower than memory.
-        peer_bandwidth: the bytes per second of the link to a peer in each direction, if this is slower than memory.
     """
 
-    def __init__(self, bandwidth: float | None = None, peer_bandwidth: float | None = None) -> None:
-        self._rates = dict.fromkeys(("in", "out"), bandwidth) | dict.fromkeys(("from peer", "to peer"), peer_bandwidth)
+    def __init__(self, bandwidth: float | None = None) -> None:
+        self._bandwidth = bandwidth
         self._tickets = itertools.count()
         self._under_way: dict[int, threading.Event] = {}
         self._error: BaseException | None = None
@@ -107,8 +106,7 @@ class ThreadCopier:
             started = read_seconds()
             target.copy_(source)
             spent = read_seconds() - started
-            rate = self._rates[way]
-            if rate is not None and (rest := source.numel() / rate - spent) > 0:
+            if self._bandwidth is not None and (rest := source.numel() / self._bandwidth - spent) > 0:
                 time.sleep(rest)
             self._busy += read_seconds() - started
             self._bytes += source.numel()
@@ -163,7 +161,7 @@ class ThreadCopier:
 
 
 class CudaCopier:
-    """Copies on a GPU, with one stream for each direction and two more streams for a peer.
+    """Copies on a GPU, with one stream for each direction.
 
     Copies are asynchronous if the slab on the host is pinned. No tensor is freed while a copy uses it, because the
     owner of a slab waits first. Therefore, `record_stream` is not needed.
@@ -254,38 +252,14 @@ def _has_ended(event: torch.cuda.Event) -> bool:
     return bool(event.query())  # type: ignore[no-untyped-call]
 
 
-def copier_for(device: torch.device, bandwidth: float | None = None, peer_bandwidth: float | None = None) -> SlabCopier:
-    """Return a copier between `device` and the host, or a peer.
+def copier_for(device: torch.device, bandwidth: float | None = None) -> SlabCopier:
+    """Return a copier between `device` and the host.
 
     Args:
         device: the device.
         bandwidth: the bytes per second of an emulated link; used only if the device is the CPU.
-        peer_bandwidth: the bytes per second of an emulated link to a peer; used only if the device is the CPU.
     """
-    return CudaCopier(device) if device.type == "cuda" else ThreadCopier(bandwidth, peer_bandwidth)
-
-
-def is_peer_nearer(copier: SlabCopier, device: torch.device, host: torch.Tensor, peer: torch.Tensor) -> bool:
-    """Return whether a copy to the device takes less time from a peer's memory than from the host's memory.
-
-    Each slab is copied four times, and the shortest time counts.
-
-    Args:
-        copier: makes the copies.
-        device: the device.
-        host: a slab on the host.
-        peer: a slab of the same size on the peer.
-    """
-
-    def measure_seconds(way: Way, source: torch.Tensor) -> float:
-        target, found = torch.empty_like(source, device=device), []
-        for _ in range(4):
-            began = read_seconds()
-            copier.wait(copier.copy(way, target, source))
-            found.append(read_seconds() - began)
-        return min(found)
-
-    return measure_seconds("from peer", peer) < measure_seconds("in", host)
+    return CudaCopier(device) if device.type == "cuda" else ThreadCopier(bandwidth)
 
 
 class Stopwatch:

@@ -1,10 +1,10 @@
 """Keeps the tensors of siblings, layers and weight versions on the device only while they are needed.
 
-`sim.residency` decides on loads and evictions, and this module moves the tensors. Each state has a slab on the host, or
-on a peer device that is nearer and has room. States share the slabs on the device. A slab on the device is overwritten
-only after three operations have ended: the copy that filled it, the computation that used it, and the copy of its
-changes to the host. The next load of the same state also waits for the copy to the host. Users keep their objects,
-which have their tensors on the device during a lease.
+`sim.residency` decides on loads and evictions, and this module moves the tensors. Each state has a slab on the host.
+States share the slabs on the device. A slab on the device is overwritten only after three operations have ended: the
+copy that filled it, the computation that used it, and the copy of its changes to the host. The next load of the same
+state also waits for the copy to the host. Users keep their objects, which have their tensors on the device during a
+lease.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from lightning_pipes.engine.residency.copier import SlabCopier, Way
+from lightning_pipes.engine.residency.copier import SlabCopier
 from lightning_pipes.engine.residency.slab import DeviceSlab, SlabLayout, host_slab
 from lightning_pipes.ir import PipelineError, PlanError
 from lightning_pipes.sim.residency import Residency, Statistics
@@ -55,9 +55,8 @@ class _State:
     Attributes:
         bound: the owner of the tensors.
         layout: the places of the tensors in a slab.
-        host: the slab of the state on the host, or on the peer device if `with_peer` is true.
+        host: the slab of the state on the host.
         on_host: the tensors in this slab.
-        with_peer: whether the state waits on the peer device instead of the host.
         here: whether the owner uses the tensors on the device.
         leased: whether the state is leased, so that it must stay on the device.
         made: whether the state was created on the device.
@@ -71,7 +70,6 @@ class _State:
     layout: SlabLayout
     host: torch.Tensor
     on_host: Tensors
-    with_peer: bool = False
     here: bool = False
     leased: bool = False
     made: bool = False
@@ -118,8 +116,6 @@ class Swap(Generic[Key]):
         device: the device that the states share.
         slots: the maximum number of states on the device, in addition to the limit on bytes.
         host_budget: the maximum bytes of states on the host, if they are limited.
-        peer: a device near this one on which states wait instead of the host, if there is one.
-        peer_budget: the bytes for states on the peer. States that find no room there wait on the host.
         poison: whether memory on the device is filled with NaN when a state leaves it; used in tests.
     """
 
@@ -131,11 +127,8 @@ class Swap(Generic[Key]):
         *,
         slots: int | None = None,
         host_budget: int | None = None,
-        peer: torch.device | None = None,
-        peer_budget: int = 0,
         poison: bool = False,
     ) -> None:
-        self._peer, self._peer_budget = peer, peer_budget
         self._budget, self._host_budget, self._slots = budget, host_budget, slots
         self._copier, self._device, self._poison = copier, device, poison
         self._states: dict[Key, _State] = {}
@@ -151,13 +144,8 @@ class Swap(Generic[Key]):
 
     @property
     def host_bytes(self) -> int:
-        """The bytes of all states with a slab on the host."""
-        return sum(state.layout.nbytes for state in self._states.values() if not state.with_peer)
-
-    @property
-    def _peer_bytes(self) -> int:
-        """The bytes of all states with a slab on the peer."""
-        return sum(state.layout.nbytes for state in self._states.values() if state.with_peer)
+        """The bytes of the slabs of all states on the host."""
+        return sum(state.layout.nbytes for state in self._states.values())
 
     @property
     def resident_keys(self) -> frozenset[Key]:
@@ -194,10 +182,10 @@ class Swap(Generic[Key]):
         """
         bound.check()
         tensors = bound.named_tensors()
-        layout, with_peer = self._layout(key, tensors)
+        layout = self._layout(key, tensors)
         self._residency.add(key, layout.nbytes)
-        host = self._waiting_slab(layout.nbytes, with_peer)
-        state = self._states[key] = _State(bound, layout, host, layout.view_tensors(host), with_peer)
+        host = self._host_slab(layout.nbytes)
+        state = self._states[key] = _State(bound, layout, host, layout.view_tensors(host))
         with torch.no_grad():
             for name, view in state.on_host.items():
                 view.copy_(tensors[name])
@@ -220,39 +208,32 @@ class Swap(Generic[Key]):
         """
         bound.check()
         tensors = bound.named_tensors()
-        layout, with_peer = self._layout(key, tensors)
+        layout = self._layout(key, tensors)
         self._residency.make(key, layout.nbytes)
         host, self._spare = self._spare, None
-        if host is None or host.numel() != layout.nbytes or (host.device == self._peer) != with_peer:
-            host = self._waiting_slab(layout.nbytes, with_peer)
+        if host is None or host.numel() != layout.nbytes:
+            host = self._host_slab(layout.nbytes)
         slot = self._take_slab(layout.nbytes)
         for ticket in slot.pending_tickets:
             self.statistics.stall_ns += self._copier.order_after(ticket)
-        state = self._states[key] = _State(
-            bound, layout, host, layout.view_tensors(host), with_peer, made=True, slot=slot
-        )
+        state = self._states[key] = _State(bound, layout, host, layout.view_tensors(host), made=True, slot=slot)
         with torch.no_grad():
             for name, view in state.tensors_on_device().items():
                 view.copy_(tensors[name])
         slot.copies, slot.used = [], self._copier.mark_computation()
         state.bind_to_device()
 
-    def _layout(self, key: Key, tensors: Mapping[str, torch.Tensor]) -> tuple[SlabLayout, bool]:
-        """Return the layout of a state's slab, and whether the state waits on the peer."""
+    def _layout(self, key: Key, tensors: Mapping[str, torch.Tensor]) -> SlabLayout:
+        """Return the layout of a state's slab, for which the host has room."""
         layout = SlabLayout.from_tensors(tensors)
-        if self._peer is not None and self._peer_bytes + layout.nbytes <= self._peer_budget:
-            return layout, True
         if self._host_budget is not None and self.host_bytes + layout.nbytes > self._host_budget:
             raise PlanError(
                 f"state {key} has {layout.nbytes} bytes; {len(self._states)} states have {self.host_bytes} of the "
                 f"host's budget of {self._host_budget}. Raise it, or keep fewer states"
             )
-        return layout, False
+        return layout
 
-    def _waiting_slab(self, nbytes: int, with_peer: bool) -> torch.Tensor:
-        """Return a new slab on the host or on the peer."""
-        if with_peer:
-            return torch.empty(nbytes, dtype=torch.uint8, device=self._peer)
+    def _host_slab(self, nbytes: int) -> torch.Tensor:
         return host_slab(nbytes, self._device.type == "cuda")
 
     def rebind(self, key: Key, bound: MovableTensors) -> None:
@@ -373,7 +354,7 @@ class Swap(Generic[Key]):
     def write_back(self, key: Key) -> None:
         """Start to write the changes of a state to the host, if the states don't all fit on the device."""
         too_many = self._slots is not None and len(self._states) > self._slots
-        if too_many or self.host_bytes + self._peer_bytes > self._budget:
+        if too_many or self.host_bytes > self._budget:
             self._residency.start_write_back(key)
 
     def evict_idle(self) -> bool:
@@ -434,18 +415,14 @@ class _Mover:
     def load(self, key: object, size: int, after: int | None) -> int:
         swap = self._swap
         state, slot = swap._states[key], swap._take_slab(size)
-        way: Way = "from peer" if state.with_peer else "in"
-        ticket = swap._copier.copy(way, slot.slab, state.host, [*slot.pending_tickets, *state.written])
-        swap.statistics.peer_bytes += size * state.with_peer
+        ticket = swap._copier.copy("in", slot.slab, state.host, [*slot.pending_tickets, *state.written])
         state.slot, slot.copies = slot, [ticket]
         return ticket
 
     def store(self, key: object, size: int) -> int:
         state = self._swap._states[key]
         assert state.slot is not None
-        way: Way = "to peer" if state.with_peer else "out"
-        ticket = self._swap._copier.copy(way, state.host, state.slot.slab, state.slot.pending_tickets)
-        self._swap.statistics.peer_bytes += size * state.with_peer
+        ticket = self._swap._copier.copy("out", state.host, state.slot.slab, state.slot.pending_tickets)
         state.slot.copies = [ticket]
         state.written = [ticket]
         return ticket

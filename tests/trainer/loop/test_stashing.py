@@ -32,7 +32,7 @@ RATE = 2e6
 """Bytes per second of the slow link."""
 
 
-def link(device: torch.device, bandwidth: float, peer_bandwidth: None) -> Virtual:
+def link(device: torch.device, bandwidth: float) -> Virtual:
     """Return a link with a virtual clock.
 
     Computation takes no time on this clock, so every copy that is read must be waited for.
@@ -51,9 +51,7 @@ def of_rank(rank: int, keys: list[str], folder: str) -> dict[str, list[dict[str,
         case, saved = CASES[key], f"{folder}/{key}/step=7.ckpt"
         found[key] = [fit(case, f"{folder}/{key}", None)]
         with patch("lightning_pipes.arrays.memory_swap.copier_for", link if key == "pipedream" else copier_for):
-            found[key].append(
-                fit(case, f"{folder}/{key}/2", turning(1, RATE, 3 * LINEAR if key == "dynpipe" else None))
-            )
+            found[key].append(fit(case, f"{folder}/{key}/2", turning(1, RATE)))
         if case.resumes:
             found[key].append(fit(case, f"{folder}/{key}/3", turning(1), resume=saved))
     return found
