@@ -26,6 +26,7 @@ import torch
 from lightning_pipes.cost import Link
 from lightning_pipes.engine.messages.mailbox import Transport
 from lightning_pipes.engine.messages.message import Message
+from lightning_pipes.engine.watch.identity import read_boot_id, read_namespace
 from lightning_pipes.ir import Instruction, Kind, Plan
 from lightning_pipes.ir.clock import read_nanoseconds, read_seconds
 
@@ -142,14 +143,8 @@ def clock_id() -> str:
     Processes with the same identifier share a clock. The result is empty if the clock can't be identified, as on
     systems other than Linux.
     """
-    if sys.platform != "linux":
-        return ""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
-    try:
-        return f"{boot}/{os.stat('/proc/self/ns/time').st_ino}"
-    except OSError:  # the kernel does not have time namespaces
-        return boot
+    boot = read_boot_id()
+    return f"{boot}/{read_namespace('time')}" if boot else ""
 
 
 def measure_offsets(

@@ -13,7 +13,6 @@ import secrets
 import select
 import socket
 import struct
-import sys
 import threading
 import time
 from collections import deque
@@ -27,6 +26,7 @@ from lightning_pipes.engine.messages.mailbox import Key, Mailbox
 from lightning_pipes.engine.messages.message import Decoder, Encoder, ReceiveBuffer, Wire
 from lightning_pipes.engine.watch.failure import FailureWatch
 from lightning_pipes.engine.watch.fault_points import fault_point
+from lightning_pipes.engine.watch.identity import read_boot_id, read_namespace
 from lightning_pipes.engine.watch.trust import ForgedError, same_user
 from lightning_pipes.ir import Instruction, Kind, PipelineError, Plan
 from lightning_pipes.ir.clock import read_nanoseconds
@@ -285,11 +285,8 @@ def host_id() -> str:
     Such processes run in the same network namespace of one machine, under the same user. The result is empty on systems
     other than Linux, on which sharing is not supported.
     """
-    if sys.platform != "linux":
-        return ""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
-    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{os.getuid()}"
+    boot = read_boot_id()
+    return f"{boot}/{read_namespace('net')}/{os.getuid()}" if boot else ""
 
 
 class PeerListener:

@@ -90,8 +90,9 @@ def is_stopped(pid: int) -> bool:
 
     On systems other than Linux, the result is always False.
     """
-    state = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    return state[:1] == ["T"]  # a process that is stopped by a debugger has state "t"
+    with suppress(PermissionError):
+        return _status(pid)[:1] == ["T"]  # a process that is stopped by a debugger has state "t"
+    return False
 
 
 def has_ended(pid: int) -> bool:
@@ -99,8 +100,28 @@ def has_ended(pid: int) -> bool:
 
     On systems other than Linux, the result is always True.
     """
-    state = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    return state[:1] in ([], ["Z"], ["X"])
+    with suppress(PermissionError):
+        return _status(pid)[:1] in ([], ["Z"], ["X"])
+    return False
+
+
+def read_boot_id() -> str:
+    """Return the ID of the last boot of this machine, or an empty string if the system does not provide one.
+
+    Containers on one machine have the same boot ID.
+    """
+    return _read("/proc/sys/kernel/random/boot_id")
+
+
+def read_namespace(kind: str) -> str:
+    """Return the inode number of a namespace of this process in hexadecimal, or an empty string without namespaces.
+
+    Args:
+        kind: the kind of the namespace, such as "pid", "net" or "time".
+    """
+    with suppress(OSError):
+        return f"{os.stat(f'/proc/self/ns/{kind}').st_ino:x}"
+    return ""
 
 
 @cache
@@ -112,11 +133,8 @@ def _process(pid: int) -> Process:
 def _host_marks() -> tuple[str, str, str]:
     """Return the attributes that all processes of this PID namespace share: `machine`, `boot` and `space`."""
     machine = _short(f"{socket.gethostname()}/{_read('/etc/machine-id')}")
-    boot = _read("/proc/sys/kernel/random/boot_id")
-    space = ""
-    with suppress(OSError):
-        space = f"{os.stat('/proc/self/ns/pid').st_ino:x}"
-    return machine, _short(boot) if boot else "", space
+    boot = read_boot_id()
+    return machine, _short(boot) if boot else "", read_namespace("pid")
 
 
 def _short(text: str) -> str:
@@ -129,6 +147,17 @@ def _read(path: str) -> str:
     return ""
 
 
+def _status(pid: int) -> list[str]:
+    """Return the fields of a process in /proc/PID/stat, from its state on; empty if there is no such process.
+
+    Raises:
+        PermissionError: the system denies access.
+    """
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return []
+
+
 def _start_time(pid: int) -> int | None:
     """Return the start time of a process, or None if it has ended or is a zombie.
 
@@ -136,9 +165,8 @@ def _start_time(pid: int) -> int | None:
         PermissionError: the system denies access.
     """
     if sys.platform == "linux":  # the times of psutil change when the clock of the machine is set
-        with suppress(FileNotFoundError, ProcessLookupError):
-            state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            return None if state in "ZX" else int(rest[18])
+        if status := _status(pid):
+            return None if status[0] in "ZX" else int(status[19])
     try:
         os.kill(pid, 0)
         process = psutil.Process(pid)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from lightning_pipes.engine.watch.identity import read_boot_id
 from lightning_pipes.trainer.ranks.control import Control
 
 VARIABLE = "OMP_NUM_THREADS"
@@ -84,10 +85,7 @@ def _host() -> str:
 
     Containers on one machine share its cores, although they have different host names.
     """
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return platform.node()
+    return read_boot_id() or platform.node()
 
 
 def _limit() -> tuple[str, float | None]:
