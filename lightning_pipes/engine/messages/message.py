@@ -34,6 +34,8 @@ _EXTRA = FRONT_BYTES + HEADER_BYTES
 _SPARE, _POOLS = 8, 8
 """Maximum number of spare wires for each kind of message, and maximum number of kinds for which spare wires are
 kept."""
+MAX_SIGNATURES = 1024
+"""Number of signatures that both ends of a channel keep. The oldest one is forgotten first."""
 
 
 class Message(NamedTuple):
@@ -167,7 +169,8 @@ class Encoder:
         self._seal = seal
         self._allocate = allocate
         self._drop = drop
-        self._known: dict[Any, tuple[int, Signature]] = {}
+        self._known: dict[Any, tuple[int, Signature]] = {}  # the newest MAX_SIGNATURES, oldest first
+        self._made = 0
         self._last_frozen: tuple[list[Any], bytes] = [], b""
         self._pools: OrderedDict[tuple[int, int], list[Wire]] = OrderedDict()
         self._lock = threading.Lock()  # another thread may release wires
@@ -199,8 +202,11 @@ class Encoder:
         known = self._known.get((spec, described, flags))
         spec_bytes = b""
         if known is None:
-            known = self._known[spec, described, flags] = (len(self._known), Signature(spec, described, flags))
+            known = self._known[spec, described, flags] = (self._made, Signature(spec, described, flags))
             spec_bytes = known[1].to_bytes(self._seal)
+            self._made += 1
+            if self._made > MAX_SIGNATURES:
+                del self._known[next(iter(self._known))]
         number, signature = known
         extra = spec_bytes + values
         wire = self._wire((number, -(-(_EXTRA + len(extra)) // ALIGN) * ALIGN), signature)
@@ -314,6 +320,7 @@ class Decoder:
         at = _EXTRA
         if n_spec:
             self._signatures[number] = Signature.from_bytes(view[at : at + n_spec], self._seal)
+            self._signatures.pop(number - MAX_SIGNATURES, None)  # the sender has forgotten it
             at += n_spec
         signature = self._signatures[number]
         values = self._load(bytes(view[at : at + n_values])) if n_values else ()
@@ -327,6 +334,8 @@ class Decoder:
             ]
             if not n_spec and not n_values:
                 slot.views[number] = tensors
+                if len(slot.views) > MAX_SIGNATURES:
+                    del slot.views[next(iter(slot.views))]
         if copy:
             tensors = [t.clone() for t in tensors]
         return Message(key, signature.build_tree(tensors, values), signature.flags, sent, posted, arrived)

@@ -23,8 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from lightning_pipes.engine.watch import process_exit
-from lightning_pipes.engine.watch.failure import HEARTBEAT_TIMEOUT
+from lightning_pipes.engine.watch import failure, process_exit
 from lightning_pipes.engine.watch.heartbeat import StallTimer
 from lightning_pipes.engine.watch.identity import has_ended, is_stopped
 from lightning_pipes.ir import PipelineError
@@ -35,9 +34,10 @@ LAUNCHER = "LIGHTNING_PIPES_LAUNCHER"
 """The environment variable that contains the process ID of the launcher."""
 TERMINATED = 128 + 15
 """Exit status of a process that exits in order after SIGTERM."""
-GRACE_SECONDS = 6.0
+GRACE_SECONDS = failure.GRACE_SECONDS - 1.0
 """How long a process continues after its launcher has ended, or a rank that it has started has failed, in seconds. In
-this time, the process may end with a more specific error."""
+this time, the process may end with a more specific error. It is shorter than the time after which the watchdog of
+`failure` ends the process, because the watchdog does not end the ranks that the process has started."""
 _REASON_SECONDS = 1.0
 """How long to wait for a failure of the run that explains the end of a started rank, before that end is logged, in
 seconds."""
@@ -64,7 +64,7 @@ class _Launcher:
     def __init__(self) -> None:
         self.pid = 0
         self.gone = False
-        self.stop_timeout = HEARTBEAT_TIMEOUT
+        self.stop_timeout = failure.HEARTBEAT_TIMEOUT
 
     def start_watching(self) -> None:
         if not self.pid and (pid := _launcher()):

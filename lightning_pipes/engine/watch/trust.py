@@ -40,6 +40,8 @@ _PEER = struct.Struct("3i")  # IDs of the process, the user and the group at the
 _SOCKET_KEY, _PROOF = "lightning_pipes/door", "lightning_pipes/proofs"
 _SOCKET_PREFIX = "\0lightning_pipes-"
 """Prefix of the names of our Unix sockets. They are abstract names, which do not exist as files."""
+MAX_LOGGED_KEYS = 100
+"""Number of ignored keys that a store logs."""
 _log = logging.getLogger(__name__)
 _own_secret = ""
 """The secret that this process has created for its child processes."""
@@ -154,7 +156,7 @@ def to_printable(text: str) -> str:
 class SignedStore(Store):
     """A store that accepts only values written by ranks of this run.
 
-    Other values are ignored, and each of their keys is logged once. The counters of `add` can't be signed.
+    Other values are ignored, and the first of their keys are logged once each. The counters of `add` can't be signed.
 
     Attributes:
         seal: the seal of the run.
@@ -251,7 +253,7 @@ class SignedStore(Store):
         try:
             return self.seal.open(value, name)
         except ForgedError:
-            if name not in self._named:
+            if name not in self._named and len(self._named) < MAX_LOGGED_KEYS:
                 self._named.add(name)
                 _log.warning("a process outside this run wrote %r into its store; the value is ignored", name)
             return None

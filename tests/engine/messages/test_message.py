@@ -57,6 +57,26 @@ def test_what_was_copied_from_a_slot_stays_when_the_slot_is_filled_again() -> No
     assert [(m.key, m.flags, m.sent, m.arrived) for m in came] == [((t, RECEIVE), (True,), 5, 7) for t in (1, 2, 3)]
 
 
+def test_signatures_of_other_shapes_are_forgotten() -> None:
+    """Both ends of a channel keep the same number of signatures if shapes change all the time.
+
+    A shape whose signature was forgotten is sent with its signature again, and receive buffers have no old views.
+    """
+    encoder, decoder = Encoder(), Decoder()
+    slot = ReceiveBuffer(torch.empty(2**16, dtype=torch.uint8))
+    for turn in range(2):
+        for size in (3, *range(4, 4 + message.MAX_SIGNATURES), 3, 3):
+            x = torch.randn(2, size)
+            for _ in range(2):
+                wire, tensors = encoder.encode((turn, RECEIVE), x, (True,), 0)
+                wire.copy_tensors(tensors)
+                slot.buffer[: wire.buffer.numel()] = wire.buffer
+                assert torch.equal(decoder.decode_copy(slot, 0).tree, x)
+                encoder.release(wire)
+    assert len(encoder._known) == len(decoder._signatures) == message.MAX_SIGNATURES
+    assert len(slot.views) <= message.MAX_SIGNATURES
+
+
 class Frozen(FrozenLeaf):
     def __init__(self, value: int) -> None:
         self.value = value

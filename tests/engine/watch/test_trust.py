@@ -75,6 +75,10 @@ def test_what_strangers_write_is_not_there(
     assert [r.getMessage() for r in caplog.records] == [
         "a process outside this run wrote 'a' into its store; the value is ignored"
     ]
+    for number in range(2 * trust.MAX_LOGGED_KEYS):
+        raw.set(f"planted {number}", "text")
+        assert not signed.check([f"planted {number}"])
+    assert len(caplog.records) == trust.MAX_LOGGED_KEYS
     assert signed.compare_set("a", "", "ours") == b"ours"
     raw.set("b", raw.get("a"))  # a value that is valid for one key is not valid for another
     assert not signed.check(["b"])
