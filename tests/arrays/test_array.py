@@ -158,7 +158,6 @@ def train_only(batch: int) -> None:
 
 
 def test_small_batches_begin_and_end_the_first_round() -> None:
-    """Check that the first round begins and ends with small batches, and that the second one has the same order."""
     for found in run_ranks(first_batches, 2, [4, 16, 8, 2, 12], timeout=60):
         assert found == [[3, 2, 1, 4, 0]] * 2
 
@@ -344,7 +343,6 @@ def harmed(rank: int, size: int) -> list[Any]:
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_failure_ends_one_sibling_only(size: int) -> None:
-    """Check that other siblings train to the end if one of them fails in any way."""
     results = run_ranks(harmed, 2, size, timeout=90)
     for rank, result in enumerate(results):
         errors = {index: error for index, _, error in result}
@@ -368,7 +366,6 @@ def unequal(rank: int, size: int) -> list[Any]:
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(6, marks=pytest.mark.slow)])
 def test_ranks_that_load_other_data_end_one_sibling_only(size: int) -> None:
-    """Check that different data on the ranks is an error of this sibling only."""
     for result in run_ranks(unequal, 3, size, timeout=90):
         errors = {index: error for index, _, error in result}
         for n, message in enumerate(UNEQUAL.values()):
@@ -420,7 +417,6 @@ def test_ctrl_c_tells_every_sibling() -> None:
 
 
 def test_a_dead_rank_ends_the_array() -> None:
-    """Check that the array on the other rank ends soon after a rank was killed."""
     dead, other = watch_ranks(ended, 2, "rank dies", timeout=60)
     assert dead.exitcode == -signal.SIGKILL
     assert other.seconds < scale_timeout(30)

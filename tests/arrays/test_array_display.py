@@ -45,7 +45,6 @@ def test_nothing_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_endless_data_have_no_total(capsys: pytest.CaptureFixture[str]) -> None:
-    """Check that the display has no total if the data has no length."""
     display = ArrayDisplay(shown=True)
     endless = trainer(3, num_training_batches=float("inf"))
     display.update_sibling(0, endless)

@@ -76,7 +76,6 @@ def recomputing(rank: int, *swap: Any) -> Any:
 
 
 def test_states_leave_between_forward_and_backward_that_recomputes() -> None:
-    """Check that states may leave the device between a forward and the backward that recomputes it."""
     for swapped, plain, found in run_ranks(recomputing, 2, timeout=60):
         for a, b in zip(swapped, plain, strict=True):
             assert_equal(a, b)
@@ -137,7 +136,6 @@ def test_states_take_turns_in_rounds(slots: int, recompute: bool, backwards_last
 
 
 def test_rounds_whose_states_do_not_fit_are_refused() -> None:
-    """Check that rounds are refused if the states of all siblings do not fit at a time."""
     for text in run_ranks(refused_rounds, 2, timeout=60):
         assert "in a round rank 0 has 4 states at a time" in text
         assert "MemorySwap has room for 2; set recompute=True in all siblings" in text
@@ -230,7 +228,6 @@ def on_demand(rank: int) -> Any:
 
 
 def test_without_prefetch_every_state_that_is_brought_is_waited_for() -> None:
-    """Check that states are only brought on demand if prefetch is off."""
     (found,) = run_ranks(on_demand, 1, timeout=60)
     assert found.prefetched == found.late == 0
     assert found.misses > 20

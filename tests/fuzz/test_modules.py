@@ -114,7 +114,6 @@ def test_what_is_switched_off_says_why():
 
 
 def test_a_difference_is_wrong_unless_its_own_cause_warns(tmp_path):
-    """Check that a difference is wrong, unless a piece of the module may warn and the warning was given."""
     made = random_module(0)
     (plain,) = alone(made, str(tmp_path))
     plain["warned"] = []

@@ -50,7 +50,6 @@ def test_it_gets_better_by_what_it_is_told() -> None:
 
 
 def test_descendants_come_from_the_best_of_generations_that_are_over() -> None:
-    """Check that choices come from the best subnets of completed generations."""
     stream = SubnetStream(made())
     found = run(stream, 60)
     for number in range(20, 60):

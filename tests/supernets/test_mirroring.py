@@ -100,7 +100,6 @@ def validated(rank: int) -> tuple[float, float, int, tuple[float, float]]:
 
 
 def test_a_killed_rank_ends_all_and_training_goes_on_on_more() -> None:
-    """Check that all ranks end after one was killed, and that training resumes on more ranks."""
     folder, wanted = mkdtemp(), plain("sequential", SHORT, (30,))
     outcomes = watch_ranks(cut, 2, 2, "sequential", SHORT, folder, None, 34, timeout=60)
     assert "exit code -9" in outcomes[0].error
@@ -131,7 +130,6 @@ def severed(rank: int, folder: str) -> dict[str, Any]:
 @pytest.mark.root
 @pytest.mark.skipif(bool(namespaces.unavailable_reason()), reason=namespaces.unavailable_reason())
 def test_both_ends_of_a_cut_link_end_and_training_goes_on() -> None:
-    """Check that both ranks end after the link between their hosts was cut, and that training can be resumed."""
     folder, wanted = mkdtemp(), plain("sequential", SHORT, (30,))
     with namespaces.Hosts(2) as hosts:
         outcomes = hosts.watch_ranks(severed, folder, timeout=200)

@@ -39,7 +39,6 @@ def test_it_searches_and_goes_on_from_a_checkpoint() -> None:
 
 
 def test_a_loss_that_is_no_number_is_a_failed_trial() -> None:
-    """Check that a loss of NaN fails one trial, and that the search continues."""
     explorer = made()
     stream = SubnetStream(explorer)
     for subnet in [next(stream) for _ in range(10)]:

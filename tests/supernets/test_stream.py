@@ -15,14 +15,12 @@ DATA = [[n, 10 * n] for n in range(4)]
 
 
 def test_it_is_numbered_on_from_epoch_to_epoch() -> None:
-    """Check that the numbers of subnets continue from epoch to epoch."""
     stream, loader = SubnetStream(Uniform(SPACE)), DataLoader(DATA, batch_size=2)
     ids = [subnet.id for _ in range(3) for _, subnet in zip(loader, stream, strict=False)]
     assert ids == [*range(6)]
 
 
 def test_paired_batches_end_with_their_subnet() -> None:
-    """Check that the last element of each paired batch is its subnet."""
     stream, loader = SubnetStream(Uniform(SPACE)), DataLoader(DATA, batch_size=None)
     paired = stream.pair_with(loader)
     found = [batch for _ in range(2) for batch, _, _ in paired]

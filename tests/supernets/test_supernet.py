@@ -102,7 +102,6 @@ def test_what_is_frozen_stays() -> None:
 
 
 def test_names_of_layers_may_be_given() -> None:
-    """Check that a supernet can be made from layers with names."""
     made = Supernet(OrderedDict(stem=linear(), choice=block(2), head=linear()))
     assert made.layers_of((0,)) == {"stem": True, "choice.0": True, "head": True}
 
@@ -124,7 +123,6 @@ def test_a_slice_leaves_the_whole_as_it_was() -> None:
 
 
 def test_parts_that_candidates_of_a_block_share_make_it_one_layer() -> None:
-    """Check that candidates that share parameters count as one layer."""
     one = linear()
     made = Supernet(ChoiceBlock([one, nn.Sequential(one, nn.ReLU()), linear(), nn.Identity()]), linear())
     assert [[*made.layers_of((n,))] for n in range(4)] == [["0", "1"], ["0", "1"], ["0", "1"], ["1"]]

@@ -79,7 +79,6 @@ class TestEmulatedLayers:
 
 
 def test_steps_end_with_the_last_rank():
-    """The duration of a step is measured from the first start to the last end of its ranks."""
     ranks = [EmulatedStep(((10, 40), (50, 60)), ()), EmulatedStep(((20, 70), (55, 57)), ())]
     assert step_seconds(ranks) == pytest.approx([60e-9, 10e-9])
 

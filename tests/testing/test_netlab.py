@@ -126,7 +126,6 @@ def measured(rank: int) -> tuple[str, dict[tuple[int, int], Link]]:
 
 @pytest.mark.alone
 def test_ranks_find_the_links_as_they_were_set(lab: NetLab) -> None:
-    """Ranks measure the bandwidth that was set for each link, up to 10 %."""
     lab.shape(8e6)
     lab.shape(2e6, [(1, 2)])
     asked = {(0, 1): 8e6, (1, 0): 8e6, (1, 2): 2e6, (2, 1): 8e6}

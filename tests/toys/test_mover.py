@@ -149,7 +149,6 @@ def accumulating(rank: int) -> list[Any]:
 
 
 def test_gradients_that_are_accumulated_move_with_their_layer() -> None:
-    """The weights are the same bit by bit if a layer with accumulated gradients moves between ranks."""
     for (moved, batches), (stayed, none) in run_ranks(accumulating, 2, timeout=60):
         assert (batches, none) == ([8, 13], [])  # batch 13 is the second of four that are stepped together
         assert differences(moved, stayed, tolerance=0) == []

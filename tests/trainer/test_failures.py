@@ -412,7 +412,6 @@ class FailingSearch(Lit):
 
 
 def test_a_search_that_fails_leaves_no_file_and_raises_its_error(tmp_path):
-    """A failing learning rate search raises the original error on all ranks and leaves no temporary file."""
     more = {"callbacks": [LearningRateFinder(num_training_steps=5)], "default_root_dir": str(tmp_path)}
     outcomes = watch_ranks(fit, 2, FailingSearch, 2, {}, more, timeout=30)
     assert all("ValueError: a bad day" in o.error and "can't continue together" not in o.error for o in outcomes)

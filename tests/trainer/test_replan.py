@@ -184,7 +184,6 @@ def test_a_profile_that_steps_contradict_is_corrected_and_the_cut_made_anew() ->
 
 
 def test_layers_of_dynpipe_move() -> None:
-    """With dynpipe, layers leave the slow rank without the argument `replan`."""
     for _, _, (out, sizes) in results():
         assert sizes[: SLOW_FROM + 1] == [[4, 4]] * (SLOW_FROM + 1)
         assert sizes[-1][0] > 4

@@ -118,7 +118,6 @@ def test_a_module_without_its_foreign_layers_says_so():
 
 
 def test_lazy_layers_are_still_told_from_it():
-    """A module with lazy layers gets its own error message."""
     module = Lit()
     module.model.append(nn.LazyLinear(3))
     with pytest.raises(PipelineError, match="initialise lazy layers"):

@@ -131,7 +131,6 @@ def on_one_process(module: type[Lit], evaluate: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("key", CASES, ids=lambda key: f"{key[0]} on {key[1]}")
 def test_parity(key):
-    """Results, weights and metrics of each case equal the results of one process."""
     case, ranks = CASES[key], key[1]
     plain = on_one_process(case.module, case.evaluate)
     for (found,) in run_ranks(train_cases, ranks, [case], ranks, mkdtemp(), timeout=40):

@@ -150,7 +150,6 @@ def test_a_search_and_its_next_run(tmp_path: Path) -> None:
 
 
 def test_two_searches_with_one_seed(tmp_path: Path) -> None:
-    """Check that two searches with one seed have the same trials."""
     found = []
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -174,7 +173,6 @@ def test_a_failing_trial_ends_the_search_unless_told(tmp_path: Path) -> None:
 
 
 def test_what_is_known_is_not_run_again(tmp_path: Path) -> None:
-    """Check that a search with `reuse=true` does not run equal trials again."""
     arguments = [a for a in SEARCH if not a.startswith(("lr", "batch"))]
     assert run_ranks(multirun, 2, str(tmp_path), *arguments, "lr=0.1,0.01", "hydra.sweeper.reuse=true") == ["", ""]
     ran = losses(tmp_path / "out")

@@ -99,7 +99,6 @@ def test_barriers_are_for_what_users_hooks_do() -> None:
 
 
 def test_the_default_number_of_micro_batches_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that siblings share one message about the default number of micro-batches."""
     told: list[str] = []
     monkeypatch.setattr(connections, "rank_zero_info", told.append)
     request = RunRequest.from_arguments("1f1b", None, None, False, "parameters", False)

@@ -188,8 +188,6 @@ def test_an_error_is_the_same_elsewhere(error: Exception) -> None:
 
 
 def test_errors_that_do_not_travel() -> None:
-    """Check that errors that cannot be sent to other ranks become a SiblingFailure there."""
-
     class LocalError(Exception):
         pass
 

@@ -60,7 +60,6 @@ def test_several_outputs_with_gradients_at_once():
 
 
 def test_what_is_no_loss_is_refused_as_torch_does():
-    """An output that is not a scalar is refused as a loss, with the error of torch."""
     x = torch.ones(3, requires_grad=True)
     with pytest.raises(RuntimeError, match="scalar outputs"):
         backward([(saved_of(2 * x), ())], last=True)

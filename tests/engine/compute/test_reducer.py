@@ -44,7 +44,6 @@ def test_buckets_start_from_the_end_and_keep_types_apart():
 
 
 def test_what_has_been_trainable_once_stays_known():
-    """A parameter that was trainable once stays registered after `requires_grad` is set to False."""
     a, b = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4), requires_grad=False)
     trained = TrainableParameters([a, b])
     a.requires_grad_(False)

@@ -51,7 +51,6 @@ def test_a_chunk_takes_about_as_long_as_it_may(bandwidth: float) -> None:
 
 
 def test_chunks_in_flight_take_together_as_long_as_one_may() -> None:
-    """All chunks in flight together take as long as a single chunk may take."""
     pace, bandwidth = ChunkSizer(), 1e8
     for limit in (1, 4, 2):
         pace.set_limit(limit)

@@ -89,7 +89,6 @@ def measured(rank: int, kind: str) -> dict[tuple[int, int], Link]:
 
 @pytest.mark.parametrize("kind", ["local", "gloo"])
 def test_every_link_of_three_ranks(kind):
-    """Three ranks measure all links between neighbors, with plausible values."""
     found: dict[tuple[int, int], Link] = {}
     for part in run_ranks(measured, 3, kind, timeout=30):
         found |= part
@@ -143,13 +142,11 @@ def offsets(monkeypatch, ahead, takes, names=("a", "b")):
 
 @pytest.mark.parametrize("ahead", [(0, 0), (0, 7 * 3600 * 10**9), (123456, -987654321)])
 def test_equal_ways_give_the_offset(monkeypatch, ahead):
-    """If messages take the same time in both directions, the measured offset is exact."""
     found = offsets(monkeypatch, ahead, (MS, MS))
     assert found == {0: {1: ahead[0] - ahead[1]}, 1: {0: ahead[1] - ahead[0]}}
 
 
 def test_unequal_ways_err_by_half_their_difference(monkeypatch):
-    """If the directions take different times, the error of the offset is half the difference."""
     found = offsets(monkeypatch, (0, 5 * MS), (MS, 3 * MS))
     assert found[0][1] == -5 * MS + MS
     assert found[1][0] == -found[0][1]

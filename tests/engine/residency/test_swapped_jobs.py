@@ -305,7 +305,6 @@ def test_a_copy_that_fails_is_told_of() -> None:
 
 
 def test_a_throttled_copier_takes_its_time() -> None:
-    """A copier with a bandwidth takes at least the time of this bandwidth."""
     with threads(1e6) as copier:
         slab = torch.zeros(20_000, dtype=torch.uint8)
         waited = copier.order_after(copier.copy("in", slab, slab.clone()))

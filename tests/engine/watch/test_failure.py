@@ -28,7 +28,6 @@ def watches() -> Iterator[list[FailureWatch]]:
 
 
 def test_texts_are_those_of_all_ranks(watches: list[FailureWatch]) -> None:
-    """`exchange_texts` returns the texts of all ranks on each rank."""
     with ThreadPoolExecutor(3) as pool:
         asked = [pool.submit(watch.exchange_texts, "a", str(n), 20.0) for n, watch in enumerate(watches)]
         assert [each.result() for each in asked] == [["0", "1", "2"]] * 3

@@ -70,7 +70,6 @@ def test_replaying_what_it_ran_takes_the_same_time(seed, policy, blocking):
 @for_each("blocking", [False, True])
 @for_each("seed", range(8))
 def test_a_program_as_a_policy_takes_the_programs_time(seed, blocking):
-    """Compare a program with a policy that follows it."""
     plan = random_plan(seed, unequal=False)
     costs = random_costs(plan, seed)
     program = OneFOneB().program(plan)

@@ -87,7 +87,6 @@ def timed(true: ModelProfile, slowdown: Slowdown, **more: Any) -> list[tuple[Pla
 
 @pytest.mark.parametrize("device", [1.0, 3.0])
 def test_a_layer_that_became_slow_is_told_from_a_slow_device(device: float) -> None:
-    """Check a layer that became six times as slow, with and without a slow device."""
     true = TRUE.scaled([6.0 if n == 4 else 1.0 for n in range(12)])
     slowdown = constant_slowdown((1.0, device, 1.0, 1.0))
     assert work(estimate_work(TRUE, timed(true, slowdown), 2)) == pytest.approx(work(true))

@@ -183,7 +183,6 @@ def test_stages_hold_what_is_predicted(ranks):
 
 
 def test_auto_brings_a_tuner_along_which_leaves_free_links_alone(ranks):
-    """Check that "auto" adds a tuner, and that the tuner keeps the schedule if links are free."""
     assert "ScheduleTuner" in ranks[0]["fast"]["callbacks"]
     assert set(ranks[0]["fast"]["ran"]) == {str(KFKB("auto"))}
     assert "ScheduleTuner" not in ranks[0]["plain"]["callbacks"]

@@ -83,7 +83,6 @@ def test_a_module_among_the_hyperparameters_is_stored_whole(cut, background):
 
 
 def test_without_values_a_stored_module_takes_those_of_the_state_dict():
-    """Check that a module stored without its values keeps its tied weights and can load the state dict."""
     module = LitOfNet(Net(), None, nn.MSELoss())
     state = {key: value.clone() for key, value in module.state_dict().items()}
     checkpoint = {"state_dict": {}, "hyper_parameters": dict(module.hparams)}

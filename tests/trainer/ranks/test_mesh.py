@@ -55,7 +55,6 @@ def until(mesh: Mesh, done: Callable[[], bool]) -> bool:
 
 
 def test_each_message_has_its_name(meshes: dict[int, Mesh]) -> None:
-    """Check that messages can be received in any order, by their names."""
     first, second, other = MessageId(0, 1), MessageId(0, 2), MessageId(1, 1)
     for rank, mesh in meshes.items():
         for letter in (first, other, second):

@@ -56,7 +56,6 @@ def test_names_of_the_library():
 
 
 def test_modules_of_others_keep_their_names():
-    """Modules that are not from transformers keep the names of their weights."""
     layer = nn.Linear(1, 1)
     assert not private.is_pretrained_model(layer)
     assert private.rename_keys(layer, ["weight"]) == {"weight": ("weight", False)}

@@ -54,7 +54,6 @@ class TestMain:
 
 @pytest.mark.parametrize("name", ["plan", "simulate", "profile"])
 def test_settings_files_hold_what_the_schema_takes(name: str) -> None:
-    """Check that settings files and schemas have the same names."""
     written = yaml.safe_load((ROOT / "conf" / f"{name}.yaml").read_text())
     groups = {key for each in written.pop("defaults") if isinstance(each, dict) for key in each}
     assert set(written) | groups == {f.name for f in fields(schema.SCHEMAS[name])}

@@ -111,7 +111,6 @@ class TestPlanOfAScript:
         assert len(json.loads(say("plan", "--json", str(script), "2"))["pieces"]) == 8
 
     def test_units_of_one_module_are_a_line_where_there_are_many(self) -> None:
-        """Check that the units of one module share a line if there are many units."""
         pieces = [
             {
                 "stage": n // 60,

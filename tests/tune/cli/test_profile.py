@@ -36,7 +36,6 @@ class TestProfile:
         assert made.seconds(Kind.W, 0, 3) > 0
 
     def test_an_example_by_its_name(self, say: Say, tmp_path: Path) -> None:
-        """Check that an example model can be named."""
         settings = ("model=mlp", "data=digits", "model.width=16", "rows=4", "repeats=1")
         told = found(say, "profile", *settings, f"out={tmp_path / 'p.json'}")
         assert len(told["layers"]) == 7

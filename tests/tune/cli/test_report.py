@@ -26,7 +26,6 @@ class TestReport:
         assert "Stage 1 takes 2x" in (tmp_path / "other.html").read_text()
 
     def test_a_profile_lets_it_try_other_cuts(self, say: Say, tmp_path: Path) -> None:
-        """Check that a report with a profile recommends another cut."""
         record = record_of([2, 2, 2, 6], 2, 4)
         record_of([2, 2, 2, 6], 2, 4, known=False).save(tmp_path / FILE)
         assert record.profile is not None

@@ -20,7 +20,6 @@ class TestStages:
         assert f"data_parallel={8 // stale['stages']}" in stale["strategy"]
 
     def test_stages_with_different_numbers_of_ranks_can_run(self, say: Say) -> None:
-        """Check that stages may have different numbers of ranks."""
         model = ("stages", "model=BERT-48", "device=A100-40G", "ranks=3", "batch=32", "bandwidth=1GB/s")
         three = found(say, *model, "--batches", "1:196,3:1960")
         devices = three["options"][1]["devices"]

@@ -155,8 +155,6 @@ def prune_as_optuna_integration(trial: Any) -> float:
 
 
 def test_a_trial_with_other_layers_fails_alone() -> None:
-    """Check that a trial with other layers fails, and that the other trials complete."""
-
     def one(trial: BaseTrial) -> float:
         return fit(lr=0.1, width=8 if trial.number == 1 else 6)
 
@@ -302,7 +300,6 @@ def test_storages_and_resume(kind: int, tmp_path: Path) -> None:
 def test_who_is_killed_while_it_fails_a_trial_neither_loses_it_nor_tries_it_twice(
     at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check that a process that is killed while it fails a dead trial neither loses nor duplicates this trial."""
     study = new_study()
     trial = study.ask()
     x = trial.suggest_float("x", -1.0, 1.0)
@@ -350,7 +347,6 @@ def told_why(rank: int) -> str:
 
 
 def test_other_ranks_are_told_why_rank_0_ends_a_study() -> None:
-    """Check that the other rank reports why rank 0 has ended the study."""
     zero, one = run_ranks(told_why, 2, timeout=60)
     assert zero == "KeyError: 'callback'"
     assert one == "StudyFailedError: the study has ended on rank 0: KeyError: 'callback'"
@@ -500,7 +496,6 @@ def following(rank: int, storage: str) -> tuple[str, list[Any]]:
 
 
 def test_others_write_to_no_storage(tmp_path: Path) -> None:
-    """Check that only rank 0 writes to its storage, and that all ranks have the same trials."""
     zero, one = run_ranks(following, 2, f"sqlite:///{tmp_path}/study", timeout=60)
     assert (zero[0], one[0]) == ("COMPLETE", "none")
     assert zero[1] == one[1]
@@ -555,7 +550,6 @@ def lonely(rank: int) -> str:
 
 
 def test_other_launchers_are_refused() -> None:
-    """Check that launchers that do not share a store are refused."""
     for env in ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, {}):
         (said,) = run_ranks(lonely, 1, env={**env, "TORCHELASTIC_USE_AGENT_STORE": "", "WORLD_SIZE": "2"})
         assert "srun torchrun" in said
