@@ -145,12 +145,6 @@ def test_replicas_average_gradients_batch_by_batch(stages: int, shared: str, how
 SPLIT = CSP(depth=8, split_backward=True)
 
 
-def test_a_split_backward_on_two_stages() -> None:
-    """Check that a split backward through layers that are read late gives the results of one process."""
-    for found in run_ranks(fit, 2, 2, "delayed", SHORT, mkdtemp(), None, -1, False, None, SPLIT, timeout=120):
-        assert found == plain("delayed", SHORT)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize(("shared", "recompute"), [*((each, False) for each in SHARED), ("sequential", True)])

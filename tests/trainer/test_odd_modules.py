@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
-from functools import partial
-from tempfile import TemporaryDirectory
+from functools import cache, partial
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import run_ranks
+from tests.cases import selected_values
 from tests.trainer.lit import WIDTH, Case, Lit, data, differences, plain_values, quiet, train, train_cases
 from tests.trainers import make_trainer
 
@@ -100,13 +101,21 @@ class LitUnsaved(Lit):
         self.model = nn.Sequential(Peak(), *self.model, Peak())
 
 
+@cache
+def in_a_pipeline() -> dict[type[Lit], tuple[dict[str, Any], ...]]:
+    """Return the results of both ranks for each selected module. All modules share processes."""
+    modules = selected_values(test_as_on_one_process, "module")
+    cases = [Case(each, strategy={"microbatches": 3, "module": "model"}, evaluate=True) for each in modules]
+    return dict(
+        zip(modules, zip(*run_ranks(train_cases, 2, cases, 2, mkdtemp(), timeout=120), strict=True), strict=True)
+    )
+
+
 @pytest.mark.parametrize("module", [LitPartial, LitLogsAtOnce, LitDense, LitUnsaved])
 def test_as_on_one_process(module, tmp_path):
     """Results, weights and metrics equal the results of one process."""
     plain = train(Case(module, evaluate=True), 1, tmp_path / "plain")
-    strategy = {"microbatches": 3, "module": "model"}
-    cases = [Case(module, strategy=strategy, evaluate=True)]
-    for (found,) in run_ranks(train_cases, 2, cases, 2, str(tmp_path / "spread"), timeout=120):
+    for found in in_a_pipeline()[module]:
         for what in plain.keys() - {"rows", "gradients"}:
             assert differences(found[what], plain[what], at=what) == []
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_pipes.ir import Instruction, Plan, Policy, RankView
 from lightning_pipes.testing.ranks import run_ranks
+from tests.cases import selected_values
 from tests.trainer.lit import WIDTH, Case, Lit, differences, train, train_cases
 
 
@@ -129,10 +130,17 @@ def on_one_process(module: type[Lit], evaluate: bool) -> dict[str, Any]:
     return train(Case(module, evaluate=evaluate), 1, Path(mkdtemp()))
 
 
+@cache
+def in_a_pipeline(ranks: int) -> dict[tuple[str, int], tuple[dict[str, Any], ...]]:
+    """Return the results of all ranks for each selected case. Cases with this number of ranks share processes."""
+    keys = [key for key in selected_values(test_parity, "key") if key[1] == ranks]
+    found = run_ranks(train_cases, ranks, [CASES[key] for key in keys], ranks, mkdtemp(), timeout=120)
+    return dict(zip(keys, zip(*found, strict=True), strict=True))
+
+
 @pytest.mark.parametrize("key", CASES, ids=lambda key: f"{key[0]} on {key[1]}")
 def test_parity(key):
-    case, ranks = CASES[key], key[1]
-    plain = on_one_process(case.module, case.evaluate)
-    for (found,) in run_ranks(train_cases, ranks, [case], ranks, mkdtemp(), timeout=40):
+    plain = on_one_process(CASES[key].module, CASES[key].evaluate)
+    for found in in_a_pipeline(key[1])[key]:
         for what in plain.keys() - {"rows", "gradients"}:
             assert differences(found[what], plain[what], at=what) == []

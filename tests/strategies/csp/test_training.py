@@ -1,65 +1,19 @@
-"""Check that 'csp' gives the same weights on any number of stages if no micro-batches are set."""
+"""Check that 'csp' on two replicas gives the weights of one process."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_pipes import PipelineStrategy
-from lightning_pipes.ir import Kind, PipelineError
-from lightning_pipes.strategies.csp.schedule import MICROBATCHES
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
-from tests.strategies.csp.supernets import BATCHES, ROWS, Batches, Lit, choices, new_module
+from tests.strategies.csp.supernets import BATCHES, Batches, Lit, choices, new_module
 from tests.trainer.lit import plain_values, quiet
 from tests.trainers import make_trainer
-
-
-class Cut(Callback):
-    """A callback that records the number of micro-batches of the batches."""
-
-    def on_train_end(self, trainer: Any, module: Any) -> None:
-        events = [e.instruction for window in trainer.strategy.current_run.windows for e in window.events]
-        self.microbatches = len({i.span for i in events if i.kind is Kind.F})
-
-
-def fit(rank: int, ranks: int) -> tuple[dict[str, np.ndarray], int]:
-    quiet()
-    module, cut = new_module(), Cut()
-    trainer = make_trainer(
-        devices=ranks,
-        strategy=PipelineStrategy("csp", partition=[2] if ranks == 2 else []),
-        max_epochs=1,
-        callbacks=[cut],
-    )
-    trainer.fit(module, DataLoader(Batches(), batch_size=None))
-    if ranks == 2:
-        # The order is decided at run time, so the ranks of one stage could decide differently.
-        trainer = make_trainer(devices=2, strategy=PipelineStrategy("csp", data_parallel=[2]), max_epochs=1)
-        with pytest.raises(PipelineError, match="with a fixed order"):
-            trainer.fit(new_module(), DataLoader(Batches(), batch_size=None))
-    return plain_values(dict(module.state_dict())), cut.microbatches
-
-
-def test_weights_are_those_of_one_after_another_on_any_number_of_stages() -> None:
-    module = new_module()
-    optimizer = module.configure_optimizers()
-    for x, y, number in (Batches()[n] for n in range(BATCHES)):
-        for rows in torch.arange(ROWS).chunk(MICROBATCHES):
-            loss = F.mse_loss(module.net((x[rows], choices(number))), y[rows])
-            (loss * (len(rows) / ROWS)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    wanted = plain_values(dict(module.state_dict()))
-    for ranks in (1, 2):
-        for weights, microbatches in run_ranks(fit, ranks, ranks, timeout=100):
-            assert microbatches == MICROBATCHES
-            assert all(np.array_equal(weights[name], value) for name, value in wanted.items())
 
 
 class Halves(Batches):

@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 
 from lightning_pipes.cost import CostModel
-from lightning_pipes.ir import DeadlockError, Instruction, Kind, Plan, Policy, Program, RankView, Span
+from lightning_pipes.ir import DeadlockError, Instruction, Kind, Plan, PlanError, Policy, Program, RankView, Span
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.partition import with_layer
 from lightning_pipes.planning.planner import EvenPlanner, Problem
@@ -100,6 +100,13 @@ def test_a_policy_that_gets_stuck_is_refused():
     plans = Plans(Problem(Refusing(), 2, 1, 4, layers=(Span(0, 1),) * 2))
     assert plans.for_rows(1)
     with pytest.raises(DeadlockError, match="and refusing picks none"):
+        plans.for_rows(8)
+
+
+def test_a_policy_on_stages_of_several_ranks_is_refused():
+    """Check that ranks of one stage do not order batches themselves, because they could decide differently."""
+    plans = Plans(Problem(make_schedule("csp"), 1, 1, layers=(Span(0, 1),)), degrees=[2])
+    with pytest.raises(PlanError, match="ranks of one stage would decide differently"):
         plans.for_rows(8)
 
 
