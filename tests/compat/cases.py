@@ -19,6 +19,9 @@ WORKS, WARNED, REFUSED, FAILS = "works", "warned", "refused", "fails"
 
 LOST_BY_UNITS = Path(__file__).with_name("lost_by_units.txt")
 
+ALWAYS = ("a copied Trainer", "storage_options of save_checkpoint")
+"""Rows that also belong to the fast tests, because no other fast test checks the same."""
+
 plain_run = cache(lambda name: on_one_process(ROWS[name]))
 
 
@@ -35,7 +38,7 @@ def lost_by_units() -> dict[str, str]:
 
 def is_slow(name: str) -> bool:
     """Return whether only the slow tests run a row: nine of ten rows, and the rows that take long."""
-    return ROWS[name].slow or list(ROWS).index(name) % 10 != 0
+    return ROWS[name].slow or (name not in ALWAYS and list(ROWS).index(name) % 10 != 0)
 
 
 @cache
