@@ -151,21 +151,18 @@ def written(*texts: str) -> Callable[[Any], bool]:
 
 
 DOORS = [
-    Door("parse_bytes", parse_bytes, {"value": written("4", "16GiB")}, {}, {"value": "size"}),
-    Door("parse_seconds", parse_seconds, {"value": written("4", "10us")}, {}, {"value": "time"}),
+    Door(parse_bytes, {"value": written("4", "16GiB")}, call_it={"value": "size"}),
+    Door(parse_seconds, {"value": written("4", "10us")}, call_it={"value": "time"}),
     Door(
-        "parse_rate",
         parse_rate,
         {
             "value": lambda v: (
                 v in ("4", "12.5GB/s", "inf") if isinstance(v, str) else positive(v) and (v < 1e30 or v == math.inf)
             )
         },
-        {},
-        {"value": "rate"},
+        call_it={"value": "rate"},
     ),
     Door(
-        "PipelineStrategy",
         PipelineStrategy,
         {
             "schedule": schedule,
@@ -192,11 +189,9 @@ DOORS = [
             "checkpoint_io": lambda v: v is None,
             "precision_plugin": lambda v: v is None,
         },
-        {},
-        {"schedule": "schedule", "schedule_args": "schedule"},
+        call_it={"schedule_args": "schedule"},
     ),
     Door(
-        "JobArray",
         JobArray,
         {
             "size": count,
@@ -205,10 +200,8 @@ DOORS = [
             "rounds": optional(callable),
         },
         {"size": 2},
-        {},
     ),
     Door(
-        "MemorySwap",
         MemorySwap,
         {
             "device_bytes": count,
@@ -218,10 +211,9 @@ DOORS = [
             "prefetch": flag,
         },
         {"device_bytes": 1000},
-        {"slots": "slot"},
+        call_it={"slots": "slot"},
     ),
     Door(
-        "ScheduleTuner",
         ScheduleTuner,
         {
             "interval": lambda v: count(v) or (isinstance(v, timedelta) and v > timedelta(0)),
@@ -231,13 +223,10 @@ DOORS = [
             "window": count,
             "probe": flag,
         },
-        {},
-        {},
     ),
-    Door("TimelineLogger", TimelineLogger, {"every_n_steps": count}, {}, {}),
-    Door("OptunaPruning", OptunaPruning, {"monitor": text}, {}, {}),
+    Door(TimelineLogger, {"every_n_steps": count}),
+    Door(OptunaPruning, {"monitor": text}),
     Door(
-        "optimize_array",
         optimized,
         {
             "study": lambda v: v is len,
@@ -249,12 +238,11 @@ DOORS = [
             "callbacks": several(callable),
         },
         {"objective": len, "array_size": 2},
-        {},
+        given_name="optimize_array",
     ),
-    Door("Link", Link, LINK, {}, {}),
-    Door("Device", Device, {"memory": optional(whole), "speed": above_zero, "host": text}, {}, {"speed": "speed"}),
+    Door(Link, LINK),
+    Door(Device, {"memory": optional(whole), "speed": above_zero, "host": text}),
     Door(
-        "Cluster",
         Cluster,
         {
             "devices": never,
@@ -265,10 +253,9 @@ DOORS = [
             "regime": never,
         },
         {"devices": (Device(),) * 2},
-        {"devices": "device"},
+        call_it={"devices": "device"},
     ),
     Door(
-        "Cluster.from_counts",
         Cluster.from_counts,
         {
             "hosts": partial(count, most=2**12),
@@ -277,10 +264,8 @@ DOORS = [
             "inside": never,
         },
         {"hosts": 1, "devices_per_host": 1},
-        {},
     ),
     Door(
-        "make_cluster",
         make_cluster,
         {
             "hosts": partial(count, most=2**12),
@@ -289,25 +274,18 @@ DOORS = [
             "inside": lambda v: v is None or (isinstance(v, dict) and not v),
             "between": lambda v: v is None or (isinstance(v, dict) and not v),
         },
-        {},
-        {},
     ),
     Door(
-        "Deployment.from_cluster",
         Deployment.from_cluster,
         {"cluster": never, "ranks": lambda v: count(v, 4), "replicas": lambda v: count(v, 4), "neighbours": never},
         {"cluster": Cluster((Device(),) * 4), "ranks": 1},
-        {},
     ),
     Door(
-        "Deployment",
         Deployment,
         {"pipeline": never, "replicas": lambda v: integer(v) and v == 1, "rings": several(never)},
         {"pipeline": Cluster((Device(),))},
-        {},
     ),
     Door(
-        "CostModel",
         CostModel,
         {
             "seconds": lambda v: isinstance(v, dict) and not v,
@@ -325,10 +303,8 @@ DOORS = [
             "scatter": lambda v: isinstance(v, dict) and not v,
         },
         {"seconds": SECONDS},
-        {},
     ),
     Door(
-        "CostModel.uniform",
         CostModel.uniform,
         {
             "stages": partial(count, most=2**12),
@@ -343,10 +319,8 @@ DOORS = [
             "overhead": least_zero,
         },
         {"stages": 2, "forward": 1.0, "backward": 2.0},
-        {},
     ),
     Door(
-        "LayerProfile",
         LayerProfile,
         {
             "name": text,
@@ -356,10 +330,8 @@ DOORS = [
             "keeps_input": flag,
         },
         {"name": "x", "forward": ((1, 1.0),), "backward": ((1, 1.0),)},
-        {},
     ),
     Door(
-        "ModelProfile",
         ModelProfile,
         {
             "layers": never,
@@ -373,10 +345,8 @@ DOORS = [
             "notes": lambda v: isinstance(v, dict) and all(isinstance(key, str) for key in v),
         },
         {"layers": (LAYER,)},
-        {"layers": "layers"},
     ),
     Door(
-        "named_profile",
         partial(named_profile, "VGG-16"),
         {
             "device": never,
@@ -386,10 +356,9 @@ DOORS = [
             "recompute": flag,
         },
         {"rows": (1, 2)},
-        {"rows": "rows"},
+        given_name="named_profile",
     ),
     Door(
-        "Plan.even",
         Plan.even,
         {
             "stages": lambda v: count(v, 2**12),
@@ -400,10 +369,9 @@ DOORS = [
             "recompute": lambda v: isinstance(v, list | tuple) and not v,
         },
         {"stages": 2, "microbatches": 2},
-        {"microbatches": "micro"},
+        call_it={"microbatches": "micro"},
     ),
     Door(
-        "Plan",
         Plan,
         {
             "ranks": lambda v: isinstance(v, list | tuple) and list(v) == [0, 0],
@@ -418,17 +386,16 @@ DOORS = [
             "after": lambda v: isinstance(v, dict) and not v,
         },
         {"ranks": (0, 1), "jobs": (Cut.even(2, 2, 2),)},
-        {"jobs": "job", "ranks": "rank"},
+        call_it={"jobs": "job", "ranks": "rank"},
     ),
     Door(
-        "Cut",
         Cut,
         {"rows": lambda v: integer(v) and v == 2, "forward": never, "backward": table, "forward_links": table},
         {"rows": 2, "forward": ((Span(0, 2),),)},
-        {"rows": "", "forward": "forward"},
+        call_it={"rows": ""},
     ),
     *(
-        Door(name, partial(make_schedule, name), sense, {}, {})
+        Door(partial(make_schedule, name), sense, given_name=name)
         for name, sense in {
             "kfkb": {"k": lambda v: count(v) or (isinstance(v, str) and v == "auto")},
             "interleaved": {"stages_per_rank": partial(count, most=2**12)},
@@ -441,9 +408,7 @@ DOORS = [
             "jap": {"size": never},
         }.items()
     ),
-    Door(
-        "make_schedule", make_schedule, {"name": lambda v: isinstance(v, str) and v == "1f1b"}, {}, {"name": "schedule"}
-    ),
+    Door(make_schedule, {"name": lambda v: isinstance(v, str) and v == "1f1b"}, call_it={"name": "schedule"}),
 ]
 
 IDENTITY = torch.nn.Identity()
@@ -484,11 +449,10 @@ def consolidated(**given: Any) -> None:
 
 NET = Supernet(ChoiceBlock([IDENTITY, IDENTITY]), ChoiceBlock([torch.nn.Linear(2, 2), IDENTITY]))
 OF_SUPERNETS = [
-    Door("ReproducibilityLog", ReproducibilityLog, {"every_n_batches": count}, {}, {}),
-    Door("Uniform", Uniform, {"space": never, "seed": integer}, {"space": SearchSpace.from_sizes([2])}, {}),
-    Door("SearchSpace.from_sizes", SearchSpace.from_sizes, {"sizes": several(partial(count, most=2**20))}, {}, {}),
+    Door(ReproducibilityLog, {"every_n_batches": count}),
+    Door(Uniform, {"space": never, "seed": integer}, {"space": SearchSpace.from_sizes([2])}),
+    Door(SearchSpace.from_sizes, {"sizes": several(partial(count, most=2**20))}),
     Door(
-        "Evolution",
         Evolution,
         {
             "space": never,
@@ -498,79 +462,55 @@ OF_SUPERNETS = [
             "seed": integer,
         },
         {"space": SearchSpace.from_sizes([2]), "parents": 3},
-        {"population": "population"},
     ),
     Door(
-        "FromList",
         FromList,
         {"subnets": several(lambda v: isinstance(v, list) and len(v) == 1 and v[0] in (0, 1)), "repeat": flag},
         {"subnets": [(0,), (1,)], "space": SearchSpace.from_sizes([2])},
-        {"subnets": "subnet"},
+        call_it={"subnets": "subnet"},
     ),
+    Door(SubnetStream, {"explorer": never, "timeout": above_zero}, {"explorer": Uniform(SearchSpace.from_sizes([2]))}),
+    Door(Subnet, {"choices": choices, "id": integer, "space": integer}, {"choices": (0, 1)}),
     Door(
-        "SubnetStream",
-        SubnetStream,
-        {"explorer": never, "timeout": above_zero},
-        {"explorer": Uniform(SearchSpace.from_sizes([2]))},
-        {},
-    ),
-    Door(
-        "Subnet",
-        Subnet,
-        {"choices": choices, "id": integer, "space": integer},
-        {"choices": (0, 1)},
-        {"choices": "choices", "id": "id"},
-    ),
-    Door(
-        "SearchSpace",
         SearchSpace,
         {"blocks": several(lambda v: several(whole)(v) and v and len(set(v)) == len(v))},
         {"blocks": ((0, 1),)},
-        {"blocks": "block"},
+        call_it={"blocks": "block"},
     ),
     Door(
-        "SearchSpace.restrict_to",
         SearchSpace.from_sizes([2]).restrict_to,
         {"candidates": lambda v: isinstance(v, dict) and not v},
         {"candidates": {}},
-        {"candidates": "block"},
+        call_it={"candidates": "block"},
     ),
     Door(
-        "SearchSpace.check",
         SearchSpace.from_sizes([2]).check,
         {"choices": lambda v: choices(v) and [*v] == [1]},
-        {},
-        {"choices": "subnet"},
+        call_it={"choices": "subnet"},
     ),
     Door(
-        "FromIterable",
         FromIterable,
         {
             "subnets": lambda v: hasattr(v, "__iter__") and getattr(v, "ndim", 1) and not isinstance(v, type),
             "space": never,
         },
         {"space": SearchSpace.from_sizes([2]), "subnets": [(0,)]},
-        {},
     ),
-    Door("RoundRobin", several_explorers, {"explorer": never}, {"explorer": Uniform(SearchSpace.from_sizes([2]))}, {}),
     Door(
-        "OptunaExplorer",
+        several_explorers,
+        {"explorer": never},
+        {"explorer": Uniform(SearchSpace.from_sizes([2]))},
+        given_name="RoundRobin",
+    ),
+    Door(
         OptunaExplorer,
         {"space": never, "sampler": never, "population": count},
         {"space": SearchSpace.from_sizes([2]), "sampler": RandomSampler},
-        {},
     ),
+    Door(bulk_synchronous, {"layers": layers, "number": whole, "bulk": count}, {"layers": {}, "number": 0, "bulk": 1}),
+    Door(ChoiceBlock, {"candidates": never}, {"candidates": [torch.nn.Identity()]}),
+    Door(PerChoice, {"layer": never, "count": count_of_copies}, {"layer": IDENTITY, "count": 2}),
     Door(
-        "bulk_synchronous",
-        bulk_synchronous,
-        {"layers": layers, "number": whole, "bulk": count},
-        {"layers": {}, "number": 0, "bulk": 1},
-        {},
-    ),
-    Door("ChoiceBlock", ChoiceBlock, {"candidates": never}, {"candidates": [torch.nn.Identity()]}, {}),
-    Door("PerChoice", PerChoice, {"layer": never, "count": count_of_copies}, {"layer": IDENTITY, "count": 2}, {}),
-    Door(
-        "Supernet",
         supernet,
         {
             "layer": never,
@@ -578,37 +518,27 @@ OF_SUPERNETS = [
             "delay": lambda v: v is None,
         },
         {"layer": IDENTITY},
-        {},
+        given_name="Supernet",
     ),
-    Door("Supernet.layers_of", NET.layers_of, {"subnet": two_choices}, {}, {"subnet": "subnet"}),
-    Door("Supernet.extract_subnet", NET.extract_subnet, {"subnet": two_choices}, {}, {"subnet": "subnet"}),
+    Door(NET.layers_of, {"subnet": two_choices}),
+    Door(NET.extract_subnet, {"subnet": two_choices}),
     Door(
-        "measure_layer_costs",
         measured,
         {"x": lambda v: isinstance(v, torch.Tensor) and v.ndim, "repeats": lambda v: count(v, 1000)},
         {"x": torch.zeros(2, 2)},
-        {},
+        given_name="measure_layer_costs",
     ),
+    Door(ExplorerFeedback, {"stream": never}, {"stream": SubnetStream(Uniform(SearchSpace.from_sizes([2])))}),
     Door(
-        "ExplorerFeedback",
-        ExplorerFeedback,
-        {"stream": never},
-        {"stream": SubnetStream(Uniform(SearchSpace.from_sizes([2])))},
-        {},
-    ),
-    Door(
-        "consolidate",
         consolidated,
         {"folder": never, "file": lambda v: isinstance(v, Path | str), "weights_only": optional(flag)},
-        {},
-        {},
+        given_name="consolidate",
     ),
     Door(
-        "Shared",
         SharedLayer,
         {"layer": never, "shared": lambda v: isinstance(v, str) and v == "delayed", "delay": count},
         {"layer": torch.nn.Identity(), "shared": "delayed", "delay": 3},
-        {},
+        given_name="Shared",
     ),
 ]
 

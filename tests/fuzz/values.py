@@ -7,7 +7,7 @@ import random
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from fractions import Fraction
 from pathlib import Path
@@ -72,18 +72,23 @@ class Door:
     """A constructor or function that takes arguments from users.
 
     Attributes:
-        name: the name of the door in reports.
         make: the constructor or function.
         sense: for each argument, a predicate that returns whether a value makes sense.
         fine: arguments that are valid together.
         call_it: the names of arguments in error messages, if these differ from the arguments.
+        given_name: the name of the door in reports, if it is not the name of `make`.
     """
 
-    name: str
     make: Callable[..., Any]
     sense: dict[str, Callable[[Any], bool]]
-    fine: dict[str, Any]
-    call_it: dict[str, str]
+    fine: dict[str, Any] = field(default_factory=dict)
+    call_it: dict[str, str] = field(default_factory=dict)
+    given_name: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name of the door in reports."""
+        return self.given_name or self.make.__qualname__
 
 
 def perturbed(rng: random.Random, door: Door) -> dict[str, Any]:
