@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.arrays.array import JobArray
-from lightning_pipes.arrays.arrivals import Arrivals
+from lightning_pipes.arrays.arrivals import Arrivals, order_first_batches
 from lightning_pipes.arrays.memory_swap import MemorySwap, SiblingMemory
 from lightning_pipes.arrays.siblings.sibling import ArrayCancelledError, Sibling, current_sibling
 from lightning_pipes.arrays.siblings.sibling_board import SiblingFailure
@@ -160,6 +160,13 @@ def train_only(batch: int) -> None:
 def test_small_batches_begin_and_end_the_first_round() -> None:
     for found in run_ranks(first_batches, 2, [4, 16, 8, 2, 12], timeout=60):
         assert found == [[3, 2, 1, 4, 0]] * 2
+
+
+def test_large_first_batches_are_in_the_middle() -> None:
+    assert order_first_batches([]) == []
+    assert order_first_batches([8, 16, 24, 32, 8, 16, 24]) == [0, 1, 2, 3, 6, 5, 4]
+    assert order_first_batches([32, 8, 8]) == [1, 0, 2]
+    assert order_first_batches([5, 5, 5]) == [0, 2, 1]
 
 
 def test_what_came_first_is_computed_first() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 from pathlib import Path
@@ -94,3 +95,16 @@ def test_a_stray_is_found(name: str, said: str, tmp_path: Path) -> None:
 def test_an_import_from_a_test_is_found(line: str, tmp_path: Path) -> None:
     (tmp_path / "helpers.py").write_text(line.format("tests"))
     assert len(shared(tmp_path)) == 1
+
+
+def test_listed_tests_exist() -> None:
+    """Check that the tests which only `make test-full` runs exist."""
+    lines = (ROOT / "tests" / "long_tail.txt").read_text().splitlines()
+    assert lines == sorted(set(lines))
+    for line in lines:
+        path, *names = line.partition("[")[0].split("::")
+        body = ast.parse((ROOT / path).read_text()).body
+        for name in names:
+            found = [each for each in body if isinstance(each, ast.ClassDef | ast.FunctionDef) and each.name == name]
+            assert len(found) == 1, line
+            body = found[0].body

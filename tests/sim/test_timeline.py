@@ -87,3 +87,13 @@ def test_queues_of_arrived_inputs(k: int, link: int) -> None:
         last = max(e.end for e in timeline.computations if e.rank == rank)
         waited = sum(sum(q.stalled) for q in queues.values() if plan.ranks[q.stage] == rank)
         assert waited == last - timeline.busy[rank]
+
+
+def test_text_gantt():
+    plan, costs = uniform(2, 3, f=2, b=4, step=2)
+    assert simulate(OneFOneB().program(plan), plan, costs).gantt(52).splitlines() == [
+        "26 ns",
+        "rank 0 |0---1---........0=======2---1=======....2=======S###| bubble 23.1%",
+        "rank 1 |....0---0=======1---1=======2---2=======S###........| bubble 23.1%",
+        "        - forward  = backward  # step  . idle",
+    ]

@@ -30,7 +30,14 @@ from lightning_pipes.engine.watch.identity import Process
 from lightning_pipes.ir import PlanError
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
 from lightning_pipes.tune.studies.leader_store import LeaderStore
-from lightning_pipes.tune.studies.study import OWNER, RETRY, StudyFailedError, _Follower, fail_dead_trials
+from lightning_pipes.tune.studies.study import (
+    OWNER,
+    RETRY,
+    StudyFailedError,
+    _Follower,
+    enqueue_again,
+    fail_dead_trials,
+)
 from lightning_pipes.tune.studies.trial import StorageLostError, current_trial
 from tests.launch.example import ROOT, environment
 from tests.tune.sweep import fit, new_study, objective, summary
@@ -594,3 +601,15 @@ def test_a_store_of_one_process() -> None:
     store.put("key", [1])
     assert (store.is_leader, store.get("key"), store.get("other", until=lambda: True)) == (True, [1], None)
     assert issubclass(StudyFailedError, Exception)
+
+
+def test_a_queued_trial_that_dies_before_it_suggests_is_tried_again():
+    study = optuna.create_study()
+    study.enqueue_trial({"x": 0.25, "y": 3})
+    died = study.ask()
+    died.suggest_int("y", 0, 9)
+    study.tell(died, state=TrialState.FAIL)
+    enqueue_again(study, died.number, died.params)
+    again = study.ask()
+    assert again.suggest_float("x", 0, 1) == 0.25
+    assert again.suggest_int("y", 0, 9) == 3
