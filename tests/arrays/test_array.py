@@ -80,10 +80,7 @@ def test_siblings_with_several_stages_a_rank() -> None:
             assert_equal(value, expected)
 
 
-UNEQUAL_ORDERS = [
-    (UMPipe((2, 1), (4, 2)), UM1F1B((4, 2), (2, 3)), "jap"),
-    (UM1F1B(), "umpipe", "ready"),
-]
+UNEQUAL_ORDERS = [(UMPipe((2, 1), (4, 2)), UM1F1B((4, 2), (2, 3)), "jap"), (UM1F1B(), "umpipe", "ready")]
 """Schedules that the user chooses, and schedules that planners choose from the measurements of the first sibling."""
 
 

@@ -17,9 +17,7 @@ BLOCKS = 6
 CANDIDATES = 3
 """Number of candidates in each block of a supernet."""
 
-OFF: dict[str, str] = {
-    r"^others:.*:one sample": "a branch may depend on one sample of a later batch only",
-}
+OFF: dict[str, str] = {r"^others:.*:one sample": "a branch may depend on one sample of a later batch only"}
 """Causes that are switched off, as regular expressions, with the reasons."""
 
 HOOKS = {
@@ -317,10 +315,7 @@ def around(rng: random.Random, base: Base, n: int) -> Piece:
         case "outlet norm":
             code = {"init": [f"self.outlet{n} = nn.LayerNorm(WIDTH)"], "after": [f"h = self.outlet{n}(h)"]}
         case "scale":
-            code = {
-                "init": [f"self.scale{n} = nn.Parameter(torch.tensor(1.0))"],
-                rng.choice(("before", "after")): [],
-            }
+            code = {"init": [f"self.scale{n} = nn.Parameter(torch.tensor(1.0))"], rng.choice(("before", "after")): []}
             where = next(key for key in code if key != "init")
             code[where] = [f"{'x' if where == 'before' else 'h'} = {'x' if where == 'before' else 'h'} * self.scale{n}"]
         case _:

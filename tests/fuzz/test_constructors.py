@@ -193,12 +193,7 @@ DOORS = [
     ),
     Door(
         JobArray,
-        {
-            "size": count,
-            "progress": optional(flag),
-            "memory": lambda v: v is None,
-            "rounds": optional(callable),
-        },
+        {"size": count, "progress": optional(flag), "memory": lambda v: v is None, "rounds": optional(callable)},
         {"size": 2},
     ),
     Door(

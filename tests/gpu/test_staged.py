@@ -82,8 +82,7 @@ def train(rank: int, name: str, settings: dict[str, Any], ranks: int, recompute:
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "ranks"),
-    [("1f1b", {}, 4), ("gpipe", {}, 2), ("kfkb", {"k": 2}, 4), ("interleaved", {}, 2)],
+    ("name", "settings", "ranks"), [("1f1b", {}, 4), ("gpipe", {}, 2), ("kfkb", {"k": 2}, 4), ("interleaved", {}, 2)]
 )
 @pytest.mark.parametrize("recompute", [False, True])
 def test_weights_equal_one_process(name: str, settings: dict[str, Any], ranks: int, recompute: bool) -> None:

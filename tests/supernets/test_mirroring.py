@@ -104,7 +104,7 @@ def test_a_killed_rank_ends_all_and_training_goes_on_on_more() -> None:
     outcomes = watch_ranks(cut, 2, 2, "sequential", SHORT, folder, None, 34, timeout=60)
     assert "exit code -9" in outcomes[0].error
     assert "rank 0" in outcomes[1].error
-    assert outcomes[1].seconds - outcomes[0].seconds < 60  # heartbeats would take two minutes
+    assert "no heartbeat" not in outcomes[1].error  # the end of the connection is noticed long before
     for found in run_ranks(cut, 4, 4, "sequential", SHORT, folder, f"{folder}/step=30.ckpt", timeout=120):
         assert found == after(wanted, 30)
 

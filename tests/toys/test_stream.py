@@ -123,11 +123,7 @@ def fit(rank: int, ranks: int, folder: str, resume: str | None = None, dies_at: 
     keeper = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=BATCHES + 7, save_top_k=-1)
     strategy = PipelineStrategy("stream", 2, partition=CUTS[ranks])
     trainer = make_trainer(
-        devices=ranks,
-        strategy=strategy,
-        max_epochs=2,
-        num_sanity_val_steps=0,
-        callbacks=[seen, keeper],
+        devices=ranks, strategy=strategy, max_epochs=2, num_sanity_val_steps=0, callbacks=[seen, keeper]
     )
     loader = DataLoader(Batches(seconds if rank == ranks - 1 else 0.0), batch_size=None)
     trainer.fit(module, loader, loader, ckpt_path=resume, weights_only=False)

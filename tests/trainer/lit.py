@@ -93,10 +93,7 @@ class Lit(pl.LightningModule):
         loss = F.cross_entropy(logits, y)
         self.log("train_loss", loss, on_step=True, on_epoch=True)
         self.log_dict(
-            {
-                "right": (logits.argmax(1) == y).double().sum(),
-                "rows": float(len(x)),
-            },
+            {"right": (logits.argmax(1) == y).double().sum(), "rows": float(len(x))},
             reduce_fx="sum",
             on_step=True,
             on_epoch=True,

@@ -135,7 +135,7 @@ def faked(seconds: list[float], rank: int) -> Any:
                     output=((1, 64.0),),
                 )
                 for n, s in enumerate(seconds)
-            ),
+            )
         )
 
     return profile

@@ -185,11 +185,7 @@ def fit_plain(deals: bool) -> dict[str, Any]:
     return fit(1, deals)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "strategies"),
-    [(2, ONE_PIPELINE), (4, REPLICAS)],
-    ids=["one pipeline", "replicas"],
-)
+@pytest.mark.parametrize(("ranks", "strategies"), [(2, ONE_PIPELINE), (4, REPLICAS)], ids=["one pipeline", "replicas"])
 def test_collectives_of_steps_layers_and_hooks_are_over_replicas(ranks, strategies):
     """Weights and gathered values equal one process; several micro-batches with replicas cause a warning."""
     results = run_ranks(fit_all, ranks, ranks, strategies, timeout=40)

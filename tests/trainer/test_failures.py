@@ -31,11 +31,7 @@ from lightning_pipes.ir import PipelineError, PlanError
 from lightning_pipes.strategies.kfkb import KFKB
 from lightning_pipes.testing.ranks import run_ranks, scale_timeout, watch_ranks
 from lightning_pipes.trainer import checks
-from lightning_pipes.trainer.checks import (
-    warn_about_microbatch_effects,
-    warn_about_module,
-    warn_about_small_batch,
-)
+from lightning_pipes.trainer.checks import warn_about_microbatch_effects, warn_about_module, warn_about_small_batch
 from tests.trainer.lit import ROWS, Lit, LitOutside, data, quiet
 from tests.trainer.refused import BareExcept, OwnForward, Penalty, Twice
 from tests.trainers import make_trainer

@@ -330,13 +330,7 @@ def train_sharded(
 
 
 def resume(
-    rank: int,
-    folder: str,
-    names: tuple[str, ...],
-    processes: int,
-    replicas: int,
-    shards: int,
-    epochs: int = EPOCHS,
+    rank: int, folder: str, names: tuple[str, ...], processes: int, replicas: int, shards: int, epochs: int = EPOCHS
 ) -> list[Any]:
     """Resume from the named checkpoints with the given numbers of processes, replicas and tensor-parallel ranks."""
     found = []

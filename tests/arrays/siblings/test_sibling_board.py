@@ -115,9 +115,7 @@ class Net(pl.LightningModule):
 def job(fails_in: str, survives: bool = False) -> str:
     """Train one sibling, and return its outcome as text."""
     trainer = make_trainer(
-        devices=int(os.environ["WORLD_SIZE"]),
-        strategy=PipelineStrategy("jap", microbatches=1),
-        max_epochs=1,
+        devices=int(os.environ["WORLD_SIZE"]), strategy=PipelineStrategy("jap", microbatches=1), max_epochs=1
     )
     try:
         trainer.fit(Net(fails_in), DataLoader(TensorDataset(torch.ones(12, 2)), 4))

@@ -162,10 +162,7 @@ def kept(rank: int, folder: str) -> list[Any]:
             ModelCheckpoint(own / "weights", "{epoch}", save_weights_only=True),
         ]
         trainer = make_trainer(
-            strategy=PipelineStrategy(**STRATEGY, **form),
-            max_epochs=4,
-            precision="64-true",
-            callbacks=savers,
+            strategy=PipelineStrategy(**STRATEGY, **form), max_epochs=4, precision="64-true", callbacks=savers
         )
         validation = DataLoader(data(13), batch_size=5)
         trainer.fit(Lit().double(), DataLoader(data(), batch_size=8), validation)

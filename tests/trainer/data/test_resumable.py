@@ -142,10 +142,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
         "a": DataLoader(Augmented(), 4, shuffle=True),
         "b": DataLoader(Augmented(10), 4, shuffle=True, generator=torch.Generator().manual_seed(9)),
     },
-    "several streams": lambda: {
-        "a": DataLoader(Stream(), 4),
-        "b": DataLoader(Augmented(10), 4, shuffle=True),
-    },
+    "several streams": lambda: {"a": DataLoader(Stream(), 4), "b": DataLoader(Augmented(10), 4, shuffle=True)},
 }
 
 

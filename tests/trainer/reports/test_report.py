@@ -74,12 +74,7 @@ def measured(rank: int, folder: str) -> dict[str, Any]:
     with told() as lines:
         fit(LitUneven(), uneven, 2)
     return {
-        "numbers": [
-            report.bubble_measured,
-            report.bubble_replayed,
-            report.measured.makespan,
-            report.replayed.makespan,
-        ],
+        "numbers": [report.bubble_measured, report.bubble_replayed, report.measured.makespan, report.replayed.makespan],
         "predicted": (report.predicted, report.bubble_predicted, strategy.decision.computing, report.prediction_text),
         "unpredicted": (
             uneven.report.predicted,
@@ -251,8 +246,7 @@ def test_nothing_to_report():
 
 
 @pytest.mark.parametrize(
-    ("measured", "said"),
-    [(2.0, "1 s predicted, 2 s measured, 4 s at last"), (4.1, "4.1 s measured")],
+    ("measured", "said"), [(2.0, "1 s predicted, 2 s measured, 4 s at last"), (4.1, "4.1 s measured")]
 )
 def test_whether_a_choice_came_true(measured, said):
     """Check the sentence about the predicted and the measured time of a step.
