@@ -88,7 +88,6 @@ KFKB = {
         "tuner:tuner",
         {"batches": 120},
         {"batches": 40},
-        is_on_links=True,
     ),
 }
 """Ada-Grouper (Wang et al. 2023, arXiv:2303.01675)."""

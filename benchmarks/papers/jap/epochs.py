@@ -57,7 +57,7 @@ class Epoch:
     def work(self) -> int:
         """The time in which the stage with most work computes in an epoch."""
         runs = np.array([self._iterations[rows] * self._sizes.count(rows) for rows in self._kinds])
-        return int((runs[:, None] * sum(self._problem.occupied_times)).sum(0).max())
+        return int((runs[:, None] * np.add(*self._problem.occupied_times)).sum(0).max())
 
     def one_by_one(self, schedule: Schedule) -> int:
         """Return the time of all jobs one after another, each with its best number of micro-batches."""
@@ -102,7 +102,7 @@ class Epoch:
             resident: the number of jobs at a time.
             microbatches: the micro-batches of each batch.
         """
-        work = dict(zip(self._kinds, sum(self._problem.occupied_times).sum(1).tolist(), strict=True))
+        work = dict(zip(self._kinds, np.add(*self._problem.occupied_times).sum(1).tolist(), strict=True))
         sizes = sorted(self._sizes, key=lambda rows: -self._iterations[rows] * work[rows])
         jobs = [Job(Cut.even(rows, min(microbatches, rows), self._stages), self._iterations[rows]) for rows in sizes]
         return stream_jobs(jobs, self._line, resident).time

@@ -161,8 +161,8 @@ def tuner(batches: int) -> Output:
         yield f"  {situation:20}" + " ".join(f"{ms:8.1f}" for ms in times.values())
     yield {f"planning_ms_{situation}": round(times["most"], 5) for situation, times in planning.items()}
     if reason := lab_unavailable_reason():
-        yield f"nothing can be measured here: {reason}"
-        yield None
+        yield f"Nothing can be measured here: {reason}"
+        return
     with NetLab(STAGES, bandwidth(X * FORWARD, QUICK_MESSAGE)) as lab:
         ranks = lab.run_ranks(rank_main, batches, timeout=400)
     steps = ranks[0]["steps"]
