@@ -20,7 +20,7 @@ from benchmarks.papers.csp.emulation.kernel import STREAM
 from benchmarks.papers.csp.emulation.spaces import fixed, space_of
 from benchmarks.papers.csp.figures import STAGES, bounds, costs, scaling, spaces, split, swaps
 from benchmarks.papers.csp.reproducibility import trained
-from lightning_pipes.engine.compute.order import ReadyOrder
+from lightning_pipes.engine.compute.order import StreamOrder
 from lightning_pipes.engine.messages.mailbox import Key, Mailbox
 from lightning_pipes.ir import RECEIVES, SENDS, Instruction, Kind, LayerUse, Plan, Span, adapt_plan, batch_instructions
 from lightning_pipes.strategies.csp import CSP
@@ -63,7 +63,7 @@ class Arrivals(Mailbox):
 def measured(space: str = "NLP.c1", microbatches: int = 8, subnets: int = 150, depth: int = 30) -> Cost:
     """Run a stream through the order of one rank, and return the processor time of its decisions.
 
-    This is the real path in one process: `ReadyOrder` receives the messages that have arrived, chooses an instruction,
+    This is the real path in one process: `StreamOrder` receives the messages that have arrived, chooses an instruction,
     and is notified that it has run, with everything that this sets free. Nothing is computed or sent; sends are taken
     when they are ready. A decision is one forward, backward or step. Every input is there from the start, so that the
     queue is always as long as `depth`; gradients arrive when all forwards of a subnet have run.
@@ -73,7 +73,7 @@ def measured(space: str = "NLP.c1", microbatches: int = 8, subnets: int = 150, d
     uses = [LayerUse.from_names([f"{b}.{c}" for b, c in enumerate(row)], layers) for row in placed.subnets.choices]
     policy = CSP(depth)
     plan = adapt_plan(Plan.even(STAGES, microbatches, layers=tuple(layers)), policy)
-    order, mailbox = ReadyOrder(policy, plan, RANK), Arrivals()
+    order, mailbox = StreamOrder(policy, plan, RANK), Arrivals()
     decisions, entering, queued = [], [], []
     spent = 0
     left = dict.fromkeys(range(subnets), microbatches)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_pipes.cost import Link
 from lightning_pipes.engine.compute.executor import Executor
-from lightning_pipes.engine.compute.order import InstructionOrder, ReadyOrder, StaticOrder
+from lightning_pipes.engine.compute.order import InstructionOrder, PredictedOrder, ReadyOrder, StaticOrder, StreamOrder
 from lightning_pipes.engine.compute.reducer import ReplicaAverages
 from lightning_pipes.engine.compute.rng import forked_rng
 from lightning_pipes.engine.compute.spans import Item
@@ -22,6 +22,7 @@ from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.engine.compute.weights import OffloadedVersions, WeightVersions
 from lightning_pipes.engine.messages.links import measure_links, measure_offsets
 from lightning_pipes.engine.messages.mailbox import Transport
+from lightning_pipes.engine.residency.deliveries import LayerDeliveries, NeedSource
 from lightning_pipes.engine.residency.layer_memory import LayerMemory, VersionMemory
 from lightning_pipes.engine.residency.mirrors import Mirrors
 from lightning_pipes.engine.residency.upcoming import PredictorChoice, UpcomingTasks
@@ -35,6 +36,7 @@ from lightning_pipes.ir import (
     Instruction,
     Kind,
     LayerUse,
+    Ledger,
     Plan,
     PlanError,
     Policy,
@@ -159,8 +161,7 @@ class Engine:
             PlanError: a window is open, the plan moves a stage to another rank, or the plan changes the layers of
                 stages and `stages` is missing.
         """
-        if self._window is not None:
-            raise PlanError("a plan can be swapped between windows only; drain first")
+        self._require_closed("a plan can be swapped")
         for name in ("ranks", "replicas", *(() if stages is not None else ("layers", "recompute", "whole_forward"))):
             if getattr(plan, name) != getattr(self.plan, name):
                 raise PlanError(
@@ -273,8 +274,7 @@ class Engine:
         Raises:
             PlanError: a window is open.
         """
-        if self._window is not None:
-            raise PlanError("layers begin to go from rank to rank between two windows only; drain first")
+        self._require_closed("layers begin to move from rank to rank")
         self._mirrors = mirrors, layers
         self._equip_stages()
 
@@ -289,8 +289,7 @@ class Engine:
         Raises:
             PlanError: a window is open.
         """
-        if self._window is not None:
-            raise PlanError("layers begin to take turns between two windows only; drain first")
+        self._require_closed("layers begin to take turns")
         self._memory, self._predictor = memory, predictor
         self._equip_stages()
 
@@ -300,8 +299,7 @@ class Engine:
         Raises:
             PlanError: a window is open.
         """
-        if self._window is not None:
-            raise PlanError("replicas begin to average gradients between two windows only; drain first")
+        self._require_closed("replicas begin to average gradients")
         self._replica_averages = averages
         self._equip_stages()
 
@@ -311,8 +309,7 @@ class Engine:
         Raises:
             PlanError: a window is open.
         """
-        if self._window is not None:
-            raise PlanError("weight versions begin to take turns between two windows only; drain first")
+        self._require_closed("weight versions begin to take turns")
         self._stash = memory
         self._give_versions(self.plan)
 
@@ -331,8 +328,7 @@ class Engine:
         Raises:
             PlanError: a window is open.
         """
-        if self._window is not None:
-            raise PlanError("evaluation needs the weights between two windows; drain first")
+        self._require_closed("an evaluation runs")
         item = replace(item, training=False)
         micro_batches = micro_batches or len(self.plan.spans(Kind.F, 0, item.job))
         forward = self._open(*_forward_only(self.plan, item.job, item.rows, micro_batches))
@@ -360,8 +356,7 @@ class Engine:
         Raises:
             PlanError: a window is open.
         """
-        if self._window is not None:
-            raise PlanError("a batch runs apart between two windows only; drain first")
+        self._require_closed("a batch runs apart")
         cut = None if micro_batches is None else Cut.even(item.rows, micro_batches, self.plan.n_stages)
         window = self._open(*_forwards_first(self.plan, item.job, cut, item.training), stages)
         self._window = replace(window, training=item.training)
@@ -430,8 +425,7 @@ class Engine:
         Raises:
             PlanError: a window is open.
         """
-        if self._window is not None:
-            raise PlanError("clocks are compared between two windows; drain first")
+        self._require_closed("clocks are compared")
         self._offsets = measure_offsets(self.plan, self._rank, self._transport)
 
     def probe_links(self, sizes: Sequence[int], repeats: int) -> dict[tuple[int, int], Link]:
@@ -440,13 +434,17 @@ class Engine:
         Raises:
             PlanError: a window is open.
         """
-        if self._window is not None:
-            raise PlanError("links are probed between two windows; drain first")
+        self._require_closed("links are probed")
         return measure_links(self.plan, self._rank, self._transport, sizes, repeats, self._device)
 
     def close(self) -> None:
         """Close the transport. All ranks must call this method."""
         self._transport.close()
+
+    def _require_closed(self, what: str) -> None:
+        """Raise PlanError if a window is open. `what` says what would be done, for the message."""
+        if self._window is not None:
+            raise PlanError(f"{what} between two windows only; drain first")
 
     def _set_stages(self, plan: Plan, stages: Sequence[Stage]) -> None:
         wanted = {(number, job) for number in plan.stages[self._rank] for job in range(len(plan.jobs))}
@@ -508,19 +506,24 @@ class Engine:
         return _Window(static, executor)
 
     def _ready_order(self, policy: Policy, plan: Plan) -> ReadyOrder:
-        if self._memory is None or not policy.is_endless:
-            order = ReadyOrder(policy, plan, self._rank)
+        if not policy.is_endless:
+            return ReadyOrder(policy, plan, self._rank)
+        rank, number, notify = self._rank, self._windows, self._transport.mailbox.notify
+        sources: list[Callable[[Ledger], NeedSource]] = []
+        if (averages := self._replica_averages) is not None:
+            sources.append(lambda ledger: averages)
+        if self._mirrors is not None:
+            mirrors, _ = self._mirrors
+            sources.append(lambda ledger: LayerDeliveries(ledger, rank, number, mirrors, notify))
+        if self._memory is None:
+            return StreamOrder(policy, plan, rank, sources)
+        turns = {stage.number: stage.offload for stage in self._stages if stage.offload is not None}
+        settings = policy, plan, rank, sources, lambda stage, use: turns[stage].has_room(use), AHEAD
+        if self._predictor is None:
+            order = StreamOrder(*settings)
         else:
-            turns = {stage.number: stage.offload for stage in self._stages if stage.offload is not None}
-            order = ReadyOrder(policy, plan, self._rank, lambda stage, use: turns[stage].has_room(use), AHEAD)
-            self._memory.upcoming = order.upcoming_layers
-            if self._predictor is not None:
-                notify = self._transport.mailbox.notify
-                order.predict_by(UpcomingTasks(self._predictor, policy, plan, self._rank, self._windows, notify))
-        if self._replica_averages is not None and policy.is_endless:
-            order.wait_for_replicas(self._replica_averages)
-        if self._mirrors is not None and policy.is_endless:
-            order.enable_deliveries(self._mirrors[0], self._transport.mailbox, self._windows)
+            order = PredictedOrder(UpcomingTasks(self._predictor, policy, plan, rank, number, notify), *settings)
+        self._memory.upcoming = order.upcoming_layers
         return order
 
     @property

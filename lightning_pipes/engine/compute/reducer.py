@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
+from lightning_pipes.engine.residency.deliveries import NeedSource
 from lightning_pipes.engine.residency.mirrors import PendingTree, TreeTransport
 from lightning_pipes.ir import PipelineError, Reduction
 
@@ -233,7 +234,7 @@ class Reducer:
         self._started = max(self._started, until)
 
 
-class ReplicaAverages:
+class ReplicaAverages(NeedSource):
     """Averages gradients over replicas batch by batch, if batches overlap.
 
     Each replica runs batches in its own order, so collective calls would not match. Instead, each rank sends its part
@@ -256,8 +257,14 @@ class ReplicaAverages:
 
     @property
     def n_expected(self) -> int:
-        """The number of sums that wait for parts of other replicas."""
         return len(self._expected)
+
+    @property
+    def expected_text(self) -> str:
+        return f"the gradients of {self.n_expected} batches"
+
+    def step_needs(self, batch: int, stage: int) -> tuple[Reduction, ...]:
+        return (Reduction(stage, batch),)
 
     def expect(self, reduction: Reduction, number: int, notify: Callable[[], None]) -> None:
         """Expect the parts of a batch on a stage of this rank.
@@ -278,11 +285,7 @@ class ReplicaAverages:
         self._expected[reduction] = key, parts
 
     def take_arrived(self) -> list[Reduction]:
-        """Return the sums that became complete since the last call, because all their parts have arrived.
-
-        Raises:
-            PeerFailure: a rank has failed.
-        """
+        """Return the sums that became complete since the last call, because all their parts have arrived."""
         if not self._has_arrivals:
             return []
         self._has_arrivals = False

@@ -1,4 +1,4 @@
-"""Transfers of layers between ranks for the batches of one window.
+"""Transfers of layers between ranks for the batches of one window, and other needs of batches besides data.
 
 A layer is sent when it is up to date. A forward that uses it waits for it. At the end of the window, layers are
 returned to the ranks that own them.
@@ -7,15 +7,68 @@ returned to the ranks that own them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning_pipes.engine.messages.bulk_transfer import Key
 from lightning_pipes.engine.residency.mirrors import Mirrors, PendingTree
-from lightning_pipes.ir import Instruction, Ledger, Transfer
+from lightning_pipes.ir import Instruction, Ledger, Need, Transfer
 
 
-class LayerDeliveries:
+class NeedSource:
+    """What the batches of an endless window wait for besides data, such as layers from other ranks.
+
+    This base class has no needs.
+    """
+
+    @property
+    def n_expected(self) -> int:
+        """The number of needs that are in flight to this rank."""
+        return 0
+
+    @property
+    def expected_text(self) -> str:
+        """A description of the needs that are in flight to this rank."""
+        return ""
+
+    def take_arrived(self) -> Sequence[Need]:
+        """Return the needs that have arrived since the last call.
+
+        Raises:
+            PeerFailure: a rank has failed.
+        """
+        return ()
+
+    def enter(self, batch: int) -> None:
+        """Register the next batch, which was already added to the ledger."""
+
+    def forward_needs(self, batch: int, stage: int) -> tuple[Need, ...]:
+        """Return the needs of the forwards of a batch on a stage that have not arrived yet."""
+        return ()
+
+    def step_needs(self, batch: int, stage: int) -> tuple[Need, ...]:
+        """Return the needs of the optimizer step of a batch on a stage."""
+        return ()
+
+    def on_ready(self, batch: int, stage: int) -> None:
+        """Prepare for a forward that has become ready."""
+
+    def before_forward(self, batch: int, stage: int) -> None:
+        """Prepare for a forward that begins now."""
+
+    def after_step(self, step: Instruction) -> None:
+        """Handle the end of an optimizer step, which was already recorded in the ledger."""
+
+    def end_window(self) -> None:
+        """Start to end the window. All of its batches have run on this rank. The method may be called repeatedly."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to do after `end_window`."""
+        return True
+
+
+class LayerDeliveries(NeedSource):
     """Sends and receives the layers of one rank in one window.
 
     Args:
@@ -35,29 +88,24 @@ class LayerDeliveries:
 
     @property
     def n_expected(self) -> int:
-        """The number of layers in flight to this rank."""
         return len(self._expected)
 
     @property
+    def expected_text(self) -> str:
+        return f"{self.n_expected} layers"
+
+    @property
     def is_over(self) -> bool:
-        """Whether all layers have returned to their owners on this rank."""
         return self._returning and not self._expected
 
     def enter(self, batch: int) -> None:
-        """Start the transfers for the next batch, which was already added to the ledger."""
         for transfer in self._ledger.batch_transfers(batch):
             self._start(transfer)
 
-    def missing_transfers(self, batch: int, stage: int) -> tuple[Transfer, ...]:
-        """Return the transfers that the forwards of a batch on a stage wait for."""
+    def forward_needs(self, batch: int, stage: int) -> tuple[Transfer, ...]:
         return tuple(t for t in self._ledger.incoming_transfers(batch, stage) if t in self._expected)
 
     def take_arrived(self) -> list[Transfer]:
-        """Return the transfers that have arrived since the last call.
-
-        Raises:
-            PeerFailure: a rank has failed.
-        """
         if not self._has_arrivals:
             return []
         self._has_arrivals = False
@@ -70,10 +118,9 @@ class LayerDeliveries:
                 self._received[transfer] = content
         return found
 
-    @property
-    def installs_early(self) -> bool:
-        """Whether layers are installed when a forward becomes ready, so that they can be loaded before it begins."""
-        return self._mirrors.memory is not None
+    def on_ready(self, batch: int, stage: int) -> None:
+        if self._mirrors.memory is not None:  # which can then load the layers before the forward begins
+            self.before_forward(batch, stage)
 
     def before_forward(self, batch: int, stage: int) -> None:
         """Install the received layers of a batch before its forward. No earlier batch needs the replaced layers."""
@@ -82,17 +129,14 @@ class LayerDeliveries:
                 self._mirrors.install_layer(transfer.name, self._received.pop(transfer))
 
     def after_step(self, step: Instruction) -> None:
-        """Send the layers that waited for `step`, and drop copies that are no longer needed.
-
-        The ledger must already have recorded that `step` has run.
-        """
+        """Send the layers that waited for `step`, and drop copies that are no longer needed."""
         for transfer in self._leaving.pop(step, ()):
             self._send(transfer)
         for name in self._ledger.uses[step.batch].layers[step.stage]:
             self._forget(name)
 
-    def return_layers(self) -> None:
-        """Return layers to their owners. All batches of the window must have run on this rank."""
+    def end_window(self) -> None:
+        """Return layers to their owners."""
         if not self._returning:
             self._returning = True
             for transfer in self._ledger.return_transfers():

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_pipes.engine.compute.order import ReadyOrder, StaticOrder
+from lightning_pipes.engine.compute.order import PredictedOrder, StaticOrder, StreamOrder
 from lightning_pipes.engine.messages.mailbox import Mailbox
 from lightning_pipes.engine.residency.upcoming import PredictorChoice, UpcomingTasks
 from lightning_pipes.ir import Instruction, Kind, LayerUse, Program, Span, adapt_plan, lower
@@ -56,7 +56,7 @@ def test_layers_of_forwards_and_of_batches_that_come_back_take_turns() -> None:
     """On the first stage, layers of ready forwards alternate with layers of batches whose gradients may arrive next."""
     policy = CSP()
     plan = adapt_plan(tiny_plan(2, 2), policy)
-    order = ReadyOrder(policy, plan, rank=0)
+    order = StreamOrder(policy, plan, rank=0)
     for batch in range(6):
         order.add((0, batch), plan.jobs[0].rows, LayerUse.from_names([str(batch), "9"], (Span(0, 9), Span(9, 10))))
     mailbox: Any = Mailbox()
@@ -102,8 +102,8 @@ def predicted(name: str, rank: int, told: dict[int, list[tuple[int, int]]]) -> t
     """
     policy, post = CSP(depth=8), Post(told)
     plan = adapt_plan(tiny_plan(2, 1), policy)
-    order = ReadyOrder(policy, plan, rank)
-    order.predict_by(UpcomingTasks(PredictorChoice(name, lambda layer: 1.0, post), policy, plan, rank, 0, lambda: None))
+    choice = PredictorChoice(name, lambda layer: 1.0, post)
+    order = PredictedOrder(UpcomingTasks(choice, policy, plan, rank, 0, lambda: None), policy, plan, rank)
     for batch, names in enumerate(STREAM):
         order.add((0, batch), plan.jobs[0].rows, LayerUse.from_names(names, (Span(0, 1), Span(1, 2))))
     (span,) = plan.spans(Kind.F, 0)
