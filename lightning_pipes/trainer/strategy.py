@@ -141,7 +141,7 @@ class PipelineStrategy(PipelineHost):
             reproduces the loss of the batch. The comparison runs the step once more without the layers, and then
             restores the previous state.
         verify: the number of first batches that one plain Lightning process on the host of rank 0 also trains, so that
-            all results can be compared; see docs/guide.md. The first difference is reported and ends training. With
+            all results can be compared; see docs/verify.md. The first difference is reported and ends training. With
             "warn", two batches are compared, and a difference only causes a warning. Verification needs
             `data_parallel=1` and a schedule that flushes between batches. 0 compares nothing, unless the environment
             variable LIGHTNING_PIPES_VERIFY is set.

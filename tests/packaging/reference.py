@@ -96,8 +96,8 @@ def make_settings_page() -> str:
     lines = [
         "# Settings of PipelineStrategy\n",
         "All arguments after `microbatches` are keyword-only. *Schedules* lists the schedules with which a value other",
-        'than the default works; for `loss`, the value `"batch"`.',
-        f"{NOTE} from the signature and the docstring.",
+        'than the default works; for `loss`, the value `"batch"`. [Limits](../limits.md) lists further combinations',
+        f"that are refused. {NOTE} from the signature and the docstring.",
     ]
     shown = ""
     for name, theme in list_themes():
@@ -106,7 +106,8 @@ def make_settings_page() -> str:
             lines += ["| setting | default | schedules | meaning |", "| --- | --- | --- | --- |"]
             shown = theme
         meaning = described[name]
-        meaning = (meaning[0].upper() + meaning[1:]).replace("|", "\\|").replace("see docs/guide.md", "see the guide")
+        meaning = (meaning[0].upper() + meaning[1:]).replace("|", "\\|")
+        meaning = meaning.replace("see docs/verify.md", "see [verify](../verify.md)")
         cells = f"`{name}`", show_default(parameters[name].default), list_schedules(name), meaning
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
