@@ -60,65 +60,39 @@ LAYERS["parametrized"] = lambda: nn.utils.parametrizations.weight_norm(linear())
 LAYERS["transformer"] = lambda: nn.TransformerEncoderLayer(WIDTH, 2, 12, dropout=0.0, batch_first=True)
 
 
-@layer("weight used twice in a row")
-class Twice(nn.Module):
-    def __init__(self) -> None:
+class Formula(nn.Module):
+    """A layer that applies `formula` to itself and its input, with `parts` as its modules and parameters."""
+
+    def __init__(self, formula: Callable[[Any, torch.Tensor], torch.Tensor], **parts: Any) -> None:
         super().__init__()
-        self.inner, self.weight = linear(False), nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.formula = formula
+        for name, part in parts.items():
+            setattr(self, name, part)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(self.inner(x @ self.weight).tanh()) @ self.weight.t()  # type: ignore[no-any-return]
+        return self.formula(self, x)
 
 
-@layer("weight and bias used twice in a row")
-class TwiceWithBias(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = linear()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(self.inner(x).tanh())  # type: ignore[no-any-return]
+def weight() -> nn.Parameter:
+    """Return a square matrix of the width of the tests."""
+    return nn.Parameter(torch.randn(WIDTH, WIDTH))
 
 
-@layer("vector used twice in a row")
-class TwiceVector(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.norm(x).exp())  # type: ignore[no-any-return]
-
-
-@layer("weights used side by side")
-class SideBySide(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-        self.inner = linear()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.attention(x, x + 1, x * 2)[0] + self.inner(x) * self.inner(x * 2)  # type: ignore[no-any-return]
-
-
-@layer("convolution")
-class Convolution(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Conv1d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Conv1d(4, 1, 1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x.reshape(-1, 1, WIDTH)).reshape(x.shape)  # type: ignore[no-any-return]
-
-
-@layer("recurrent")
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.LSTM(WIDTH, WIDTH, 2, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)[0]  # type: ignore[no-any-return]
+LAYERS["weight used twice in a row"] = lambda: Formula(
+    lambda m, x: m.inner(m.inner(x @ m.weight).tanh()) @ m.weight.t(), inner=linear(False), weight=weight()
+)
+LAYERS["weight and bias used twice in a row"] = lambda: Formula(lambda m, x: m.inner(m.inner(x).tanh()), inner=linear())
+LAYERS["vector used twice in a row"] = lambda: Formula(lambda m, x: m.norm(m.norm(x).exp()), norm=nn.LayerNorm(WIDTH))
+LAYERS["weights used side by side"] = lambda: Formula(
+    lambda m, x: m.attention(x, x + 1, x * 2)[0] + m.inner(x) * m.inner(x * 2),
+    attention=nn.MultiheadAttention(WIDTH, 2, batch_first=True),
+    inner=linear(),
+)
+LAYERS["convolution"] = lambda: Formula(
+    lambda m, x: m.inner(x.reshape(-1, 1, WIDTH)).reshape(x.shape),
+    inner=nn.Sequential(nn.Conv1d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Conv1d(4, 1, 1)),
+)
+LAYERS["recurrent"] = lambda: Formula(lambda m, x: m.inner(x)[0], inner=nn.LSTM(WIDTH, WIDTH, 2, batch_first=True))
 
 
 @layer("written into slices")
@@ -164,45 +138,18 @@ class Doubled(torch.autograd.Function):
         return gradients[0] @ weight.t(), (x.transpose(1, 2) @ gradients[0]).sum(0)
 
 
-@layer("function with a weight")
-class FunctionWithWeight(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.inner = nn.Parameter(torch.randn(WIDTH, WIDTH)), linear()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(Doubled.apply(x, self.weight))  # type: ignore[no-any-return,no-untyped-call]
-
-
-@layer("function without weights")
-class FunctionWithoutWeights(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = linear(), linear()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        frozen = self.second.weight.detach()
-        return self.second(Doubled.apply(self.first(x), frozen))  # type: ignore[no-any-return,no-untyped-call]
-
-
-@layer("reentrant checkpoint")
-class Reentrant(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = linear(), linear()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.second, self.first(x), use_reentrant=True)  # type: ignore[no-any-return]
-
-
-@layer("checkpoint")
-class Checkpoint(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = linear(), linear()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.second, self.first(x), use_reentrant=False)  # type: ignore[no-any-return]
+LAYERS["function with a weight"] = lambda: Formula(
+    lambda m, x: m.inner(Doubled.apply(x, m.weight)), weight=weight(), inner=linear()
+)
+LAYERS["function without weights"] = lambda: Formula(
+    lambda m, x: m.second(Doubled.apply(m.first(x), m.second.weight.detach())), first=linear(), second=linear()
+)
+LAYERS["reentrant checkpoint"] = lambda: Formula(
+    lambda m, x: checkpoint(m.second, m.first(x), use_reentrant=True), first=linear(), second=linear()
+)
+LAYERS["checkpoint"] = lambda: Formula(
+    lambda m, x: checkpoint(m.second, m.first(x), use_reentrant=False), first=linear(), second=linear()
+)
 
 
 @layer(HOOKED)
