@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 WIDTH, HEADS, CLASSES, ROWS = 8, 2, 3, 22
 """Batches have 8, 8 and 6 samples."""
+MODULES: list[type[Exact]] = []
+"""All subclasses of `Exact`."""
 
 
 def loader(*shape: int, rows: int = ROWS, size: int = 8) -> DataLoader[Any]:
@@ -37,6 +39,9 @@ class Exact(pl.LightningModule):
     shape: tuple[int, ...] = (WIDTH,)
     strategy: ClassVar[dict[str, Any]] = {}
     by_units, is_random = False, False
+
+    def __init_subclass__(cls) -> None:
+        MODULES.append(cls)
 
     def __init__(self) -> None:
         super().__init__()
@@ -652,44 +657,3 @@ class LoopTower(nn.Module):
         for layer in self.layers:
             x = x + layer(x)
         return x
-
-
-MODULES: list[type[Exact]] = [
-    SequenceFirst,
-    LongSequenceFirst,
-    Flattened,
-    TwoViews,
-    TwoCalls,
-    HeadMasks,
-    CausalMask,
-    Rotary,
-    UnequalLoaders,
-    Dropouts,
-    IndexedBatch,
-    MultiTask,
-    WeightedSamples,
-    WeightedMean,
-    Smoothed,
-    Averaged,
-    Norms,
-    Patches,
-    Skips,
-    PaddedSequences,
-    PaddedTokens,
-    Triplets,
-    Penalty,
-    Forces,
-    Recurrent,
-    Experts,
-    Distilled,
-    LargeTeacher,
-    Pyramid,
-    Autoencoder,
-    Focal,
-    Towers,
-    SimCLR,
-    FrozenBackbone,
-    FrozenAfterProjection,
-    UnequalTowers,
-    LoopTowers,
-]
