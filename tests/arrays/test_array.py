@@ -101,7 +101,6 @@ def test_siblings_with_orders_of_their_own(schedules: tuple[str | Schedule, ...]
 
 
 def begun_before_computing(rank: int, siblings: int, size: int) -> list[int]:
-    """Return the number of siblings that had begun at each computation."""
     quiet()
     found: list[int] = []
     begun = 0

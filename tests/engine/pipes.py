@@ -63,7 +63,6 @@ def divide_evenly(
 
 
 def squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return the mean squared error."""
     return ((output - target) ** 2).mean()
 
 

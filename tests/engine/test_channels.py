@@ -31,7 +31,6 @@ from tests.engine.pipes import ROWS, TRANSPORTS, WIDTH, batch, connect, layers, 
 
 
 def program_of(plan: Plan, name: str = "1f1b") -> Any:
-    """Return the program that a schedule makes for a plan."""
     schedule = make_schedule(name)
     assert isinstance(schedule, Schedule)
     return schedule.program(plan)

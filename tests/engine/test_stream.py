@@ -308,7 +308,6 @@ def test_batches_that_do_not_say_what_they_use_use_all() -> None:
 
 
 def make_program(name: str, plan: Plan) -> Any:
-    """Return the program that a schedule makes for a plan."""
     schedule = make_schedule(name)
     assert isinstance(schedule, Schedule)
     return schedule.program(plan)

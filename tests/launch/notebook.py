@@ -68,7 +68,6 @@ def loader():
 
 
 def raise_error(trainer):
-    """Raise an error on rank 1."""
     if trainer.global_rank == 1:
         raise ZeroDivisionError("of a hook")
 

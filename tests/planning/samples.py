@@ -31,7 +31,6 @@ def step(schedule=KFKB(1), m=6, at=0, shift=None, **times):  # noqa: B008 - froz
 
 
 def equal_layers(count: int) -> ModelProfile:
-    """Return a model of `count` equal layers."""
     tables = {"forward": ((1, 1e-3), (16, 16e-3)), "backward": ((1, 2e-3), (16, 32e-3))}
     layer = LayerProfile("", **tables, saved=((1, 1e6),), weight_bytes=10**6, output=((1, 1e4),))
     return ModelProfile((layer,) * count)

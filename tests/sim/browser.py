@@ -22,8 +22,6 @@ SECONDS = 60
 
 
 class Browser:
-    """A tab of the browser."""
-
     def __init__(self, process: subprocess.Popen[bytes], read: int, write: int) -> None:
         self.logged: list[str] = []
         """The messages that the page wrote to the console, including exceptions."""

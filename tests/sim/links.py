@@ -52,8 +52,6 @@ class Wire:
 
 
 class Links:
-    """All links of a plan."""
-
     def __init__(self, plan, costs):
         self.plan, self.costs = plan, costs
         self.wires = {}

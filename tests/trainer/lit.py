@@ -83,7 +83,6 @@ class Lit(pl.LightningModule):
         return self.model(x)
 
     def loss(self, batch: Any) -> torch.Tensor:
-        """Return the cross-entropy loss of a batch."""
         x, y = batch
         return F.cross_entropy(self(x), y)
 

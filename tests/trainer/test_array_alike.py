@@ -23,14 +23,12 @@ from tests.trainer.lit import quiet
 
 
 def fails_before_fit(rank: int, victim: int, job: Job) -> Any:
-    """Raise an error on rank `victim`, and run the job on the other rank."""
     if rank == victim:
         raise FileNotFoundError("no such file")
     return job()
 
 
 def returns_before_fit(rank: int, job: Job) -> Any:
-    """Run the job on rank 0, and return at once on the other rank."""
     return job() if rank == 0 else None
 
 

@@ -175,7 +175,6 @@ REPLICAS = ({"microbatches": 1, "data_parallel": 2}, {"microbatches": 2, "data_p
 
 
 def fit_all(rank: int, ranks: int, strategies: tuple[dict[str, Any], ...]) -> list[dict[str, Any]]:
-    """Train with each of the strategies in the same processes."""
     return [fit(ranks, **strategy) for strategy in strategies]
 
 
@@ -341,7 +340,6 @@ class OverStages(Reducing):
 
 
 def reduce_over_stages(rank: int) -> None:
-    """Train OverStages."""
     quiet()
     module = OverStages().double()
     module.earlier_group, module.everyone = make_groups(2, 1)

@@ -33,7 +33,6 @@ def row_of(kind: type[Exact]) -> Row:
 
 
 def is_cut_by_units(strategy: Any) -> bool:
-    """Return whether the strategy has cut the module by units."""
     return isinstance(strategy, PipelineStrategy) and bool(strategy.decision.pieces)
 
 

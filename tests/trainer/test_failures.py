@@ -41,7 +41,6 @@ SOON = 12.0
 
 
 def fit(rank: int, module: type[Lit], ranks: int, strategy: dict[str, Any], more: dict[str, Any]) -> None:
-    """Train a module with the given arguments on this rank."""
     quiet()
     pl.seed_everything(3, verbose=False)
     lit = module().double()

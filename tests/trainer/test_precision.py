@@ -69,7 +69,6 @@ def half(initial: float, clip: float | None, strategy: dict[str, Any] | None, mo
 
 
 def bfloat(strategy: dict[str, Any] | None) -> Case:
-    """Return a run with bfloat16."""
     return Case(LitFloat, {"optimizer": "sgd"}, strategy, {"precision": "bf16-mixed"})
 
 

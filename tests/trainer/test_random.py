@@ -34,7 +34,6 @@ class LitRandom(Lit):
 
 
 def random_loss(layers: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return the loss of LitRandom for a batch."""
     share = random.random()
     order = np.random.permutation(len(x))
     x = share * x + (1 - share) * x[order] + 0.1 * torch.randn_like(x)

@@ -84,7 +84,6 @@ class Neighbourhood:
         )
 
     def plan(self, layers: Sequence[Span] = ()) -> Plan:
-        """Return the plan of a batch."""
         return solve_plan(self.make_problem(layers))
 
     def operation_seconds(self, plan: Plan, first: int, batches: int) -> dict[tuple[Kind, int], Array]:
@@ -104,7 +103,6 @@ class Neighbourhood:
         return found | self.message_seconds(plan)
 
     def message_seconds(self, plan: Plan) -> dict[tuple[Kind, int], Array]:
-        """Return the seconds of messages."""
         found = {}
         for kind, stage in sends_of(plan):
             edge = plan.layers[stage if kind is Kind.SF else stage - 1].stop
@@ -127,7 +125,6 @@ class Neighbourhood:
         return Observation(CostModel(seconds), operations, ({},) * len(free), free)
 
     def order(self, plan: Plan) -> Program:
-        """Return the order of a batch."""
         return self.schedule.program(plan)
 
     def steps(self, plan: Plan, first: int, batches: int) -> Array:

@@ -28,7 +28,6 @@ NAMES = {f"pipeline/{name}" for name in ("step_ms", "bubble", "efficiency", "slo
 
 
 def timing(timeline) -> Timing:
-    """Return the timing of a simulated timeline."""
     by_rank = [[e for e in timeline.events if e.rank == rank] for rank in range(timeline.plan.n_ranks)]
     return Timing.from_shares([Share.from_events(events) for events in by_rank])
 
