@@ -16,7 +16,6 @@ from lightning_pipes.ir.replication import Seconds, list_shares, replicate_plan
 from lightning_pipes.planning.planner import BLOCKING, EvenPlanner, Problem, solve_plan
 from lightning_pipes.planning.replanning import MAX_OBSERVATIONS, FreeBytes, Interference, Observation
 from lightning_pipes.strategies.dynpipe.history import History
-from lightning_pipes.strategies.dynpipe.interference.refit import LearningPredictor
 from lightning_pipes.strategies.dynpipe.repartition import (
     WHOLE,
     PartitionChange,
@@ -158,7 +157,6 @@ class DynPlanner(EvenPlanner):
             -MAX_OBSERVATIONS:
         ]
         problem = replace(problem, profile=estimate_work(problem.profile, every, self.windows))
-        self._teach_predictor(plan, looks[-1], problem)
         if not self._changed(looks, problem):
             return None
         order = schedule.program(plan)
@@ -183,12 +181,6 @@ class DynPlanner(EvenPlanner):
         if change is None or not self._pays(change, plan, problem, order, least):
             change = None if stay is not None else self._find_way_back(windows, plan, problem, order, last)
         return None if change is None else replace(plan, layers=change.layers)
-
-    def _teach_predictor(self, plan: Plan, look: Observation, problem: Problem) -> None:
-        """Pass the last observation to a predictor that learns during training."""
-        if isinstance(self.predictor, LearningPredictor):
-            assert problem.profile is not None
-            self.predictor.observe(*Situation(problem.profile, plan, look, problem.deployment).feature_rows())
 
     def _find_way_back(
         self, windows: WindowReplay, plan: Plan, problem: Problem, order: Program, last: _LastMove | None

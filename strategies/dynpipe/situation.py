@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -72,17 +71,6 @@ class Situation:
         return (
             found | self._messages(cuts) | {key: s.mean(axis=1, keepdims=True) for key, s in self._steps(cuts).items()}
         )
-
-    def feature_rows(self) -> tuple[list[tuple[Mapping[str, float], HostedStage]], list[float]]:
-        """Return each device with the stage that it hosts now, and the slowdown of each stage.
-
-        The slowdown is compared with the profile. A predictor can learn from these rows. The lists are empty if there
-        is no monitor.
-        """
-        if not self.seen.devices:
-            return [], []
-        spans = enumerate(pairwise(self.now[0].tolist()))
-        return [(self._device(s), self._device_features(s, a, b)) for s, (a, b) in spans], self.stage_slowdowns()
 
     def stage_slowdowns(self) -> list[float]:
         """Return the current slowdown of each stage compared with the profile."""

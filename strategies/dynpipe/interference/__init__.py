@@ -2,6 +2,5 @@
 
 from lightning_pipes.strategies.dynpipe.interference.forest import Forest
 from lightning_pipes.strategies.dynpipe.interference.predictor import Predictor
-from lightning_pipes.strategies.dynpipe.interference.refit import RefittedPredictor
 
-__all__ = ["Forest", "Predictor", "RefittedPredictor"]
+__all__ = ["Forest", "Predictor"]
