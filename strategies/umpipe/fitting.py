@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from lightning_pipes.ir import Cut, Kind, Plan, Span
 from lightning_pipes.strategies.umpipe.network import align_spans, spans_of_size
+from lightning_pipes.strategies.umpipe.overlapped import Merge
 from lightning_pipes.strategies.umpipe.overlapped.kernel import NEVER, OVERLAPPED
-from lightning_pipes.strategies.umpipe.overlapped.run import Merge
 from lightning_pipes.strategies.umpipe.overlapped.tables import FREE, Chunks, Memory, make_log, make_memory, make_room
 from lightning_pipes.strategies.umpipe.pricing import CutOption
 

@@ -124,15 +124,6 @@ class Network:
         """The number of chunks per batch for each option."""
         return np.array([-(-self.rows // size) for size in self.sizes], np.int64)
 
-    def equal_scheme(self, option: int) -> Scheme:
-        """Return GPipe's scheme, in which all processes take the same option."""
-        return Scheme((option,) * self.processes, (option,) * self.processes)
-
-    def sizes_of(self, scheme: Scheme) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the number of samples in a chunk of each process, forward and backward."""
-        forward, backward = scheme
-        return tuple(self.sizes[q] for q in forward), tuple(self.sizes[q] for q in backward)
-
 
 def spans_of_size(rows: int, size: int, least: int = 1) -> tuple[Span, ...]:
     """Return micro-batches of `size` samples.

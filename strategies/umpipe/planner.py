@@ -18,7 +18,7 @@ from lightning_pipes.strategies.interleaved import Interleaved
 from lightning_pipes.strategies.umpipe.fitting import Choices, fit_choices, value_choice
 from lightning_pipes.strategies.umpipe.flushed import bound_choices, evolve_choices
 from lightning_pipes.strategies.umpipe.network import align_spans, spans_of_size
-from lightning_pipes.strategies.umpipe.overlapped.run import Merge
+from lightning_pipes.strategies.umpipe.overlapped import Merge
 from lightning_pipes.strategies.umpipe.pricing import CutOption, drifted_costs, link_times, room_of, stage_options
 
 AMONG = ("few", "powers", "all")

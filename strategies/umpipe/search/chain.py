@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from lightning_pipes.ir import InputError, short_repr
 from lightning_pipes.strategies.umpipe.network import Scheme, Times
 from lightning_pipes.strategies.umpipe.search.kernel import CHUNKS
 
@@ -85,47 +83,9 @@ class SchemeSolution:
     lower_bound: int
 
     @property
-    def is_proven(self) -> bool:
-        """Whether the scheme is proven to be the best one that the search considers."""
-        return self.lower_bound >= self.value
-
-    @property
     def gap(self) -> float:
         """The maximum share of the lower bound by which another scheme may be better."""
         return (self.value - self.lower_bound) / max(1, self.lower_bound)
-
-
-def evaluate_schemes(network: CutTables, schemes: Sequence[Scheme]) -> Times:
-    """Return the time of a batch with each scheme, all forwards before all backwards (E4), in the unit of the network.
-
-    Raises:
-        InputError: a scheme does not have an option for each process.
-    """
-    return sum(
-        (
-            evaluate_genes(chain, genes)
-            for chain, genes in zip(chains_of_network(network), people_of(network, schemes), strict=True)
-        ),
-        start=np.zeros(len(schemes), np.int64),
-    )
-
-
-def people_of(network: CutTables, schemes: Sequence[Scheme]) -> tuple[Times, Times]:
-    """Return the genes of the schemes, forward and backward, with a row for each scheme.
-
-    Raises:
-        InputError: a scheme does not have an option for each process.
-    """
-    shape = (len(schemes), len(network.forward))
-    for number, scheme in enumerate(schemes):
-        for name, genes in zip(Scheme._fields, scheme, strict=True):
-            if len(genes) != shape[1] or not all(0 <= q < len(network.sizes) for q in genes):
-                raise InputError(
-                    f"{name} of scheme {number} needs an option from 0 to {len(network.sizes) - 1} for each of "
-                    f"{shape[1]} processes, got {short_repr(genes)}"
-                )
-    forward, backward = (np.array([scheme[i] for scheme in schemes], np.int64).reshape(shape) for i in (0, 1))
-    return forward, backward
 
 
 def evaluate_genes(chain: Chain, people: Times) -> Times:

@@ -277,52 +277,6 @@ class _Search:
         return np.unique(np.concatenate(ends))
 
 
-ROUNDS = 50
-"""The maximum number of rounds of global greedy. It stops after a round without a change, usually after 3 to 6."""
-
-
-def best_equal_scheme(network: CutTables) -> SchemeSolution:
-    """Return GPipe's best scheme, in which all processes have the same option.
-
-    If several schemes are equally good, the coarsest one is returned.
-    """
-    forward, backward = chains_of_network(network)
-    ends = evaluate_genes(forward, forward.equal_schemes) + evaluate_genes(backward, backward.equal_schemes)
-    best = int(ends.argmin())
-    genes = (best,) * forward.processes
-    return SchemeSolution(Scheme(genes, genes), int(ends[best]), int(ends[best]))
-
-
-def local_greedy(network: CutTables) -> SchemeSolution:
-    """Return the scheme of the paper's LG (A5).
-
-    Each process in order takes the option with which the batch leaves it first. The first process takes the option with
-    which it ends first on its own. This is often the whole batch, for which all other processes wait. No bound is
-    computed, so the solution's lower bound is 0.
-    """
-    return _of([choose_locally(chain) for chain in chains_of_network(network)])
-
-
-def global_greedy(network: CutTables, start: Scheme | None = None, rounds: int = ROUNDS) -> SchemeSolution:
-    """Return the scheme of the paper's GG (A6): rounds of coordinate descent.
-
-    Each process in order takes the option that is best if all others stay as they are. No bound is computed, so the
-    solution's lower bound is 0.
-
-    Args:
-        network: the times of all processes and options.
-        start: the scheme from which to begin. By default, this is the best equal scheme.
-        rounds: the maximum number of rounds.
-    """
-    schemes = start or best_equal_scheme(network).scheme
-    return _of(
-        [
-            descend_globally(chain, np.array(genes), rounds)
-            for chain, genes in zip(chains_of_network(network), schemes, strict=True)
-        ]
-    )
-
-
 def choose_locally(chain: Chain) -> tuple[Times, int]:
     """Return the genes of `kernel.choose_locally`, and the time at which the batch has left the chain."""
     genes = np.zeros(chain.processes, np.int64)
@@ -330,6 +284,10 @@ def choose_locally(chain: Chain) -> tuple[Times, int]:
     run = CHUNKS.select(chain.processes * int(chain.counts.sum())).run
     run.choose_locally(chain.rows, chain.sizes, chain.times, genes, ready, left, rest)
     return genes, int(evaluate_genes(chain, genes[None])[0])
+
+
+ROUNDS = 50
+"""The maximum number of rounds of global greedy. It stops after a round without a change, usually after 3 to 6."""
 
 
 def descend_globally(chain: Chain, start: Times, rounds: int = ROUNDS) -> tuple[Times, int]:
@@ -340,8 +298,3 @@ def descend_globally(chain: Chain, start: Times, rounds: int = ROUNDS) -> tuple[
     run = CHUNKS.select(5 * chain.processes * int(chain.counts.sum())).run
     run.descend_by_process(chain.rows, chain.sizes, chain.times, genes, rounds, ready, left, rests)
     return genes, int(evaluate_genes(chain, genes[None])[0])
-
-
-def _of(found: list[tuple[Times, int]]) -> SchemeSolution:
-    (forward, there), (backward, back) = found
-    return SchemeSolution(Scheme(tuple(forward.tolist()), tuple(backward.tolist())), there + back, 0)

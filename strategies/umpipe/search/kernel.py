@@ -312,8 +312,3 @@ CHUNKS = JitKernel(
     patience=100_000,
 )
 """The compiled or interpreted loops. One step is one chunk. The Python version also takes arrays."""
-
-
-def load_loops() -> str:
-    """Load the machine code now instead of when it pays, and return "numba", or "python" if numba is not available."""
-    return CHUNKS.load()

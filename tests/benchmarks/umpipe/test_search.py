@@ -10,8 +10,9 @@ import pytest
 from benchmarks.papers.umpipe.overlapped import EAGER, Found, equal, search
 from lightning_pipes.ir import InputError
 from lightning_pipes.strategies.umpipe.network import Network, Scheme
-from lightning_pipes.strategies.umpipe.overlapped.run import OverlappedRun, run_overlapped
 from tests.strategies.umpipe.overlapped.networks import random_scheme, realistic, simulation
+from tests.strategies.umpipe.overlapped.runs import OverlappedRun, run_overlapped, sizes_of_scheme
+from tests.strategies.umpipe.search.greedy import equal_scheme
 
 
 def ran(network: Network, found: Found) -> OverlappedRun:
@@ -46,7 +47,7 @@ def test_it_is_no_worse_than_its_starts(seed: int) -> None:
     network = (simulation, realistic)[seed % 2](4, 16, seed)
     starts = [random_scheme(network, n) for n in range(30)]
     reached = [run_overlapped(network, start, policy=policy).makespan for start in starts for policy in EAGER]
-    schemes = map(network.equal_scheme, range(len(network.sizes)))
+    schemes = [equal_scheme(network, q) for q in range(len(network.sizes))]
     even = min(run_overlapped(network, scheme, policy=policy).makespan for scheme in schemes for policy in EAGER)
     assert equal(network) == even
     hardly = search(network, starts, evaluations=1)
@@ -71,7 +72,7 @@ def test_slow_links_take_other_sizes_and_a_longer_warm_up_together() -> None:
     found = search(network, evaluations=6000)
     run = ran(network, found)
     assert run.makespan < 0.96 * equal(network)
-    chunks = network.sizes_of(found.scheme)[0][::2]
+    chunks = sizes_of_scheme(network, found.scheme)[0][::2]
     assert len(set(chunks)) > 1
     classic = [(4 - stage) * max(chunks) for stage in range(4)]
     assert run.warmup_rows[0] > classic[0]

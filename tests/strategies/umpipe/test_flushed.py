@@ -9,7 +9,7 @@ import pytest
 
 from lightning_pipes.strategies.umpipe.fitting import Choices, fit_choices, value_choice
 from lightning_pipes.strategies.umpipe.flushed import bound_choices, evolve_choices
-from lightning_pipes.strategies.umpipe.overlapped.run import Merge
+from lightning_pipes.strategies.umpipe.overlapped import Merge
 from lightning_pipes.strategies.umpipe.pricing import CutOption
 
 FLUSHED = Merge.ALL_FORWARDS_FIRST

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lightning_pipes.ir import InputError
-from lightning_pipes.strategies.umpipe.network import Network, Scheme
+from lightning_pipes.strategies.umpipe.network import Network
 
 
 def test_counts_of_one_size_are_one_option_with_the_cheapest_time() -> None:
@@ -17,12 +17,10 @@ def test_counts_of_one_size_are_one_option_with_the_cheapest_time() -> None:
     assert network.backward.tolist() == [[4, 5, 6, 9]]
 
 
-def test_sizes_of_a_scheme() -> None:
+def test_counts_of_a_network() -> None:
     times = np.ones((3, 2), np.int64)
     network = Network(5, (5, 2), times, times)
     assert (network.stages, network.processes, network.counts.tolist()) == (2, 3, [1, 3])
-    assert network.sizes_of(Scheme((0, 1, 0), (1, 1, 0))) == ((5, 2, 5), (2, 2, 5))
-    assert network.equal_scheme(1) == ((1, 1, 1), (1, 1, 1))
 
 
 @pytest.mark.parametrize(

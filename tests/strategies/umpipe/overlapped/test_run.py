@@ -10,19 +10,21 @@ from lightning_pipes.sim import simulate
 from lightning_pipes.sim.loops.jit import Kernel
 from lightning_pipes.strategies.umpipe import UM1F1B
 from lightning_pipes.strategies.umpipe.network import Network, Scheme
+from lightning_pipes.strategies.umpipe.overlapped import Merge
 from lightning_pipes.strategies.umpipe.overlapped.kernel import NEVER, OVERLAPPED
-from lightning_pipes.strategies.umpipe.overlapped.run import (
-    Merge,
+from lightning_pipes.strategies.umpipe.overlapped.tables import Chunks, make_log, make_memory, make_room
+from tests.cases import for_each
+from tests.strategies.umpipe.overlapped.chunked import Chunked
+from tests.strategies.umpipe.overlapped.networks import random_scheme, realistic, simulation, uniform
+from tests.strategies.umpipe.overlapped.runs import (
     OverlappedRun,
     _logged,
     chunks_of,
     cut_of,
     run_overlapped,
+    sizes_of_scheme,
 )
-from lightning_pipes.strategies.umpipe.overlapped.tables import Chunks, make_log, make_memory, make_room
-from tests.cases import for_each
-from tests.strategies.umpipe.overlapped.chunked import Chunked
-from tests.strategies.umpipe.overlapped.networks import random_scheme, realistic, simulation, uniform
+from tests.strategies.umpipe.search.greedy import equal_scheme
 
 
 def in_simulator(run: OverlappedRun):
@@ -32,7 +34,7 @@ def in_simulator(run: OverlappedRun):
 def compute_starts(run: OverlappedRun) -> dict[tuple[Kind, int, int], int]:
     """Return the starts of computations by kind, stage and first sample."""
     n, k = run.network.stages, run.network.processes
-    sizes = run.network.sizes_of(run.scheme)
+    sizes = sizes_of_scheme(run.network, run.scheme)
     found = {}
     for s in range(n):
         for kind, p, size in ((Kind.F, 2 * s, sizes[0][2 * s]), (Kind.B, k + 2 * (n - 1 - s), sizes[1][k - 1 - 2 * s])):
@@ -58,14 +60,14 @@ def test_caps_bound_what_is_in_flight(seed: int) -> None:
     """Check that caps limit the samples in flight and that the simulator finds the same makespan."""
     network = simulation(4, 16, seed)
     option = 6 - seed
-    free = run_overlapped(network, network.equal_scheme(option))
+    free = run_overlapped(network, equal_scheme(network, option))
     caps = [max(network.sizes[option], peak // 2) for peak in free.peak_rows]
-    run = run_overlapped(network, network.equal_scheme(option), caps)
+    run = run_overlapped(network, equal_scheme(network, option), caps)
     assert all(peak <= cap for peak, cap in zip(run.peak_rows, caps, strict=True))
     assert run.makespan >= free.makespan
     assert in_simulator(run).makespan == run.makespan
     # A chunk of all samples may start if the stage holds nothing.
-    least = run_overlapped(network, network.equal_scheme(0), [1] * 4)
+    least = run_overlapped(network, equal_scheme(network, 0), [1] * 4)
     assert least.peak_rows == (16,) * 4
 
 
@@ -104,8 +106,8 @@ def test_all_forwards_first_takes_what_the_paper_says(seed: int) -> None:
 def test_equal_chunks_are_1f1b(p: int, m: int) -> None:
     """Check that a step takes (m + p - 1)(f + b), and that stage s holds p - s micro-batches if caps require it."""
     network = uniform(p, m, forward=3, backward=5)
-    assert run_overlapped(network, network.equal_scheme(1)).makespan == (m + p - 1) * 8
-    classic = run_overlapped(network, network.equal_scheme(1), caps=[p - s for s in range(p)])
+    assert run_overlapped(network, equal_scheme(network, 1)).makespan == (m + p - 1) * 8
+    classic = run_overlapped(network, equal_scheme(network, 1), caps=[p - s for s in range(p)])
     assert classic.makespan == (m + p - 1) * 8
     assert classic.peak_rows == tuple(min(p - s, m) for s in range(p))
     assert classic.program.to_lines()[p - 1].startswith("F{0}.0 B{0}.0 F{0}.1 B{0}.1".format(p - 1))
@@ -169,7 +171,7 @@ def test_a_limit_ends_what_takes_as_long_and_nothing_else(seed: int) -> None:
 def test_caps_that_are_none(caps: list[int]) -> None:
     network = uniform(2, 4, 1, 1)
     with pytest.raises(InputError, match="one for each of 2 stages"):
-        run_overlapped(network, network.equal_scheme(0), caps)
+        run_overlapped(network, equal_scheme(network, 0), caps)
 
 
 @pytest.mark.parametrize("scheme", [Scheme((0,), (0,)), Scheme((0, 0, 2), (0, 0, 0)), Scheme((0, 0, -1), (0, 0, 0))])

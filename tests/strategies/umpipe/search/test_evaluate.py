@@ -6,18 +6,13 @@ import numpy as np
 import pytest
 
 from lightning_pipes.cost import CostModel
-from lightning_pipes.ir import Cut, InputError, Instruction, Kind, Plan, Span
+from lightning_pipes.ir import Cut, Instruction, Kind, Plan, Span
 from lightning_pipes.sim import simulate
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.umpipe.network import Network, Scheme
-from lightning_pipes.strategies.umpipe.search.chain import (
-    chains_of_network,
-    evaluate_genes,
-    evaluate_schemes,
-    people_of,
-)
-from lightning_pipes.strategies.umpipe.search.exact import best_equal_scheme
+from lightning_pipes.strategies.umpipe.search.chain import chains_of_network, evaluate_genes
 from lightning_pipes.strategies.umpipe.search.kernel import CHUNKS
+from tests.strategies.umpipe.overlapped.runs import sizes_of_scheme
 from tests.strategies.umpipe.search.examples import (
     by_sample,
     every_chain,
@@ -26,6 +21,7 @@ from tests.strategies.umpipe.search.examples import (
     random_network,
     random_schemes,
 )
+from tests.strategies.umpipe.search.greedy import best_equal_scheme, equal_scheme, evaluate_schemes
 
 
 class Flat(CostModel):
@@ -40,7 +36,7 @@ def simulated(network: Network, scheme: Scheme) -> int:
     rows, last = network.rows, network.stages - 1
     forward, backward = (
         [tuple(Span(a, min(a + size, rows)) for a in range(0, rows, size)) for size in sizes]
-        for sizes in network.sizes_of(scheme)
+        for sizes in sizes_of_scheme(network, scheme)
     )
     backward.reverse()  # in the order of stages
     cut = Cut(
@@ -87,7 +83,7 @@ def test_gpipes_best_is_not_the_best_where_its_finer_ones_take_less() -> None:
     """Check a counterexample to theorem 2 (1) of the paper, with five processes."""
     forward = np.array([[9, 5, 3, 3], [12, 7, 1, 1], [11, 7, 1, 1], [11, 5, 3, 3], [7, 5, 4, 4]])
     network = Network(8, (8, 4, 2, 1), forward, np.zeros_like(forward))
-    assert evaluate_schemes(network, [network.equal_scheme(q) for q in range(4)]).tolist() == [50, 36, 24, 40]
+    assert evaluate_schemes(network, [equal_scheme(network, q) for q in range(4)]).tolist() == [50, 36, 24, 40]
     assert evaluate_schemes(network, [Scheme((2, 2, 2, 2, 1), (0,) * 5)]).tolist() == [22]
 
 
@@ -96,7 +92,7 @@ def test_equal_processes(processes: int, chunks: int, time: int) -> None:
     """Check that equal processes take (m + K - 1)(f + b)."""
     table = np.full((processes, 1), time)
     network = Network(8, (8 // chunks,), table, 2 * table)
-    assert evaluate_schemes(network, [network.equal_scheme(0)]).tolist() == [(chunks + processes - 1) * 3 * time]
+    assert evaluate_schemes(network, [equal_scheme(network, 0)]).tolist() == [(chunks + processes - 1) * 3 * time]
 
 
 def test_chunks_and_samples_come_to_the_same() -> None:
@@ -104,7 +100,8 @@ def test_chunks_and_samples_come_to_the_same() -> None:
     for stages, rows in ((1, 1), (1, 7), (2, 6), (3, 13), (5, 32)):
         network = random_network(rng, stages, rows, 5)
         schemes = random_schemes(rng, network, 20)
-        for chain, people in zip(chains_of_network(network), people_of(network, schemes), strict=True):
+        for way, chain in enumerate(chains_of_network(network)):
+            people = np.array([scheme[way] for scheme in schemes])
             assert evaluate_genes(chain, people).tolist() == [by_sample(chain, genes) for genes in people]
 
 
@@ -131,9 +128,3 @@ def test_the_simulator_says_the_same() -> None:
         network = random_network(rng, stages, rows, 4)
         schemes = random_schemes(rng, network, 8)
         assert evaluate_schemes(network, schemes).tolist() == [simulated(network, scheme) for scheme in schemes]
-
-
-def test_a_scheme_of_another_network() -> None:
-    with pytest.raises(InputError, match="backward of scheme 0 needs an option from 0 to 1 for each of 3 processes"):
-        evaluate_schemes(figure_2(), [Scheme((0, 0, 0), (0, 0, 2))])
-    assert evaluate_schemes(figure_2(), []).tolist() == []

@@ -8,10 +8,11 @@ import pytest
 from lightning_pipes.ir import InputError
 from lightning_pipes.strategies.umpipe.network import Network
 from lightning_pipes.strategies.umpipe.search import exact
-from lightning_pipes.strategies.umpipe.search.chain import chains_of_network, evaluate_genes, evaluate_schemes
-from lightning_pipes.strategies.umpipe.search.exact import best_equal_scheme, search_optimum
-from lightning_pipes.strategies.umpipe.search.kernel import CHUNKS, load_loops
+from lightning_pipes.strategies.umpipe.search.chain import chains_of_network, evaluate_genes
+from lightning_pipes.strategies.umpipe.search.exact import search_optimum
+from lightning_pipes.strategies.umpipe.search.kernel import CHUNKS
 from tests.strategies.umpipe.search.examples import every_chain, figure_1, figure_2, random_network
+from tests.strategies.umpipe.search.greedy import best_equal_scheme, evaluate_schemes
 from tests.strategies.umpipe.synthetic_networks import powers_of_two, realistic, simulated
 
 
@@ -27,7 +28,7 @@ def test_against_enumeration() -> None:
         stages, rows, options = [(1, 9, 9), (2, 12, 8), (3, 10, 4), (4, 16, 3)][case % 4]
         network = random_network(rng, stages, rows, options, most=[5, 100][case % 2])
         found = search_optimum(network)
-        assert found.is_proven
+        assert found.gap == 0
         assert found.value == best_of_all(network) == evaluate_schemes(network, [found.scheme])[0]
 
 
@@ -54,7 +55,7 @@ def test_simulation_networks_against_enumeration() -> None:
 
 def test_python_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     network = simulated(4, 24, 1).network
-    assert load_loops() == "numba"
+    assert CHUNKS.load() == "numba"
     found = search_optimum(network)
     monkeypatch.setitem(CHUNKS.__dict__, "numba", None)
     assert search_optimum(network) == found
@@ -95,14 +96,14 @@ def test_beams_that_drop_labels_keep_their_promise(
     networks = [realistic(8, 64, seed, spread=0.6).network for seed in range(12)]
     networks += [random_network(np.random.default_rng(seed), 4, 16, 3, most=9) for seed in range(12)]
     best = [search_optimum(network) for network in networks]
-    assert all(each.is_proven for each in best)
+    assert all(each.gap == 0 for each in best)
     after = 0 if suffixes else len(beams)
     for name, value in {"ROOM": 1, "STARTS": 0, "SHARPENED": after, "SUFFIXES": suffixes}.items():
         monkeypatch.setattr(exact, name, value)
     found = [search_optimum(network, beams=beams) for network in networks]
     for one, other in zip(best, found, strict=True):
         assert other.lower_bound <= one.value <= other.value
-    assert 0 < sum(each.is_proven for each in found) < len(found)  # some are proven and some are not
+    assert 0 < sum(each.gap == 0 for each in found) < len(found)  # some are proven and some are not
 
 
 def test_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,12 +114,12 @@ def test_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [search_optimum(network) for network in networks]
     for one, other in zip(best, found, strict=True):
         assert other.lower_bound <= one.value <= other.value
-    assert not all(each.is_proven for each in found)
+    assert not all(each.gap == 0 for each in found)
 
 
 def test_powers_of_two_are_proven() -> None:
     network = realistic(16, 64, 0, powers_of_two(64)).network
-    assert search_optimum(network).is_proven
+    assert search_optimum(network).gap == 0
 
 
 def test_a_gap_that_is_none() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from lightning_pipes.ir import InputError
-from lightning_pipes.strategies.umpipe.search.chain import evaluate_schemes
-from lightning_pipes.strategies.umpipe.search.exact import best_equal_scheme, search_optimum
+from lightning_pipes.strategies.umpipe.search.exact import search_optimum
 from lightning_pipes.strategies.umpipe.search.genetic import METHODS, SchemeEvolution, evolve_schemes
 from tests.strategies.umpipe.search.examples import in_loops
+from tests.strategies.umpipe.search.greedy import best_equal_scheme, evaluate_schemes
 from tests.strategies.umpipe.synthetic_networks import realistic, simulated
 
 SHORT = SchemeEvolution(population=12, generations=8, mutation=0.1)

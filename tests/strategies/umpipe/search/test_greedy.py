@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from lightning_pipes.strategies.umpipe.search.chain import Chain, chains_of_network, evaluate_schemes
-from lightning_pipes.strategies.umpipe.search.exact import best_equal_scheme, global_greedy, local_greedy
+from lightning_pipes.strategies.umpipe.search.chain import Chain, chains_of_network
 from tests.strategies.umpipe.search.examples import by_sample, figure_1, random_network, random_schemes
+from tests.strategies.umpipe.search.greedy import (
+    best_equal_scheme,
+    equal_scheme,
+    evaluate_schemes,
+    global_greedy,
+    local_greedy,
+)
 
 
 def local(chain: Chain) -> tuple[int, ...]:
@@ -34,7 +40,7 @@ def test_against_the_words_of_the_paper() -> None:
         found = local_greedy(network)
         assert found.scheme == tuple(local(chain) for chain in chains_of_network(network))
         assert found.value == evaluate_schemes(network, [found.scheme])[0]
-        for start, rounds in [(network.equal_scheme(2), 2), *((each, 1) for each in random_schemes(rng, network, 3))]:
+        for start, rounds in [(equal_scheme(network, 2), 2), *((each, 1) for each in random_schemes(rng, network, 3))]:
             found = global_greedy(network, start, rounds)
             expected = tuple(descended(c, g, rounds) for c, g in zip(chains_of_network(network), start, strict=True))
             assert found.scheme == expected
@@ -44,10 +50,10 @@ def test_against_the_words_of_the_paper() -> None:
 def test_gpipe() -> None:
     rng = np.random.default_rng(9)
     network = random_network(rng, 3, 20, 6)
-    values = evaluate_schemes(network, [network.equal_scheme(q) for q in range(6)])
+    values = evaluate_schemes(network, [equal_scheme(network, q) for q in range(6)])
     found = best_equal_scheme(network)
     assert found.value == values.min()
-    assert found.scheme == network.equal_scheme(int(values.argmin()))
+    assert found.scheme == equal_scheme(network, int(values.argmin()))
     assert global_greedy(network).value <= found.value
 
 
@@ -60,4 +66,4 @@ def test_paper_figure_1() -> None:
     found = local_greedy(figure_1())
     assert (found.scheme.forward, found.value) == ((0, 0, 0), 12)
     assert global_greedy(figure_1()).value == 8
-    assert global_greedy(figure_1(), figure_1().equal_scheme(2)).value == 7
+    assert global_greedy(figure_1(), equal_scheme(figure_1(), 2)).value == 7

@@ -1,18 +1,9 @@
-"""Simulation of a batch with overlapping forward and backward, in which each process has its own chunk size.
-
-The paper calls this UMPipeDream and does not define its semantics (section V-E says "by recursion"). Here, they are as
-follows. A process runs its chunks in the order of samples. A chunk starts when its stage or link is free and all of its
-rows are finished in the process before. For the first backward process, this is the last forward process. A stage
-computes one chunk at a time, forward or backward, without preemption. A link transfers one chunk at a time in each
-direction. If a stage could start a forward and a backward, a policy decides between them. No rank idles to wait for a
-better chunk.
-"""
+"""Runs of a batch with overlapping forward and backward, with the order and the rows in flight."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import cached_property
 
 import numpy as np
@@ -20,19 +11,8 @@ import numpy as np
 from lightning_pipes.ir import STEP, B, Cut, F, InputError, Kind, Plan, Program, short_repr
 from lightning_pipes.sim.loops.jit import Kernel
 from lightning_pipes.strategies.umpipe.network import Network, Scheme, spans_of_size
-from lightning_pipes.strategies.umpipe.overlapped import kernel
+from lightning_pipes.strategies.umpipe.overlapped import Merge, kernel
 from lightning_pipes.strategies.umpipe.overlapped.tables import FREE, Chunks, Memory, make_log, make_memory, make_room
-
-
-class Merge(IntEnum):
-    """The policy of a stage that could start a forward and a backward."""
-
-    BACKWARD_FIRST = kernel.BACKWARD_FIRST
-    """The backward, as in 1F1B."""
-    FORWARD_FIRST = kernel.FORWARD_FIRST
-    """The forward, if the caps allow it."""
-    ALL_FORWARDS_FIRST = kernel.ALL_FORWARDS_FIRST
-    """No backward before the last forward, as in GPipe. The time is E4 of the paper."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +44,7 @@ class OverlappedRun:
     @property
     def warmup_rows(self) -> tuple[int, ...]:
         """The number of rows of each stage with a forward before the first backward of the stage."""
-        sizes = self.network.sizes_of(self.scheme)[0][::2]
+        sizes = sizes_of_scheme(self.network, self.scheme)[0][::2]
         first = ([kind for kind, _ in row].index(Kind.B) for row in self.order)
         return tuple(min(n * size, self.network.rows) for n, size in zip(first, sizes, strict=True))
 
@@ -120,7 +100,8 @@ def _logged(
             f"with at most {short_repr(limits)} rows in flight on its stages all of them wait for each other: a "
             "stage that "
             f"may start no forward has not yet sent all rows of its neighbour's next chunk. The chunks of stages and "
-            f"links have {short_repr(network.sizes_of(scheme))} rows; raise the caps, or take sizes that fit each other"
+            f"links have {short_repr(sizes_of_scheme(network, scheme))} rows; raise the caps, or take sizes that "
+            "fit each other"
         )
     starts = np.split(np.asarray(log.starts), np.asarray(log.first)[1:])
     turns = np.split(np.asarray(log.turns), np.asarray(log.first)[1:])
@@ -160,6 +141,12 @@ def chunks_of(network: Network, scheme: Scheme) -> Chunks:
     return Chunks(network.rows, busy, np.array(network.sizes, np.int64)[list(options)])
 
 
+def sizes_of_scheme(network: Network, scheme: Scheme) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the number of samples in a chunk of each process, forward and backward."""
+    forward, backward = scheme
+    return tuple(network.sizes[q] for q in forward), tuple(network.sizes[q] for q in backward)
+
+
 def check_caps(network: Network, caps: Sequence[int]) -> tuple[int, ...]:
     """Return the caps as a tuple of integers, one for each stage.
 
@@ -182,7 +169,8 @@ def in_flight(network: Network, caps: Sequence[int]) -> Memory:
 
 def cut_of(network: Network, scheme: Scheme) -> Cut:
     """Return the cut of a batch by `scheme`, in spans of samples. Links are listed by the stage that sends."""
-    forward, backward = ([spans_of_size(network.rows, size) for size in sizes] for sizes in network.sizes_of(scheme))
+    sizes = sizes_of_scheme(network, scheme)
+    forward, backward = ([spans_of_size(network.rows, size) for size in each] for each in sizes)
     backward = backward[::-1]  # from the first stage on, as a cut lists them
     return Cut(
         network.rows,
