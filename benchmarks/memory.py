@@ -36,7 +36,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.report import QUIET, describe_machine, make_parser
+from benchmarks.harness.report import QUIET, describe_allocator, describe_machine, make_parser
 
 WIDTH, HEADS, BLOCKS, TOKENS, VOCABULARY = 384, 6, 12, 128, 256
 ROWS, MICROBATCHES, STEPS, RANKS = 16, 8, 4, 2
@@ -330,8 +330,6 @@ def main() -> None:
         PEERS[options.peer]()
         return
     import torch
-
-    from lightning_pipes.engine.allocator import describe_allocator
 
     compile_package()
     names = QUICK if options.quick else tuple(PEERS)

@@ -76,3 +76,13 @@ def hush() -> None:
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def describe_allocator() -> str:
+    """Return the name of the library that allocates memory in this process, and whether arrays use one heap."""
+    from pathlib import Path
+
+    from lightning_pipes.engine import allocator
+
+    name = Path(allocator.find_library("malloc")).name
+    return f"{name}, one heap in arrays" if allocator.can_set_options() else name

@@ -7,11 +7,10 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import chain
 from statistics import fmean
 from typing import Protocol, runtime_checkable
 
-from lightning_pipes.cost.cluster import Cluster
 from lightning_pipes.cost.layer import (
     Table,
     at_rows,
@@ -24,7 +23,6 @@ from lightning_pipes.cost.layer import (
 from lightning_pipes.cost.links import FREE, Link, Regime, regime_named, unused_link_warnings
 from lightning_pipes.cost.measurement import Measurement, RecordedTimeline, dispatch_delays, operation_seconds
 from lightning_pipes.ir import (
-    COMPUTE,
     MAX_STAGES,
     RECOMPUTES,
     SENDS,
@@ -236,26 +234,6 @@ class CostModel:
 
     def _latency_ns(self, i: Instruction, plan: Plan) -> int:
         return to_nanoseconds(self._link_of_send(i, plan).latency)
-
-    def on_cluster(self, cluster: Cluster, ranks: tuple[int, ...]) -> CostModel:
-        """Return this model for stages that are placed on devices of a cluster.
-
-        The result has the links of the cluster, and its times are divided by the speeds of the devices.
-
-        Args:
-            cluster: the cluster.
-            ranks: the rank of each stage.
-        """
-        pairs = {(a, b) for a, b in (*pairwise(ranks), *pairwise(ranks[::-1])) if a != b}
-        scaled = {
-            (kind, stage): tuple((rows, seconds / cluster.devices[ranks[stage]].speed) for rows, seconds in table)
-            for (kind, stage), table in self.seconds.items()
-            if kind in COMPUTE
-        }
-        each = {
-            i: seconds / cluster.devices[ranks[i.stage]].speed for i, seconds in self.each.items() if i.kind in COMPUTE
-        }
-        return replace(self, seconds=scaled, each=each, links={pair: cluster.link_between(*pair) for pair in pairs})
 
     @cached_property
     def n_stages(self) -> int:

@@ -122,7 +122,7 @@ class ModelProfile:
     def stage_costs(self, layers: Sequence[Span], speeds: Sequence[float] = ()) -> CostModel:
         """Return the cost model of stages that consist of the given layers.
 
-        Messages take no time until `CostModel.on_cluster` sets the links.
+        Messages take no time, because the result has no links.
 
         Args:
             layers: the layers of each stage.

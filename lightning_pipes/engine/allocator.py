@@ -98,25 +98,18 @@ def kept_heap() -> Iterator[None]:
             release_free_memory()
 
 
-def describe_allocator() -> str:
-    """Return the name of the library that allocates memory in this process, and whether arrays use one heap."""
-    name = Path(_find_library("malloc")).name
-    if not _can_set_options():
-        return name
-    return f"{name}, one heap in arrays"
-
-
 def _set_options(options: dict[int, int]) -> bool:
     """Set options of glibc's allocator unless the user has set them, and return whether they were set."""
     libc = load_libc()
-    if libc is None or not _can_set_options():
+    if libc is None or not can_set_options():
         return False
     for option, value in options.items():
         libc.mallopt(option, value)
     return True
 
 
-def _can_set_options() -> bool:
+def can_set_options() -> bool:
+    """Return whether glibc allocates memory and the user has set none of its options."""
     given = any(os.environ.get(name) for name in VARIABLES_OF_GLIBC[1:]) or "glibc.malloc" in os.environ.get(
         VARIABLES_OF_GLIBC[0], ""
     )
@@ -133,7 +126,7 @@ def load_libc() -> ctypes.CDLL | None:
     libc = ctypes.CDLL(None)
     if not all(hasattr(libc, name) for name in ("gnu_get_libc_version", "malloc_trim", "mallopt")):
         return None
-    return libc if _find_library("malloc") == _find_library("gnu_get_libc_version") else None
+    return libc if find_library("malloc") == find_library("gnu_get_libc_version") else None
 
 
 class _Found(ctypes.Structure):
@@ -147,7 +140,7 @@ class _Found(ctypes.Structure):
     ]
 
 
-def _find_library(function: str) -> str:
+def find_library(function: str) -> str:
     """Return the file of the library that contains a C function, or an empty string if it can't be found."""
     symbols, found = ctypes.CDLL(None), _Found()
     if not (hasattr(symbols, "dladdr") and hasattr(symbols, function)):

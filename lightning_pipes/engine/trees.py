@@ -145,11 +145,6 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
     return leaves, spec
 
 
-def unflatten(leaves: list[Any], spec: Any) -> Any:
-    """Return the tree with these leaves and with a structure that `flatten` has returned."""
-    return close_objects(pytree.tree_unflatten(leaves, spec))
-
-
 def map_tensors(change: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     """Return the tree with the result of `change` for each tensor. A tensor with several places is changed once."""
     if isinstance(tree, torch.Tensor):

@@ -131,8 +131,3 @@ class DependencyTracker:
 
     def _is_done(self, i: Need) -> bool:
         return i in self._done.get((i.job, i.batch), ())
-
-    @property
-    def waiting_instructions(self) -> list[Instruction]:
-        """The instructions that were added and are not ready."""
-        return list(self._waiting)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,7 +23,6 @@ MAX_REMEMBERED = 2**19
 _TOKEN = re.compile(
     r"(?:j(?P<job>\d+):)?(?P<kind>STEP|SF|RF|SB|RB|F|B|I|W)(?P<stage>\d+)(?:\.(?P<n>\d+))?(?:@(?P<batch>\d+))?"
 )
-_COLUMNS = ("part", "rank", "kind", "stage", "job", "batch", "start", "stop")
 
 
 @dataclass(frozen=True)
@@ -148,44 +145,6 @@ class Program:
         """Yield all instructions of the head, rank by rank."""
         for row in self.head:
             yield from row
-
-    def to_csv(self) -> str:
-        """Return the program as CSV, with one line per instruction and spans in samples.
-
-        `from_csv` can read the result without a plan.
-        """
-        out = io.StringIO()
-        writer = csv.writer(out, lineterminator="\n")
-        writer.writerow(_COLUMNS)
-        for part in ("head", "cycle", "tail"):
-            for rank, row in enumerate(getattr(self, part)):
-                writer.writerows((part, rank, i.kind.value, i.stage, i.job, i.batch, *i.span) for i in row)
-        return out.getvalue()
-
-    @classmethod
-    def from_csv(cls, text: str) -> Program:
-        """Return the program from CSV text that was written by `to_csv`.
-
-        Raises:
-            ProgramError: if the columns differ from the columns of `to_csv`, or if a value can't be read.
-        """
-        reader = csv.DictReader(io.StringIO(text))
-        if tuple(reader.fieldnames or ()) != _COLUMNS:
-            raise ProgramError(f"a program in CSV has the columns {','.join(_COLUMNS)}; got {reader.fieldnames}")
-        parts: dict[str, dict[int, list[Instruction]]] = {"head": {}, "cycle": {}, "tail": {}}
-        for line, cell in enumerate(reader, start=2):
-            try:
-                stage, job, batch, start, stop = (int(cell[c]) for c in _COLUMNS[3:])
-                i = Instruction(Kind(cell["kind"]), stage, job, batch, Span(start, stop))
-                parts[cell["part"]].setdefault(int(cell["rank"]), []).append(i)
-            except (ValueError, KeyError, TypeError) as error:
-                raise ProgramError(f"line {line} of the program: {error}") from error
-        ranks = 1 + max((rank for rows in parts.values() for rank in rows), default=-1)
-        built = {
-            part: tuple(tuple(rows.get(rank, ())) for rank in range(ranks)) if rows or part == "head" else ()
-            for part, rows in parts.items()
-        }
-        return cls(**built)
 
 
 def remember_results(most: int) -> Callable[[Callable[[Program, Plan], _Made]], Callable[[Program, Plan], _Made]]:

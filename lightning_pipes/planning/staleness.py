@@ -95,7 +95,7 @@ class Iterations:
         """Return T(S) fitted to measured numbers of batches, by number of stages.
 
         1 / T is a linear function of S^3. It is fitted by least squares, weighted so that equal relative errors count
-        equally. `relative_errors` returns the quality of the fit.
+        equally.
 
         Raises:
             InputError: there are fewer than two numbers of stages, or a number of batches is not above 0.
@@ -135,12 +135,3 @@ class Iterations:
         """Return the number of batches on `stages` stages; infinite if no number is sufficient."""
         left = 1 - self.penalty * check_count("stages", stages) ** 3
         return self.base / left if left > 0 else math.inf
-
-    @property
-    def most_stages(self) -> float:
-        """The number of stages at which T(S) becomes infinite; infinite without a penalty."""
-        return self.penalty ** (-1 / 3) if self.penalty else math.inf
-
-    def relative_errors(self, measured: Mapping[int, float]) -> dict[int, float]:
-        """Return the relative error of T(S), by number of stages."""
-        return {stages: self(stages) / took - 1 for stages, took in measured.items()}

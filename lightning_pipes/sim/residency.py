@@ -14,7 +14,6 @@ same decisions.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass
@@ -51,45 +50,6 @@ class Copier(Protocol):
         If only the device waits and the host continues, the method returns the waits of earlier calls as soon as they
         are known.
         """
-
-
-class VirtualCopier:
-    """Models one link in each direction on a clock that the simulation advances.
-
-    Args:
-        bandwidth: bytes per second in each direction.
-        latency: additional seconds of each copy.
-    """
-
-    def __init__(self, bandwidth: float, latency: float = 0.0) -> None:
-        self.now = 0
-        """The current time in nanoseconds."""
-        self._rate, self._latency = bandwidth, round(latency * 1e9)
-        self._free = {"in": 0, "out": 0}
-        self._ends: list[int] = []
-
-    def load(self, key: object, size: int, after: int | None) -> int:
-        return self._copy("in", size, 0 if after is None else self._ends[after])
-
-    def store(self, key: object, size: int) -> int:
-        return self._copy("out", size, 0)
-
-    def free_place(self, key: object) -> None:
-        """Do nothing, because virtual copies need no memory."""
-
-    def _copy(self, way: str, size: int, earliest: int) -> int:
-        takes = 0 if math.isinf(self._rate) else round(size / self._rate * 1e9)
-        self._free[way] = max(self.now, self._free[way], earliest) + takes + self._latency
-        self._ends.append(self._free[way])
-        return len(self._ends) - 1
-
-    def is_done(self, ticket: int) -> bool:
-        return self._ends[ticket] <= self.now
-
-    def wait(self, ticket: int) -> int:
-        waited = max(0, self._ends[ticket] - self.now)
-        self.now += waited
-        return waited
 
 
 @dataclass

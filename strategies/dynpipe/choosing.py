@@ -362,18 +362,6 @@ def paper_seconds(stages: Sequence[float], transfers: Sequence[float], printed: 
     return found
 
 
-def least_seconds(stages: Sequence[float], transfers: Sequence[float]) -> float:
-    """Return a lower bound for the seconds of an iteration.
-
-    At most S - s + 1 batches are in flight on stages s to S, and each of them goes to the last stage and back.
-    """
-    way, least, n = 0.0, max(stages), len(stages)
-    for s in reversed(range(n)):
-        way += stages[s] + (transfers[s] if s < n - 1 else 0.0)
-        least = max(least, way / (n - s))
-    return least
-
-
 def true_seconds(pipelines: Sequence[Pipeline], share: float = 1 / 3, batches: int = 24) -> list[float]:
     """Return the simulated seconds of an iteration of several pipelines with the same number of stages.
 

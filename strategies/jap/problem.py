@@ -4,21 +4,20 @@ gives."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_pipes.cost import Costs
-from lightning_pipes.ir import STEP, B, DeadlockError, F, InputError, Instruction, Kind, Plan, Span
+from lightning_pipes.ir import STEP, B, F, InputError, Instruction, Kind, Plan, Span
 from lightning_pipes.sim.loops.jit import Kernel
-from lightning_pipes.strategies.jap.solvers.kernel import SOLVERS
 from lightning_pipes.strategies.jap.solvers.tables import Blocks, Path, Sequence, Sweep
 
 Array = npt.NDArray[np.int64]
 
-_TIMES = ("forward", "backward", "recompute", "update", "switch", "transfer", "transfer_back")
+TIMES = ("forward", "backward", "recompute", "update", "switch", "transfer", "transfer_back")
 
 
 def _nothing() -> Array:
@@ -73,7 +72,7 @@ class ArrayProblem:
         shape = np.shape(self.forward)
         if len(shape) != 2 or 0 in shape:
             raise InputError(f"an array needs times of shape (jobs, stages), at least one of each; got {shape}")
-        for name in _TIMES:
+        for name in TIMES:
             given = np.asarray(getattr(self, name))
             times = np.zeros(shape, np.int64) if given.size == 0 else given
             if times.shape != shape or not np.issubdtype(times.dtype, np.integer) or times.min() < 0:
@@ -167,32 +166,6 @@ class ArrayProblem:
         """Return the entries of two arrays of shape (jobs, stages) in one flat array by block number."""
         return np.ascontiguousarray(np.stack([forward.T, backward.T], axis=1).reshape(-1), np.int64)
 
-    def select_jobs(self, jobs: Array | list[int]) -> ArrayProblem:
-        """Return the problem of a subset of the jobs."""
-        return replace(self, **{name: getattr(self, name)[jobs] for name in _TIMES})
-
-    def block_starts(self, order: Array) -> Array:
-        """Return the start of each block, in nanoseconds, if every stage runs its blocks in `order` as early as
-        possible.
-
-        Args:
-            order: block numbers of shape (stages, 2 jobs), as returned by `order_of`.
-
-        Returns:
-            The starts by block number.
-
-        Raises:
-            DeadlockError: stages wait for each other.
-            InputError: a stage does not have each of its blocks exactly once.
-        """
-        numbers = np.arange(self.blocks).reshape(self.stages, -1)
-        if np.shape(order) != numbers.shape or (np.sort(order, axis=1) != numbers).any():
-            raise InputError(f"an order needs each of the blocks {numbers.tolist()} once on its stage; got {order}")
-        found = time_order(self, np.asarray(order), SOLVERS.python)
-        if found is None:
-            raise DeadlockError("the stages wait for each other: some job's block stands before what it needs")
-        return found
-
     def makespan(self, starts: Array) -> int:
         """Return the nanoseconds until the last block of stage 0 ends, for blocks with these starts."""
         return int((starts + self.busy_times).reshape(self.stages, 2, self.jobs)[0, 1].max())
@@ -260,7 +233,16 @@ def problem_from_plan(plan: Plan, costs: Costs, switch: float = 0.0) -> ArrayPro
 
 
 def time_order(problem: ArrayProblem, order: Array, kernel: Kernel) -> Array | None:
-    """Return the same as `ArrayProblem.block_starts`, without its checks; None if stages wait for each other."""
+    """Return the start of each block, in nanoseconds, if every stage runs its blocks in `order` as early as possible.
+
+    Args:
+        problem: the array.
+        order: block numbers of shape (stages, 2 jobs), as returned by `ArrayProblem.order_of`.
+        kernel: the loops that compute the times.
+
+    Returns:
+        The starts by block number, or None if stages wait for each other.
+    """
     n = problem.blocks
     sequence = Sequence(kernel.copy(order.reshape(-1)), kernel.copy(np.argsort(order.reshape(-1))))
     path = Path(kernel.fill(n), kernel.fill(n))

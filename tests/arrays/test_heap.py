@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.harness.report import describe_allocator
 from lightning_pipes import JobArray, PipelineStrategy
 from lightning_pipes.engine import allocator
 from lightning_pipes.testing.ranks import run_ranks
@@ -145,12 +146,12 @@ def test_settings_of_the_user_stay(
 @needs_glibc
 def test_other_allocators_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that no options are set for another allocator, such as jemalloc loaded by LD_PRELOAD."""
-    find = allocator._find_library
-    monkeypatch.setattr(allocator, "_find_library", lambda f: "/lib/libjemalloc.so.2" if f == "malloc" else find(f))
+    find = allocator.find_library
+    monkeypatch.setattr(allocator, "find_library", lambda f: "/lib/libjemalloc.so.2" if f == "malloc" else find(f))
     allocator.load_libc.cache_clear()
     try:
         assert allocator.load_libc() is None
-        assert allocator.describe_allocator() == "libjemalloc.so.2"
+        assert describe_allocator() == "libjemalloc.so.2"
     finally:
         allocator.load_libc.cache_clear()
 
@@ -160,6 +161,6 @@ def test_benchmarks_name_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check the description of the allocator with and without the setting."""
     for name in (allocator.VARIABLE, *allocator.VARIABLES_OF_GLIBC):
         monkeypatch.delenv(name, raising=False)
-    assert allocator.describe_allocator() == "libc.so.6, one heap in arrays"
+    assert describe_allocator() == "libc.so.6, one heap in arrays"
     monkeypatch.setenv(allocator.VARIABLE, "0")
-    assert allocator.describe_allocator() == "libc.so.6"
+    assert describe_allocator() == "libc.so.6"

@@ -158,13 +158,6 @@ def test_hosts_with_one_network_card():
     assert cluster.link_between(1, 2) == Link(5.0)
 
 
-def test_on_a_cluster():
-    cluster = Cluster((Device(speed=2), Device(host="b")), between=Link(1.0))
-    costs = CostModel.uniform(2, 1.0, 2.0).on_cluster(cluster, (0, 1))
-    assert [costs.seconds_at(Kind.F, s) for s in (0, 1)] == [0.5, 1.0]
-    assert costs.links == {(0, 1): Link(1.0), (1, 0): Link(1.0)}
-
-
 @for_each("seed", range(8))
 def test_measured_from_what_the_true_costs_gave_predicts_the_same(seed):
     plan = random_plan(seed, unequal=False)

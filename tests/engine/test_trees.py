@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine import trees
 
@@ -105,7 +106,7 @@ def test_tensors_are_found_changed_and_put_back(name):
 def test_gradients_flow_through_what_was_opened(name):
     given = ONE.clone().requires_grad_()
     leaves, spec = trees.flatten(MAKERS[name](given * 1))
-    again = trees.unflatten(leaves, spec)
+    again = trees.close_objects(pytree.tree_unflatten(leaves, spec))
     sum(t.sum() for t in trees.tensors_in(again)).backward()
     assert given.grad is not None
 

@@ -58,4 +58,4 @@ def test_tracker_against_needs(seed):
         done.add(i)
         ready += tracker.complete(i)
     assert len(done) == len(todo)
-    assert not tracker.waiting_instructions
+    assert not tracker._waiting

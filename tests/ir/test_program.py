@@ -35,19 +35,6 @@ def test_parse_says_what_it_can_not_read(token):
         Program.parse([f"F0.0 {token}"], tiny_plan(1, 2))
 
 
-def test_csv_keeps_spans_parts_and_empty_rows():
-    for program in (pipedream(), Program(((F(0, Span(3, 7), 2, 5),), (), (STEP(1),)))):
-        assert Program.from_csv(program.to_csv()) == program
-
-
-@pytest.mark.parametrize(
-    "text", ["", "a,b\n", "part,rank,kind,stage,job,batch,start,stop\nhead,0,Q,0,0,0,0,1\n", "part,rank\nhead,0\n"]
-)
-def test_csv_says_what_it_can_not_read(text):
-    with pytest.raises(ProgramError):
-        Program.from_csv(text)
-
-
 def test_parts_have_equal_rows():
     with pytest.raises(ProgramError, match="cycle"):
         Program(((), ()), cycle=((),))

@@ -60,7 +60,7 @@ class ByEvents:
             while self._agenda and self._agenda[0][0] == now:
                 _, _, rank, ended = heappop(self._agenda)
                 self._finish(now, rank, ended)
-        if self.tracker.waiting_instructions or any(self._ready):
+        if self.tracker._waiting or any(self._ready):
             raise StuckError
         return self.events
 

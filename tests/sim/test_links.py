@@ -102,7 +102,8 @@ class TestSharedWires:
         """
         plan = Plan.even(4, 4, ranks=(0, 2, 1, 2))
         cluster = Cluster(tuple(Device(host=name) for name in "aab"), between=Link(RATE), shared=shared)
-        costs = CostModel.uniform(4, 3e-9, 9e-9, message_bytes=10).on_cluster(cluster, plan.ranks)
+        costs = CostModel.uniform(4, 3e-9, 9e-9, message_bytes=10)
+        costs = replace(costs, links={(a, b): cluster.link_between(a, b) for a, b, _ in plan.directed_links})
         timeline = simulate(order.program(plan) if hasattr(order, "program") else order, plan, costs)
         sent = {str(e.instruction): e.start for e in timeline.transfers}
         assert [sent[f"SF0[{n}:{n + 1}]"] for n in range(4)] == [3, 13, 23, 33]

@@ -116,7 +116,7 @@ class TestByName:
         for regime in Regime:
             cluster = Cluster((Device(),) * 3, inside=Link(1e9), regime=regime)
             costs = CostModel.uniform(3, 3e-9, 5e-9, message_bytes=4)
-            there = costs.on_cluster(cluster, plan.ranks)
+            there = replace(costs, links={(a, b): cluster.link_between(a, b) for a, b, _ in plan.directed_links})
             same = replace(costs, link=Link(1e9), regime=regime)
             ended = [simulate(OneFOneB().program(plan), plan, each) for each in (there, same)]
             assert ended[0] == ended[1]

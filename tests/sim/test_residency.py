@@ -6,8 +6,9 @@ from functools import cache
 import pytest
 
 from lightning_pipes.ir import PlanError
-from lightning_pipes.sim.residency import Residency, VirtualCopier
+from lightning_pipes.sim.residency import Residency
 from tests.cases import for_each
+from tests.sim.virtual_copier import VirtualCopier
 
 SECOND = 10**9
 

@@ -19,10 +19,11 @@ from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.planner import planner_of
 from lightning_pipes.planning.replanning import MAX_OBSERVATIONS, Observation
 from lightning_pipes.strategies.dynpipe import DynPlanner
-from lightning_pipes.strategies.dynpipe.choosing import least_seconds, paper_seconds, true_seconds
+from lightning_pipes.strategies.dynpipe.choosing import paper_seconds, true_seconds
 from lightning_pipes.strategies.dynpipe.planner import move_seconds
 from lightning_pipes.strategies.dynpipe.repartition import WindowReplay, find_partition, partitions_of
 from lightning_pipes.strategies.dynpipe.situation import Situation
+from tests.strategies.dynpipe.iteration_bound import least_seconds
 from tests.strategies.dynpipe.neighbourhood import (
     Neighbourhood,
     Slowdown,

@@ -130,6 +130,11 @@ def estimated(seed: int, steps: int = 20) -> Constants:
     return Constants.from_probes(probe.loss, probe.probes)
 
 
+def most_stages(iterations: Iterations) -> float:
+    """Return the number of stages at which the number of batches becomes infinite; infinite without a penalty."""
+    return iterations.penalty ** (-1 / 3) if iterations.penalty else math.inf
+
+
 def staleness(seeds: int) -> Output:
     """Yield batches until the target by stages, measured and predicted, and with predicted weights."""
     torch.set_num_threads(1)
@@ -149,10 +154,10 @@ def staleness(seeds: int) -> Output:
     for stages, took in measured.items():
         yield f"{stages:6} {took:9.0f} {theory(stages):9.0f} {fitted(stages):9.0f}"
     others = {s: t for s, t in reached.items() if s not in FITTED}
-    worst = max(abs(e) for e in fitted.relative_errors(others).values())
+    worst = max(abs(fitted(stages) / took - 1) for stages, took in others.items())
     failed = [s for s in measured if s not in reached]
     yield f"the curve through {FITTED} stages is off by up to {worst:.0%} on others that get there; never: {failed}"
-    yield f"the bound of the theory is finite below {theory.most_stages:.2f} stages at this rate"
+    yield f"the bound of the theory is finite below {most_stages(theory):.2f} stages at this rate"
     keys: dict[str, float] = {}
     yield f"with a momentum of {MOMENTUM}: batches as they are, and predicted"
     for rate in RATES:
@@ -164,6 +169,6 @@ def staleness(seeds: int) -> Output:
             yield f"rate {rate:5} {stages:3} stages " + "".join(f"{each:9.0f}" for each in both)
             keys |= {f"stale_{rate}_{stages}": both[0], f"predicted_{rate}_{stages}": both[1]}
     rise = reached[max(reached)] / measured[1]
-    keys |= {"fitted_error": worst, "rise": rise, "reached": max(reached), "fitted_most": fitted.most_stages}
-    keys |= {"theory_most": theory.most_stages}
+    keys |= {"fitted_error": worst, "rise": rise, "reached": max(reached), "fitted_most": most_stages(fitted)}
+    keys |= {"theory_most": most_stages(theory)}
     yield {name: each for name, each in keys.items() if math.isfinite(each)}

@@ -6,6 +6,7 @@ The devices have room for all jobs, and nothing is recomputed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from heapq import heappop, heappush
 
 import numpy as np
@@ -15,7 +16,8 @@ from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import Cut, Plan, Schedule, even_spans
 from lightning_pipes.planning.planner import even_plan
 from lightning_pipes.sim import makespan
-from lightning_pipes.strategies.jap import ArrayProblem, Effort, Job, problem_from_plan, solve_array, stream_jobs
+from lightning_pipes.strategies.jap import Effort, Job, problem_from_plan, solve_array, stream_jobs
+from lightning_pipes.strategies.jap.problem import TIMES
 from tests.strategies.jap.random_arrays import KINDS, batch_sizes
 
 JOBS, ITERATIONS = 64, 240
@@ -91,7 +93,8 @@ class Epoch:
 
     def _round(self, sizes: tuple[int, ...]) -> int:
         if sizes not in self._rounds:
-            problem: ArrayProblem = self._problem.select_jobs([self._kinds.index(rows) for rows in sizes])
+            jobs = [self._kinds.index(rows) for rows in sizes]
+            problem = replace(self._problem, **{name: getattr(self._problem, name)[jobs] for name in TIMES})
             self._rounds[sizes] = solve_array(problem, "search", Effort(ORDERS)).makespan
         return self._rounds[sizes]
 

@@ -24,13 +24,12 @@ from torch import nn
 
 from benchmarks.engine import gpt_parts
 from benchmarks.harness.emulated import EmulatedLayer, request_realtime_priority
-from benchmarks.harness.report import QUIET, hush
+from benchmarks.harness.report import QUIET, describe_allocator, hush
 from benchmarks.papers.jap.peers import Single, by_torch, data_parallel, side_by_side, singles
 from lightning_pipes import JobArray, PipelineStrategy
 from lightning_pipes.arrays.arrivals import order_first_batches
 from lightning_pipes.cost import CostModel, LayerProfile, ModelProfile
 from lightning_pipes.cost.layer import Table
-from lightning_pipes.engine.allocator import describe_allocator
 from lightning_pipes.engine.compute.profiler import profile_layers
 from lightning_pipes.ir import B, Cut, F, Kind, Plan, Program, Schedule, Span
 from lightning_pipes.sim import simulate

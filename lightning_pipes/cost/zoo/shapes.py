@@ -119,26 +119,6 @@ class LayerShape:
     output: float
     transients: tuple[tuple[float, float], ...]
 
-    @property
-    def forward_flops(self) -> float:
-        """The FLOPs of the forward."""
-        return sum(o.flops[0] for o in self.operations)
-
-    @property
-    def input_flops(self) -> float:
-        """The FLOPs of the gradients of the inputs."""
-        return sum(o.flops[1] for o in self.operations)
-
-    @property
-    def weight_flops(self) -> float:
-        """The FLOPs of the gradients of the weights."""
-        return sum(o.flops[2] for o in self.operations)
-
-    @property
-    def bytes_moved(self) -> float:
-        """The bytes that the forward and backward read and write, without weights."""
-        return sum(sum(o.moved) for o in self.operations)
-
     def working_bytes(self, rows: int) -> float:
         """Return the maximum number of temporary bytes while the layer runs on `rows` samples."""
         return max((rows * by_sample + fixed for by_sample, fixed in self.transients), default=0.0)

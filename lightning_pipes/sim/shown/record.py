@@ -35,20 +35,6 @@ FORMAT = 2
 """The format of files that contain timelines. It increases if a reader of an older format would misread a new file."""
 
 
-def save_timeline(timeline: Timeline, path: str | Path) -> None:
-    """Write a timeline as JSON, from which `load_timeline` restores an equal timeline."""
-    write_json({"timeline": timeline_data(timeline)}, path)
-
-
-def load_timeline(path: str | Path) -> Timeline:
-    """Return the timeline that `save_timeline` wrote.
-
-    Raises:
-        InputError: the file contains no timeline, or has a format that this version does not support.
-    """
-    return timeline_of(read_json(path, "timeline")["timeline"])
-
-
 def write_json(data: Mapping[str, Any], path: str | Path) -> None:
     """Write `data` together with the number of the format."""
     Path(path).write_text(json.dumps({"format": FORMAT, **data}, separators=(",", ":")), encoding="utf-8")

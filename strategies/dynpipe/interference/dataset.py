@@ -24,7 +24,6 @@ from lightning_pipes.strategies.dynpipe.interference.predictor import Model
 
 NONE = "none"
 """The kind of a window without a neighbor. Other programs may still run on the machine. It is in every training set."""
-FOLDS = 5
 LEARNED = 3000
 """The maximum number of rows on which a forest for planners is trained. More rows take longer, with equal results."""
 _DEVICE_COLUMNS = len(NAMES) - len(STAGE)
@@ -109,12 +108,6 @@ class Dataset:
     def sample_rows(self, most: int = LEARNED) -> Dataset:
         """Return a random sample of at most `most` windows in their original order. The sample is seeded."""
         return self.select_rows(np.sort(np.random.default_rng(0).permutation(len(self))[:most]))
-
-    def random_parts(self, seed: int = 0) -> Iterator[tuple[str, Dataset, Dataset]]:
-        """Yield five random splits as (name, training set, test set)."""
-        part = np.random.default_rng(seed).permutation(len(self)) % FOLDS
-        for n in range(FOLDS):
-            yield str(n), self.select_rows(part != n), self.select_rows(part == n)
 
     def without_each(self, kinds: npt.NDArray[np.str_]) -> Iterator[tuple[str, Dataset, Dataset]]:
         """Yield a split for each kind as (name, all other windows, windows of this kind).

@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from lightning_pipes.cost.zoo.shapes import LayerShape
+
 
 class Tokens(nn.Module):
     def __init__(self, vocabulary: int, width: int, context: int, kinds: int = 0, norm: bool = False, p: float = 0.0):
@@ -154,3 +156,9 @@ def unet(channels=(64, 128, 256, 512)):
         *(Up(c) for c in reversed(channels)),
         nn.Conv2d(channels[0], 2, 1),
     ]
+
+
+def sum_flops(shape: LayerShape) -> tuple[float, float, float]:
+    """Return the FLOPs of a layer per sample: forward, gradients of the inputs, gradients of the weights."""
+    forward, inputs, weights = (sum(operation.flops[part] for operation in shape.operations) for part in range(3))
+    return forward, inputs, weights

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from lightning_pipes.engine.residency.copier import Way
-from lightning_pipes.sim.residency import VirtualCopier
+from tests.sim.virtual_copier import VirtualCopier
 
 
 class Virtual:

@@ -54,7 +54,7 @@ def in_any_order(plan: Plan, rng: random.Random) -> list[Instruction]:
     while ready:
         order.append(ready.pop(rng.randrange(len(ready))))
         ready += tracker.complete(order[-1])
-    assert not tracker.waiting_instructions
+    assert not tracker._waiting
     return order
 
 

@@ -77,7 +77,7 @@ def in_any_order(plan: Plan, rng: random.Random) -> list[Instruction]:
         i = ready.pop(rng.randrange(len(ready)))
         order.append(i)
         ready += tracker.complete(i)
-    assert not tracker.waiting_instructions
+    assert not tracker._waiting
     return order
 
 

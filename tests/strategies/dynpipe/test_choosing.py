@@ -17,12 +17,12 @@ from lightning_pipes.strategies.dynpipe.choosing import (
     StageChoice,
     StageOption,
     choose_stages,
-    least_seconds,
     paper_seconds,
     true_seconds,
 )
 from lightning_pipes.strategies.dynpipe.meshes import DeviceMesh, Pricing, list_meshes
 from tests.cases import for_each
+from tests.strategies.dynpipe.iteration_bound import least_seconds
 from tests.strategies.dynpipe.neighbourhood import layered_model
 
 SECONDS = (1.0, 2.0, 0.5, 1.5, 3.0, 1.0)

@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from lightning_pipes.strategies.dynpipe.choosing import extend_pipeline, least_seconds, paper_seconds, true_seconds
+from lightning_pipes.strategies.dynpipe.choosing import extend_pipeline, paper_seconds, true_seconds
+from tests.strategies.dynpipe.iteration_bound import least_seconds
 
 
 def pipelines(count: int, seed: int, stages: int) -> list[tuple[list[float], list[float]]]:
