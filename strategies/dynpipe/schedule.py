@@ -42,7 +42,7 @@ class DynPipe(PipeDream):
         top_k: the number of blocks of the condensed model, between which it may be cut (S V-B1). None means as many as
             the search can evaluate.
         incremental: whether layers move only to a neighboring stage.
-        predictor: the predictor of interference (S V-A), or the path of a forest (see `interference.Predictor.load`).
+        predictor: the predictor of interference (S V-A), or the path of a file of `lightning-pipes interference`.
             None means that the planner only uses measured times ("w/o RF").
         low_memory: the number of bytes, such as "2GiB", that has to be free on each device before every batch. If less
             is free, batches no longer overlap until there is enough free memory again. If memory stays short, layers
@@ -83,7 +83,7 @@ class DynPipe(PipeDream):
     #         - forward  = backward  . idle
     def make_planner(self) -> DynPlanner:
         search = Search(self.top_k, self.incremental)
-        predictor = _loaded(self.predictor) if isinstance(self.predictor, str) else self.predictor
+        predictor = _train_predictor(self.predictor) if isinstance(self.predictor, str) else self.predictor
         low = None if self.low_memory is None else parse_bytes(self.low_memory)
         guard = MemoryGuard(low, self.memory_drop)
         return DynPlanner(self.every, self.windows, self.gain, self.horizon, search, predictor, guard)
@@ -130,43 +130,32 @@ class DynPipe(PipeDream):
         return choose_stages(pricing, iterations, executable=executable, sharded=sharded)
 
     @staticmethod
-    def train_predictor(
-        windows: Iterable[tuple[Mapping[str, float], HostedStage, float, str, str, int]] | None,
-        data: Path | None,
-        forest: Path,
+    def score_predictor(
+        windows: Iterable[tuple[Mapping[str, float], HostedStage, float, str, str, int]] | None, data: Path
     ) -> dict[str, float]:
-        """Train the forest of `predictor`, and return its accuracy for kinds of neighbors that it was not trained on.
+        """Return the accuracy of `predictor` for kinds of neighbors that it was not trained on.
 
         Args:
-            windows: stages that ran next to neighbors; see `Dataset.from_windows`. None means that they are read from
-                `data`.
-            data: the file that stores the windows.
-            forest: the file to which the forest is written.
+            windows: stages that ran next to neighbors; see `Dataset.from_windows`. They are written to `data`. None
+                means that they are read from there.
+            data: the file of windows, which is a value for `predictor`.
 
         Returns:
             The number of windows, and the R2 score and the mean absolute error of the formula and of the forest.
 
         Raises:
-            InputError: neither `windows` nor `data` is given, or `data` can't be read.
+            InputError: `data` can't be read.
         """
-        if windows is None and data is None:
-            raise InputError("a predictor learns from windows, or from a file of them; give either")
-        if windows is None:
-            assert data is not None
-            dataset = Dataset.load(data)
-        else:
-            dataset = Dataset.from_windows(windows)
-            if data is not None:
-                dataset.save(data)
+        dataset = Dataset.load(data) if windows is None else Dataset.from_windows(windows)
+        if windows is not None:
+            dataset.save(data)
         found: dict[str, float] = {"windows": len(dataset)}
         for name, model in (("formula", Formula), ("forest", CorrectedFormula)):
             score, _ = cross_validated(model, dataset.without_each(dataset.neighbours))
             found |= {f"{name}_r2": score.r2, f"{name}_mae": score.mae}
-        learned = dataset.cross_pairs().sample_rows()
-        CorrectedFormula().fit(learned.rows, learned.ratios).forest.save(forest)
         return found
 
 
 @lru_cache
-def _loaded(path: str) -> Predictor:
-    return Predictor.load(path)
+def _train_predictor(path: str) -> Predictor:
+    return Dataset.load(path).train_predictor()

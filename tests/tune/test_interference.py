@@ -15,6 +15,7 @@ import pytest
 from lightning_pipes.planning.replanning import HostedStage
 from lightning_pipes.strategies.dynpipe import DynPipe
 from lightning_pipes.strategies.dynpipe.interference import Predictor
+from lightning_pipes.strategies.dynpipe.interference.dataset import Dataset
 from lightning_pipes.strategies.dynpipe.interference.features import RUN, WAIT
 from lightning_pipes.testing.neighbours import Neighbour
 from lightning_pipes.tune import interference
@@ -72,30 +73,30 @@ def test_windows_are_measured_beside_a_neighbour(monkeypatch: pytest.MonkeyPatch
 
 def test_a_predictor_learns_from_windows(tmp_path: Path) -> None:
     """Check that a predictor trained from windows is more accurate than the formula."""
-    data, forest = tmp_path / "data.npz", tmp_path / "forest.npz"
-    first = DynPipe.train_predictor(made_windows(), data, forest)
+    data = tmp_path / "data.npz"
+    first = DynPipe.score_predictor(made_windows(), data)
     assert first["windows"] == 48
     beside = [window.ratio for window in made_windows() if window.neighbour != NONE]
     assert first["formula_mae"] == pytest.approx(np.mean(beside) * 0.1 / 1.1)
     assert first["forest_mae"] < first["formula_mae"] / 2
-    ratio = Predictor.load(forest).predict([({RUN: 1.0, WAIT: 0.5}, STAGE)]).ratios[0]
+    ratio = Dataset.load(data).train_predictor().predict([({RUN: 1.0, WAIT: 0.5}, STAGE)]).ratios[0]
     assert ratio == pytest.approx(1.1 * 1.5, rel=0.05)
-    assert DynPipe.train_predictor(None, data, tmp_path / "again.npz") == first
+    assert DynPipe.score_predictor(None, data) == first
 
 
 class TestCommand:
     def test_measures_and_writes(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
         monkeypatch.setattr(interference, "collect_windows", lambda quick, seconds, told: made_windows())
-        data, forest = tmp_path / "data.npz", tmp_path / "forest.npz"
-        assert main(["interference", "--data", str(data), "--forest", str(forest)]) == 0
+        data = tmp_path / "data.npz"
+        assert main(["interference", "--data", str(data)]) == 0
         assert "48 windows" in capsys.readouterr().out
         assert data.exists()
         monkeypatch.delattr(interference, "collect_windows")  # now they come from the file
-        assert main(["interference", "--data", str(data), "--forest", str(forest), "--json"]) == 0
+        assert main(["interference", "--data", str(data), "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
-        assert (found["file"], found["windows"]) == (str(forest), 48)
-        DynPipe(predictor=str(forest)).make_planner()
+        assert (found["file"], found["windows"]) == (str(data), 48)
+        assert isinstance(DynPipe(predictor=str(data)).make_planner().predictor, Predictor)
 
     def test_a_folder_that_is_missing_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(SystemExit, match="there is no folder"):
-            main(["interference", "--forest", str(tmp_path / "no" / "forest.npz")])
+            main(["interference", "--data", str(tmp_path / "no" / "data.npz")])

@@ -23,7 +23,7 @@ from lightning_pipes.planning.replanning import HostedStage
 from lightning_pipes.strategies.dynpipe.interference import Predictor
 from lightning_pipes.strategies.dynpipe.interference.dataset import NONE, Dataset, PredictionScore, cross_validated
 from lightning_pipes.strategies.dynpipe.interference.features import NAMES, STAGE, Array
-from lightning_pipes.strategies.dynpipe.interference.forest import train
+from lightning_pipes.strategies.dynpipe.interference.forest import Forest
 from lightning_pipes.strategies.dynpipe.interference.predictor import CorrectedFormula, Formula, Model, formula_of
 from lightning_pipes.tune.interference import collect_windows
 
@@ -63,7 +63,7 @@ class Trees(Model):
     name: ClassVar[str] = "forest"
 
     def fit(self, rows: Array, ratios: Array, seed: int = 0) -> Self:
-        self.forest = train(rows, np.log(ratios), NAMES, seed=seed)
+        self.forest = Forest(rows, np.log(ratios), seed=seed)
         return self
 
     def predict(self, rows: Array) -> Array:
@@ -369,8 +369,7 @@ def report(data: Dataset, problems: int) -> Output:
     error = float(saved.std() / len(saved) ** 0.5)
     helps = saved.mean() > 2 * error
     yield f"formula x forest saves {saved.mean():.2%} of a step, give or take {error:.2%}"
-    crossed = data.cross_pairs().sample_rows()
-    seconds = replan_seconds(Predictor(CorrectedFormula().fit(crossed.rows, crossed.ratios).forest))
+    seconds = replan_seconds(data.train_predictor())
     yield f"\npredictions for all 6435 partitions of 16 blocks on 8 devices: {seconds:.2f} s"
     yield (
         f"on this machine a forest tells {'more' if adds else 'no more'} than the formula, and planners "

@@ -8,6 +8,7 @@ stages have to be held out here.
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +20,7 @@ import numpy.typing as npt
 from lightning_pipes.ir import InputError, short_repr
 from lightning_pipes.planning.replanning import HostedStage
 from lightning_pipes.strategies.dynpipe.interference.features import NAMES, STAGE, Array, feature_table
-from lightning_pipes.strategies.dynpipe.interference.forest import arrays_of
-from lightning_pipes.strategies.dynpipe.interference.predictor import Model
+from lightning_pipes.strategies.dynpipe.interference.predictor import CorrectedFormula, Model, Predictor
 
 NONE = "none"
 """The kind of a window without a neighbor. Other programs may still run on the machine. It is in every training set."""
@@ -109,6 +109,11 @@ class Dataset:
         """Return a random sample of at most `most` windows in their original order. The sample is seeded."""
         return self.select_rows(np.sort(np.random.default_rng(0).permutation(len(self))[:most]))
 
+    def train_predictor(self) -> Predictor:
+        """Return the predictor of planners, trained on pairs of windows."""
+        pairs = self.cross_pairs().sample_rows()
+        return Predictor(CorrectedFormula().fit(pairs.rows, pairs.ratios).forest)
+
     def without_each(self, kinds: npt.NDArray[np.str_]) -> Iterator[tuple[str, Dataset, Dataset]]:
         """Yield a split for each kind as (name, all other windows, windows of this kind).
 
@@ -130,15 +135,19 @@ class Dataset:
         Raises:
             InputError: the file does not exist, or it is not a dataset of this version.
         """
-        data = arrays_of(path, "a dataset")
         try:
-            if tuple(data.pop("names")) != NAMES:
-                raise InputError(f"{path} has other columns than this version; measure again")
-            return cls(**data)
-        except (ValueError, KeyError, TypeError) as error:
-            if isinstance(error, InputError):
-                raise
-            raise InputError(f"{short_repr(str(path))} can't be read as a dataset: {error}") from error
+            with np.load(path, allow_pickle=False) as file:
+                data = {name: file[name] for name in file.files}
+            if tuple(data.pop("names")) == NAMES:
+                return cls(**data)
+        except InputError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+            raise InputError(
+                f"{short_repr(str(path))} can't be read as a dataset: {error}. Pass a file that "
+                "`lightning-pipes interference` of this version wrote"
+            ) from error
+        raise InputError(f"{path} has other columns than this version; measure again by `lightning-pipes interference`")
 
 
 def score_predictions(truth: Array, predicted: Array) -> PredictionScore:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar, Self
 
 import numpy as np
 
-from lightning_pipes.ir import InputError, check_number
+from lightning_pipes.ir import check_number
 from lightning_pipes.planning.replanning import HostedStage, Predicted
-from lightning_pipes.strategies.dynpipe.interference.features import FORMULA_AT, NAMES, Array, feature_table
-from lightning_pipes.strategies.dynpipe.interference.forest import Forest, train
+from lightning_pipes.strategies.dynpipe.interference.features import FORMULA_AT, Array, feature_table
+from lightning_pipes.strategies.dynpipe.interference.forest import Forest
 
 
 class Model(ABC):
@@ -45,7 +44,7 @@ class CorrectedFormula(Model):
     name: ClassVar[str] = "formula x forest"
 
     def fit(self, rows: Array, ratios: Array, seed: int = 0) -> Self:
-        self.forest = train(rows, np.log(ratios / formula_of(rows)), NAMES, seed=seed)
+        self.forest = Forest(rows, np.log(ratios / formula_of(rows)), seed=seed)
         return self
 
     def predict(self, rows: Array) -> Array:
@@ -75,7 +74,7 @@ class Predictor:
         spread: the maximum standard deviation of the trees' logarithms.
 
     Raises:
-        InputError: the forest has other columns.
+        InputError: `margin` or `spread` is below 0.
     """
 
     forest: Forest
@@ -83,23 +82,8 @@ class Predictor:
     spread: float = 0.5
 
     def __post_init__(self) -> None:
-        if self.forest.names != NAMES:
-            odd = [name for name in (*self.forest.names, *NAMES) if (name in self.forest.names) != (name in NAMES)]
-            raise InputError(
-                f"the forest is of other columns than this version has ({', '.join(odd) or 'in another order'}); train "
-                "another by `lightning-pipes interference`"
-            )
         for name in ("margin", "spread"):
             check_number(f"predictor: {name}", getattr(self, name), "0 or more", lambda x: x >= 0)
-
-    @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Read a forest that `Forest.save` wrote.
-
-        Raises:
-            InputError: the file does not exist, or it is not a forest of this version.
-        """
-        return cls(Forest.load(path))
 
     def predict(self, rows: Sequence[tuple[Mapping[str, float], HostedStage]]) -> Predicted:
         """Predict all rows in one call; see `planning.replanning.Interference`.

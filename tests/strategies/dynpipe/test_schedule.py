@@ -7,7 +7,8 @@ from lightning_pipes.ir import InputError, adapt_plan
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.planner import planner_of
 from lightning_pipes.strategies.dynpipe import DynPipe, DynPlanner
-from lightning_pipes.strategies.dynpipe.interference import Forest, Predictor
+from lightning_pipes.strategies.dynpipe.interference import Predictor
+from lightning_pipes.strategies.dynpipe.interference.dataset import Dataset
 from lightning_pipes.strategies.dynpipe.interference.features import NAMES
 from lightning_pipes.strategies.pipedream import PipeDream
 from lightning_pipes.testing.conformance import ScheduleConformance
@@ -55,15 +56,12 @@ def test_settings_that_make_no_sense_are_refused(settings, words):
 
 
 def test_a_predictor_is_read_from_its_file(tmp_path):
-    missing = str(tmp_path / "forest.npz")
+    missing = str(tmp_path / "missing.npz")
     with pytest.raises(InputError, match=re.escape(missing)):
         DynPipe(predictor=missing).make_planner()
     known = str(tmp_path / "known.npz")
-    n = len(NAMES)
-    zero, columns = np.zeros(1, np.int32), np.zeros(n)
-    children = np.zeros((1, 2), np.int32)
-    leaf = Forest(NAMES, zero, children, zero, np.zeros(1), zero, np.zeros(1), columns, columns, columns > 0)
-    leaf.save(known)
+    label = np.array(["a", "b"])
+    Dataset(np.ones((2, len(NAMES))), np.ones(2), label, label, np.arange(2)).save(known)
     planner = DynPipe(predictor=known).make_planner()
     assert isinstance(planner.predictor, Predictor)
-    assert planner.predictor is DynPipe(predictor=known).make_planner().predictor  # the file is read once
+    assert planner.predictor is DynPipe(predictor=known).make_planner().predictor  # trained once

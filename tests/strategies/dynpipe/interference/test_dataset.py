@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -71,18 +74,31 @@ def test_it_is_kept(data, tmp_path):
         np.testing.assert_array_equal(getattr(again, name), values)
 
 
+class Evil:
+    """An object that creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return (self.path.touch, ())
+
+
 def test_other_files(data, tmp_path):
     np.savez(tmp_path / "other.npz", names=np.array(["x"]))
     np.savez(tmp_path / "less.npz", names=np.array(NAMES), rows=data.rows)
     np.savez(tmp_path / "objects.npz", **{**vars(data), "names": np.array(NAMES), "stages": data.stages.astype(object)})
+    (tmp_path / "pickle.npz").write_bytes(pickle.dumps(Evil(tmp_path / "opened")))
     for name, message in {
         "other.npz": "other columns",
-        "less.npz": "can't be read as a dataset",
+        "less.npz": "can't be read as a dataset: .* Pass a file that `lightning-pipes interference`",
+        "pickle.npz": "can't be read as a dataset",
         "objects.npz": "can't be read as a dataset",
         "none.npz": "can't be read as a dataset",
     }.items():
         with pytest.raises(InputError, match=message):
             Dataset.load(tmp_path / name)
+    assert not (tmp_path / "opened").exists()
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,8 @@ import pytest
 
 from lightning_pipes.ir import InputError
 from lightning_pipes.planning.replanning import HostedStage, Interference
-from lightning_pipes.strategies.dynpipe.interference import Forest, Predictor
+from lightning_pipes.strategies.dynpipe.interference import Predictor
 from lightning_pipes.strategies.dynpipe.interference.features import NAMES, RUN, WAIT, feature_table, predict_by_formula
-from lightning_pipes.strategies.dynpipe.interference.forest import train
 from lightning_pipes.strategies.dynpipe.interference.predictor import CorrectedFormula
 from tests.cases import count_calls
 
@@ -89,19 +88,6 @@ def test_it_does_not_know(predictor):
     assert (len(nothing.ratios), len(nothing.known)) == (0, 0)
 
 
-def test_it_is_kept(predictor, tmp_path):
-    predictor.forest.save(tmp_path / "forest.npz")
-    again = Predictor.load(tmp_path / "forest.npz")
-    rows = [(device(wait=wait / 10), hosting()) for wait in range(10)]
-    assert again.predict(rows).ratios.tolist() == predictor.predict(rows).ratios.tolist()
-
-
-def test_a_forest_of_other_columns():
-    x = np.random.default_rng(0).normal(size=(20, 2))
-    with pytest.raises(InputError, match=r"other columns than this version has \(a, b, formula.ratio"):
-        Predictor(train(x, x[:, 0], ("a", "b"), trees=2))
-
-
 def test_bad_margins(predictor):
     with pytest.raises(InputError, match="spread must be 0 or more, got -1"):
         Predictor(predictor.forest, spread=-1)
@@ -123,5 +109,4 @@ def test_a_whole_re_plan_is_asked_at_once(predictor):
     calls = count_calls(lambda: found.append(predictor.predict(rows)))
     assert len(found[0].ratios) == len(rows)
     assert calls < 6 * len(rows), calls
-    assert isinstance(predictor.forest, Forest)
-    assert len(predictor.forest.roots) == 128
+    assert len(predictor.forest.model.estimators_) == 128
