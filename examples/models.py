@@ -155,3 +155,8 @@ class ResNetDigits(Task):
             *(Residual(channels) for _ in range(blocks)),
             nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(4 * channels, 10)),
         )
+
+
+def make_gpt() -> tuple[GPT, Tensor]:
+    """Return a GPT and an input, for `lightning-pipes profile model=examples.models:make_gpt`."""
+    return GPT(), torch.randint(256, (8, 128))

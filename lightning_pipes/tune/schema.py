@@ -296,9 +296,7 @@ class SimulateSettings(LayersSettings):
 class ProfileSettings:
     """Settings of `lightning-pipes profile`."""
 
-    model: Any = MISSING
-    data: Any = MISSING
-    factory: str | None = None
+    factory: str | None = None  # `model` is a group
     rows: Any = field(default_factory=lambda: [1, 2, 4, 8])
     repeats: int = 5
     device: str = "cpu"

@@ -36,9 +36,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
         progress("loading torch", 0.0)
         from lightning_pipes.tune.cli import subjects
 
-        subject = (
-            subjects.subject_from_factory(cfg.factory) if cfg.factory else subjects.subject_from_example(cfg, rows)
-        )
+        subject = subjects.subject_from_factory(cfg.factory or "")
         profile = subjects.profile_subject(
             subject, rows, cfg.device, cfg.threads, cfg.optimizer, cfg.split, cfg.repeats, progress
         )
@@ -83,10 +81,10 @@ def _text(profile: ModelProfile, rows: int) -> str:
     return f"{format_table(shown)}\n\nTimes are of {rows} rows, on {profile.device}."
 
 
-def _factory(override: str) -> str:
-    """Convert `model=package.module:factory` into Hydra's form."""
+def _translate_model_override(override: str) -> str:
+    """Convert `model=package.module:function` into Hydra's form."""
     name, _, value = override.partition("=")
-    return f"factory={value}" if name == "model" and ":" in value else override
+    return f"factory='{value}'" if name == "model" else override
 
 
 COMMAND = Command(
@@ -95,13 +93,12 @@ COMMAND = Command(
     "that `plan`, `simulate` and `report` read. A factory is called without arguments; it returns a LightningModule\n"
     "with an example_input_array, or a pair of a module (its largest nn.Sequential, or itself) and an example input.",
     [
-        "lightning-pipes profile model=gpt model.width=256",
-        "lightning-pipes profile model=mlp data=digits rows=[8,16,32] out=mlp.json",
-        "lightning-pipes profile model=my_package.my_module:make_model device=cuda",
+        "lightning-pipes profile model=examples.models:make_gpt",
+        "lightning-pipes profile model=my_package.my_module:make_model rows=[8,16,32] device=cuda out=mine.json",
         "lightning-pipes profile --clear",
     ],
     run,
     config="profile",
+    translate=_translate_model_override,
     flags={"--clear": ("", "remove the profiles that trainings have kept in this folder")},
-    translate=_factory,
 )

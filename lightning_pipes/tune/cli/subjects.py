@@ -11,7 +11,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from omegaconf import DictConfig
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
@@ -37,33 +36,6 @@ class Subject:
     example: Any
 
 
-def subject_from_example(cfg: DictConfig, rows: Sequence[int]) -> Subject:
-    """Return a model of examples/models.py with data of examples/data.py, according to their settings.
-
-    Args:
-        cfg: settings with the groups `model` and `data`.
-        rows: the numbers of samples to measure. The example contains the largest number.
-
-    Raises:
-        InputError: the examples are not installed, or the model cannot read the data.
-    """
-    folder = Path(__file__).resolve().parents[3] / "examples"
-    if not (folder / "models.py").exists():
-        raise InputError(
-            f"model={cfg.model.name} is a model of the examples, which are not installed here. Run the command in a "
-            "checkout of lightning_pipes, or specify your own function with model=package.module:factory"
-        )
-    sys.path.insert(0, str(folder))
-    train = import_module("train")
-    name = cfg.model.name
-    if train.READS[name] != cfg.data.name:
-        raise InputError(f"model={name} can't read data={cfg.data.name}: use data={train.READS[name]}")
-    module = _instantiate(train.MODELS, cfg.model)
-    data = _instantiate(train.DATA, cfg.data, batch_size=max(rows))
-    data.setup("fit")
-    return _subject(module, next(iter(data.train_dataloader()))[0], f"model={name}")
-
-
 def subject_from_factory(path: str) -> Subject:
     """Return the model that `package.module:factory` returns. The current directory is searched for the package, too.
 
@@ -71,15 +43,22 @@ def subject_from_factory(path: str) -> Subject:
         path: the path of the factory.
 
     Raises:
-        InputError: there is no such function, the function raises an error, or it does not return layers and an
-            example.
+        InputError: the path has another form, there is no such function, the function raises an error, or it does not
+            return layers and an example.
     """
     sys.path.insert(0, str(Path.cwd()))
     where, _, name = path.partition(":")
+    if not where or not name:
+        raise InputError(
+            f"model={path} is not the path of a function. Pass package.module:function, as in "
+            "model=examples.models:make_gpt; the function returns a LightningModule, or a module and an example input"
+        )
     try:
         factory = getattr(import_module(where), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise InputError(f"model={path}: {error}") from error
+        raise InputError(
+            f"model={path}: {error}. Pass package.module:function; the package is searched in this folder, too"
+        ) from error
     if not callable(factory):
         raise InputError(f"model={path} is {short_repr(factory)}, and must be a function that makes a model")
     try:
@@ -162,15 +141,6 @@ def _subject(module: nn.Module, example: Any, what: str) -> Subject:
             "be measured one by one"
         )
     raise InputError(f"{what} gave a {type(module).__name__}; an nn.Sequential or a LightningModule is needed")
-
-
-def _instantiate(kinds: Mapping[str, Any], settings: DictConfig, **more: Any) -> Any:
-    given = {str(key): value for key, value in settings.items()} | more
-    name = given.pop("name")
-    try:
-        return kinds[name](**given)
-    except (RuntimeError, TypeError, ValueError) as error:  # such as a width below 0
-        raise InputError(f"{name} can't be made with {short_repr(given)}: {error}") from error
 
 
 def _rows(example: Any, rows: int, device: torch.device) -> Any:

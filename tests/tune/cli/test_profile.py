@@ -35,10 +35,15 @@ class TestProfile:
         assert made.has_split
         assert made.seconds(Kind.W, 0, 3) > 0
 
-    def test_an_example_by_its_name(self, say: Say, tmp_path: Path) -> None:
-        settings = ("model=mlp", "data=digits", "model.width=16", "rows=4", "repeats=1")
+    def test_a_model_of_the_examples(self, say: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(ROOT)
+        settings = ("model=examples.models:make_gpt", "rows=2", "repeats=1")
         told = found(say, "profile", *settings, f"out={tmp_path / 'p.json'}")
-        assert len(told["layers"]) == 7
+        assert [each["name"] for each in told["layers"]] == [
+            "0 Embedding",
+            *(f"{n} Block" for n in range(1, 5)),
+            "5 Sequential",
+        ]
 
     @pytest.mark.parametrize(
         ("arguments", "said"),
@@ -47,7 +52,10 @@ class TestProfile:
             (["model=tests.tune.factories:no_example"], "model=tests.tune.factories:no_example: the input of"),
             (["model=tests.tune.factories:absent"], "model=tests.tune.factories:absent: module"),
             (["model=nowhere.at_all:f"], "model=nowhere.at_all:f: No module named 'nowhere'"),
-            (["model=gpt", "data=digits"], "model=gpt can't read data=digits: use data=stdlib"),
+            (["model=gpt"], "model=gpt is not the path of a function. Pass package.module:function, as in"),
+            (["model=gpt:"], "model=gpt: is not the path of a function. Pass package.module:function, as in"),
+            (["model=:make"], "model=:make is not the path of a function. Pass package.module:function, as in"),
+            ([], "model= is not the path of a function. Pass package.module:function, as in"),
             (["model=tests.tune.factories:Lit", "device=gpu9"], "device=gpu9 can't be used here:"),
             (["model=tests.tune.factories:Lit", "optimizer=Adm"], "optimizer=Adm: torch.optim has no such optimizer"),
             (["model=tests.tune.factories:Lit", "rows=[0]"], "rows=[0]: needs a number from 1 to"),
