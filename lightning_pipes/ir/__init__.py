@@ -35,17 +35,16 @@ from lightning_pipes.ir.instruction import (
     send_of,
     target_stage,
 )
-from lightning_pipes.ir.lowering import (
+from lightning_pipes.ir.lowering import batch_instructions, lower
+from lightning_pipes.ir.passes import (
     Concat,
     CostKey,
     Pass,
-    batch_instructions,
     cost_classes,
     cost_key,
     count_concatenated,
     graph_spans,
     layer_passes,
-    lower,
 )
 from lightning_pipes.ir.plan import MAX_FORWARDS, MAX_MICROBATCHES, MAX_STAGES, Cut, Plan
 from lightning_pipes.ir.program import Program

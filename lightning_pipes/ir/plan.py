@@ -184,7 +184,7 @@ class Plan:
         whole_forward: for each stage, whether each forward runs in one piece even if the backward is cut more finely.
             Such a stage keeps its input, and each backward runs the forward of its own samples again. On other stages,
             the forward runs in one piece for each backward that its samples belong to. If empty, no stage does this.
-            See `ir.lowering`.
+            See `ir.passes`.
         replicas: for each stage, all of its ranks, if stages have several ranks and share out the samples among them.
             The first rank is the one in `ranks`. `Cut.replicas` specifies which of them computes a span. If empty, each
             stage has one rank.

@@ -17,7 +17,7 @@ from lightning_pipes.engine.compute.rng import AFTER_LAYERS, BEFORE_LAYERS
 from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.ir import F, Kind, PipelineError, Plan, Policy, Schedule, Span
-from lightning_pipes.ir.lowering import run_spans
+from lightning_pipes.ir.passes import run_spans
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.data.batches import checksum_batch
 from lightning_pipes.trainer.loop.run import PipelineRun, StageListener
