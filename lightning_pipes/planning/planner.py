@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal, Protocol, get_args, runtime_checkable
 
 from lightning_pipes.cost import CostModel, Deployment, ModelProfile
 from lightning_pipes.ir import Cut, Plan, PlanError, Policy, Schedule, Span, adapt_plan
@@ -170,10 +170,21 @@ class Planner(ABC):
         """Return the largest number of samples that a micro-batch may have in a batch of `rows` samples."""
         return max(self.profile_sizes(rows, stages, microbatches))
 
+    def replan(self, plan: Plan, problem: Problem) -> Plan | None:
+        """Return another plan for batches of the same size, based on observations of the run; None to keep `plan`.
+
+        Layers may be in other stages than in `plan`; they move before the next batch. Stages stay on their ranks.
+        """
+        return None
+
+
+@runtime_checkable
+class MemoryGuardingPlanner(Protocol):
+    """A planner that reacts before a batch if devices run short of memory."""
+
     @property
     def guards_memory(self) -> bool:
-        """Whether `should_serialize` and `reduce_memory` are called before every batch."""
-        return False
+        """Whether the other methods are called before every batch."""
 
     def should_serialize(self, free: Sequence[FreeBytes], serialized: bool) -> bool:
         """Return whether batches should run one at a time for now. This applies to schedules that do not flush.
@@ -182,7 +193,6 @@ class Planner(ABC):
             free: the free bytes before each of the last batches, the oldest first.
             serialized: the result before the last batch.
         """
-        return serialized
 
     def reduce_memory(self, plan: Plan, problem: Problem, free: FreeBytes) -> Plan | None:
         """Return a plan that needs less memory on devices that run short of it, even if batches take longer.
@@ -190,14 +200,11 @@ class Planner(ABC):
         The result is None to keep `plan`. This method is called if running batches one at a time has not freed enough
         memory.
         """
-        return None
 
-    def replan(self, plan: Plan, problem: Problem) -> Plan | None:
-        """Return another plan for batches of the same size, based on observations of the run; None to keep `plan`.
 
-        Layers may be in other stages than in `plan`; they move before the next batch. Stages stay on their ranks.
-        """
-        return None
+@runtime_checkable
+class ShareBalancingPlanner(Protocol):
+    """A planner that divides samples among the ranks of a stage by their measured speed."""
 
     def balance_shares(self, plan: Plan, problem: Problem) -> Seconds | None:
         """Return the seconds of a sample on each rank of each stage to compute new shares, or None to keep the shares.
@@ -205,7 +212,6 @@ class Planner(ABC):
         The shares of samples are inversely proportional to these seconds; see `ir.replication.share_rows`. This method
         is called instead of `replan` if stages have several ranks.
         """
-        return None
 
 
 class EvenPlanner(Planner):

@@ -12,7 +12,15 @@ from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import Plan, PlanError, Policy, Program, Schedule, Span, adapt_plan, verify
 from lightning_pipes.ir.replication import Seconds, list_shares, replicate_plan, replicate_program
 from lightning_pipes.planning.partition import even_partition, partition_at
-from lightning_pipes.planning.planner import MICROBATCHES_PER_STAGE, Planner, Problem, planner_of, solve_plan
+from lightning_pipes.planning.planner import (
+    MICROBATCHES_PER_STAGE,
+    MemoryGuardingPlanner,
+    Planner,
+    Problem,
+    ShareBalancingPlanner,
+    planner_of,
+    solve_plan,
+)
 from lightning_pipes.planning.replanning import MAX_OBSERVATIONS, FreeBytes, Observation
 from lightning_pipes.sim import simulate
 
@@ -48,7 +56,10 @@ class Plans:
         self._problem = replace(problem, least=max(problem.least, least))  # each rank needs one if batches overlap
         self._seconds = seconds
         self._replanner = replanner
-        self._asked = replanner or planner_of(problem.schedule)
+        self._asked = asked = replanner or planner_of(problem.schedule)
+        self._guard: MemoryGuardingPlanner | None = None
+        if isinstance(asked, MemoryGuardingPlanner) and asked.guards_memory and not degrees:
+            self._guard = asked
         self._ranks = problem.schedule.place_stages(problem.ranks)
         self.schedule = problem.schedule
         self._made: dict[int, tuple[Plan, Program | Policy]] = {}
@@ -164,11 +175,11 @@ class Plans:
     @property
     def guards_memory(self) -> bool:
         """Whether the planner needs the free bytes of all ranks before every batch."""
-        return not self._degrees and self._asked.guards_memory
+        return self._guard is not None
 
     def should_serialize_batches(self, free: Sequence[FreeBytes], serialized: bool) -> bool:
         """Return whether batches that could overlap should run one after the other for now."""
-        return self._asked.should_serialize(free, serialized)
+        return self._guard is not None and self._guard.should_serialize(free, serialized)
 
     def reduce_memory(self, rows: int, observations: tuple[Observation, ...], free: FreeBytes) -> Plans:
         """Return plans in which layers leave devices that are short of memory, or these plans if no layer has to move.
@@ -179,9 +190,8 @@ class Plans:
             free: the free bytes of all ranks.
         """
         plan, _ = self.for_rows(rows)
-        found = self._asked.reduce_memory(
-            plan, replace(self._problem, rows=rows, layers=plan.layers, observations=observations), free
-        )
+        now = replace(self._problem, rows=rows, layers=plan.layers, observations=observations)
+        found = None if self._guard is None else self._guard.reduce_memory(plan, now, free)
         return (
             self if found is None else self._remember(self.for_schedule(self.schedule, given=found), plan, observations)
         )
@@ -211,7 +221,7 @@ class Plans:
 
     def _share_anew(self, plan: Plan, now: Problem) -> Plans:
         """Return plans with shares of samples according to the measured speed of ranks, or these plans."""
-        seconds = self._asked.balance_shares(plan, now)
+        seconds = self._asked.balance_shares(plan, now) if isinstance(self._asked, ShareBalancingPlanner) else None
         if seconds is None:
             return self
         made = Plans(self._problem, self._replanner, self._degrees, seconds)
