@@ -374,6 +374,11 @@ class Engine:
         return self._rank
 
     @property
+    def shares_rank(self) -> bool:
+        """Whether engines of other trainings may run on this rank until a window of this engine has ended."""
+        return self._turns is not None
+
+    @property
     def is_training(self) -> bool:
         """Whether a window is open that also runs backwards."""
         return self._window is not None and self._window.training

@@ -42,7 +42,7 @@ def set_state(generator: Any, state: Any) -> None:
 
 @contextmanager
 def keep_unchanged(
-    root: nn.Module, skip: nn.Module | None = None, weights: bool = True
+    root: nn.Module, skip: nn.Module | None = None, weights: bool = True, moves: bool = False
 ) -> Iterator[list[nn.Parameter]]:
     """Restore a module, and the objects that can be reached from it, after the block.
 
@@ -58,6 +58,9 @@ def keep_unchanged(
         root: the module.
         skip: a submodule that the block does not run, and that is not restored.
         weights: whether to copy the weights on the CPU.
+        moves: whether weights and buffers may get other memory in the block, like those of a sibling of a job array
+            while other siblings compute. They keep the other memory, because the memory from before the block may
+            already have another content.
 
     Yields:
         a list to which parameters whose values have changed in the block are added when the block has ended.
@@ -75,6 +78,9 @@ def keep_unchanged(
     kept += [(p, _content(p)) for p in own if not is_distributed(p)]  # the scales of quantized weights are there
     states = [(generator, state_of(generator)) for generator in _generators(things.values())]
     tensors = {id(t): (t, _copy(t)) for thing in things.values() for t in _tensors(thing)}
+    buffers = _moving_buffers(root, skipped) if moves else []
+    for table, name, _ in buffers:
+        tensors.pop(id(table[name]), None)
     for parameter, *_ in parameters:
         parameter.grad = None
     changed: list[nn.Parameter] = []
@@ -82,15 +88,21 @@ def keep_unchanged(
         with alone():  # other replicas may not run the block
             yield changed
     finally:
+        moved = [table.get(name) for table, name, _ in buffers]
         for thing, content in kept:
             _put_back(thing, content)
         for generator, state in states:
             set_state(generator, state)
         with torch.no_grad():
             for parameter, data, grad, before in parameters:
-                parameter.data, parameter.grad = data, grad
-                if _write(data, before):
+                if not moves:
+                    parameter.data = data
+                parameter.grad = grad
+                if _write(parameter.data, before):
                     changed.append(parameter)
+            for (table, name, buffer), now in zip(buffers, moved, strict=True):
+                table[name] = buffer if now is None or now.shape != buffer.shape else now
+                _write(table[name], buffer)
             for tensor, before in tensors.values():
                 _write(tensor.detach(), before)
 
@@ -132,6 +144,19 @@ def _tensors(thing: Any) -> Iterable[torch.Tensor]:
     for _, entry in list_entries(thing):
         inside = [part for _, part in list_entries(entry)] if isinstance(entry, CONTAINERS) else [entry]
         yield from (t for t in inside if isinstance(t, torch.Tensor) and not isinstance(t, nn.Parameter))
+
+
+def _moving_buffers(
+    root: nn.Module, skipped: set[nn.Module]
+) -> list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]]:
+    """Return the buffers of a module, each as the dict that holds it, its name there, and a copy of it."""
+    found = (
+        (part._buffers, name, buffer)
+        for part in root.modules()
+        if part not in skipped
+        for name, buffer in part._buffers.items()
+    )
+    return [(table, name, copied) for table, name, b in found if b is not None and (copied := _copy(b)) is not None]
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor | None:

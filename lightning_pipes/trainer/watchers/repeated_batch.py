@@ -204,7 +204,8 @@ class RepeatedBatch:
     @contextmanager
     def _without_trace(self, attempt: int | None) -> Iterator[None]:
         module, parameters = self._run.cut.module, self._run.local_layers.parameters
-        with trimmed_heap(), keep_unchanged(module, weights=False), without_hooks(parameters):
+        kept = keep_unchanged(module, weights=False, moves=self._run.engine.shares_rank)
+        with trimmed_heap(), kept, without_hooks(parameters):
             for part in module.modules():  # `keep_unchanged` restores the mode
                 if isinstance(part, BatchNorm) or is_spectral_norm(part):
                     part.training = False

@@ -102,7 +102,7 @@ class WholeBatchValues(Watcher):
             leaves_values=not evaluate,
         )
         mode = evaluation_mode(module) if evaluate else nullcontext()
-        with trimmed_heap(), keep_unchanged(module, weights=False), mode:
+        with trimmed_heap(), keep_unchanged(module, weights=False, moves=run.engine.shares_rank), mode:
             run.engine.evaluate(Item(step.number, step.rows, whole, training=False), parts)
         return whole
 
