@@ -236,6 +236,9 @@ _BYTES_ACKED = 120
 class SocketQueues:
     """The send queues of all TCP connections of this process, including the private connections of gloo.
 
+    Gloo completes a send as soon as the kernel has taken its bytes, which takes the same time for a receiver that is
+    stopped. Therefore, only the queues of the kernel show whether a message still waits for the network.
+
     On systems other than Linux, no connections are found, and all counts are 0.
     """
 

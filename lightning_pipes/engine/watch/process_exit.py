@@ -58,7 +58,8 @@ def leak_until_exit(things: Iterable[object]) -> None:
     """Keep objects alive until the process has ended, so that their destructors do not run.
 
     The interpreter still shuts down in order, with its output and exit status. With the GNU C library, the process then
-    ends immediately. On other systems, it does not wait for threads of these objects either.
+    ends immediately. On other systems, it does not wait for threads of these objects either. An exit handler of Python
+    could not end the process, because it does not know the exit status.
 
     Args:
         things: the objects, such as process groups.
