@@ -336,3 +336,37 @@ def test_a_supernet_learns_on_an_ordinary_trainer() -> None:
     best = max(tried, key=lambda t: t.worth)
     assert best.accuracy > 0.7
     assert best.cost == sum(p.numel() for p in net.extract_subnet(best.choices).parameters())
+
+
+def check_tutorial(found: subprocess.CompletedProcess[str], out: Path) -> None:
+    """Check that the script of a tutorial has saved a picture. It ends with an error if `verify` finds a difference."""
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert f"picture {out / 'timeline.png'}" in found.stdout
+    assert (out / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_from_ddp(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    short = ["--width", "16", "--depth", "4", "--epochs", "1", "--out", str(out)]
+    found = run_in_ranks("from_ddp.py", tmp_path, "pipeline", "--verify", "2", *short)
+    check_tutorial(found, out)
+
+
+def test_unet(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    found = run_in_ranks("unet.py", tmp_path, "--channels", "4", "--epochs", "1", "--out", str(out))
+    check_tutorial(found, out)
+
+
+def test_lora(tmp_path: Path) -> None:
+    """Check that rank 0 saves the adapters of all stages."""
+    pytest.importorskip("peft")
+    from safetensors.torch import load_file
+
+    out = tmp_path / "out"
+    short = ["--layers", "2", "--width", "16", "--windows", "96", "--out", str(out)]
+    found = run_in_ranks("lora.py", tmp_path, *short)
+    check_tutorial(found, out)
+    saved = load_file(out / "adapter_model.safetensors")
+    assert len(saved) == 2 * 2 * 2  # layers, projections, and the two matrices of each
+    assert all(bool(value.any()) for value in saved.values())  # all have been trained
