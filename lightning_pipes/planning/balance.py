@@ -46,6 +46,10 @@ class BalancedPlanner(Planner):
     inner: Planner
     wants_profile: ClassVar[bool] = True
 
+    @property
+    def may_cut_unequally(self) -> bool:
+        return self.inner.may_cut_unequally
+
     def plan(self, problem: Problem) -> Plan:
         return self.solve(problem).plan
 

@@ -108,6 +108,11 @@ class Planner(ABC):
         """Whether the user has chosen how a batch is cut, so that the number of micro-batches is not open."""
         return False
 
+    @property
+    def may_cut_unequally(self) -> bool:
+        """Whether the planner may cut a batch differently on different stages or links if there is a profile."""
+        return False
+
     @abstractmethod
     def plan(self, problem: Problem) -> Plan:
         """Return the plan of the batch on the ranks where the schedule places its stages.

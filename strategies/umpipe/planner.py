@@ -139,6 +139,10 @@ class UnequalPlanner(Planner):
     def user_chose_microbatches(self) -> bool:
         return self.given is not None
 
+    @property
+    def may_cut_unequally(self) -> bool:
+        return self.given is None
+
     def plan(self, problem: Problem) -> Plan:
         even = EvenPlanner().plan(problem)
         if self.given is not None:

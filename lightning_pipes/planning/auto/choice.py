@@ -96,7 +96,9 @@ def list_options(
                     yield Option(schedule, m, again, None, math.inf, why_not=str(error), too_large=too_large)
                     continue
                 more = 1.0 if iterations is None else iterations(max(plan.versions)) / iterations(1)
-                is_unequal = any(len(cut.distinct_spans) > 1 for cut in plan.jobs)
+                # its planner may cut batches of other sizes unequally, or this batch after some steps
+                is_unequal = planner_of(schedule).may_cut_unequally
+                is_unequal = is_unequal or any(len(cut.distinct_spans) > 1 for cut in plan.jobs)
                 unequal = UNEQUAL_CUTS if equal_cuts and is_unequal else ""
                 why_not = unequal or _impossible(profile, plan) or ("" if math.isfinite(more) else NEVER)
                 too_large = not why_not and schedules is None and _is_slow(schedule, plan)
@@ -136,7 +138,7 @@ class Option:
 
     Attributes:
         schedule: the schedule with its settings.
-        microbatches: the number of micro-batches of a batch.
+        microbatches: the number of micro-batches of a batch, or the largest one if stages or links have different numbers.
         recompute: whether stages keep only their input between forward and backward.
         plan: the plan without layers; None if the schedule has no such plan.
         bound: a lower bound of the seconds of a step, for every partition.
@@ -168,7 +170,7 @@ class Option:
         cls, schedule: Schedule | Policy, plan: Plan, bound: float, why_not: str = "", too_large: bool = False
     ) -> Option:
         """Return the option of a plan, before anything is simulated."""
-        microbatches = len(plan.spans(Kind.F, 0))
+        microbatches = max(len(spans) for cut in plan.jobs for spans in cut.distinct_spans)
         return cls(schedule, microbatches, any(plan.recompute), plan, bound, why_not=why_not, too_large=too_large)
 
     @property

@@ -306,6 +306,10 @@ class AutoPlanner(Planner):
     equal_cuts: bool = False
     wants_profile: ClassVar[bool] = True
 
+    @property
+    def may_cut_unequally(self) -> bool:
+        return not self.equal_cuts
+
     def plan(self, problem: Problem) -> Plan:
         return self._solved(problem, [problem.schedule]).plan
 

@@ -193,6 +193,11 @@ class RunRequest:
         return (self.replanner or planner_of(self.schedule)).wants_profile
 
     @property
+    def may_cut_unequally(self) -> bool:
+        """Whether stages and links may cut a batch differently, according to the times of the layers."""
+        return self.needs_profile and self.planner.may_cut_unequally
+
+    @property
     def splits_backward(self) -> bool:
         """Whether the two parts of backwards must also be measured."""
         return self.chooses or self.schedule.splits_backward or self.schedule.tunes_online

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -44,6 +45,8 @@ from lightning_pipes.trainer.setup.module_setup import SetupContext
 from lightning_pipes.trainer.setup.unit_recorder import UnitRecorder
 from lightning_pipes.trainer.weights.spread import SPREAD
 
+_log = logging.getLogger(__name__)
+
 PARTS = 8
 """The number of parts per stage if units may move between ranks."""
 
@@ -65,6 +68,9 @@ class LayoutChoice:
         pieces: the units of each stage with their costs, for reports.
         profile: the measured profile of the parts, if they may move or the schedule is chosen.
         description: a description of the borders of the stages. Empty if no step was recorded.
+        plans_cuts: whether a planner may cut a batch differently on stages and links, according to the profile.
+        crossing_rows: cuts and joins the values between parts if a planner may do this; None if all stages and links
+            have to cut a batch equally.
 
     Raises:
         PlanError: the requested borders are not possible.
@@ -82,6 +88,8 @@ class LayoutChoice:
         self.pieces: tuple[Piece, ...] = ()
         self.profile: ModelProfile | None = None
         self.description = ""
+        self.plans_cuts = request.may_cut_unequally and not self._settings.degrees
+        self.crossing_rows: CrossingRows | None = None
         self.layout = self._lay_units(request, stages)
 
     def _lay_units(self, request: RunRequest, stages: int) -> UnitLayout:
@@ -107,7 +115,7 @@ class LayoutChoice:
         starts, end = self._choose_starts(record, borders, request, stages)
         self.pieces = borders.list_pieces(starts)
         self.description = self._describe_cut(record, borders, starts, "time" if seconds else "operations")
-        if self._moves_parts or (request.chooses and end is None):
+        if self._moves_parts or (self.plans_cuts and end is None):
             return self._lay_parts(record, borders, starts, costs)
         if end is None:
             return UnitLayout.from_record(*self._recorder.merge(record, starts))
@@ -175,8 +183,12 @@ class LayoutChoice:
         """
         finer = borders.choose(min(PARTS * len(starts), borders.count_possible() + 1))
         parts = tuple(sorted({*starts, *finer}))
+        merged, found = self._recorder.merge(record, parts)
+        layout = UnitLayout.from_record(merged, found)
+        if self.plans_cuts and costs:
+            kept = self._choose_crossings(layout, [parts.index(start) for start in starts])
+            parts, layout = tuple(parts[n] for n in kept), UnitLayout.from_record(merged, tuple(found[n] for n in kept))
         self.starts = tuple(parts.index(start) for start in starts)
-        layout = UnitLayout.from_record(*self._recorder.merge(record, parts))
         if costs:
             self.profile = self._make_profile(borders, parts, costs, layout)
         elif self._request.chooses:
@@ -184,11 +196,35 @@ class LayoutChoice:
                 f"schedule='auto' takes {self._request.schedule.name!r}, because the times of units of "
                 f"{type(self._module).__name__} are unknown"
             )
-        else:
+        elif self._moves_parts:
             rank_zero_info(
                 f"Units of {type(self._module).__name__} stay on their stages, because their times are unknown"
             )
         return layout
+
+    def _choose_crossings(self, layout: UnitLayout, starts: Sequence[int]) -> Sequence[int]:
+        """Return the numbers of the parts in front of which a stage may begin.
+
+        If stages may begin at `starts` with other micro-batches than the stages before them, parts are left out in
+        front of which a value cannot be cut, such as a loss. Otherwise, all stages and links have to cut a batch
+        equally, and no part is left out.
+
+        Args:
+            layout: the layout with all parts.
+            starts: the part with which each stage begins until a planner has chosen other borders.
+        """
+        every, name = range(layout.n_parts), AUTO if self._request.chooses else self._request.schedule.name
+        try:
+            rows, refused = self._trace_crossings(layout, name)
+        except PlanError as error:
+            _log.debug("setup: all stages and links cut a batch equally: %s", error)
+            return every
+        for start in starts:
+            if start - 1 in refused:
+                _log.debug("setup: all stages and links cut a batch equally: %s", refused[start - 1])
+                return every
+        self.crossing_rows = rows
+        return [number for number in every if number - 1 not in refused]
 
     def _lay_layers(self, request: RunRequest, stages: int) -> UnitLayout:
         """Return a layout with the layers that batches name as its parts, and determine the borders of the stages.
@@ -367,27 +403,60 @@ class LayoutChoice:
         return UnitLayout((0,) * parts, (), atomic, drawing, placed, clones=True)
 
     def find_crossing_rows(self, schedule: str) -> CrossingRows:
-        """Return an object that cuts and joins the values between stages. This method is collective.
+        """Return an object that cuts and joins the values between parts. This method is collective.
 
         Args:
             schedule: the name of the schedule, for the error message.
 
         Raises:
             PlanError: the places of samples in these values are unknown.
+            PipelineError: a value between parts depends on samples and has no axis for them.
+        """
+        rows, refused = self._trace_crossings(self.layout, schedule)
+        for error in refused.values():
+            raise error
+        return rows
+
+    def _trace_crossings(self, layout: UnitLayout, schedule: str) -> tuple[CrossingRows, dict[int, PipelineError]]:
+        """Return an object that cuts and joins the values between parts, and the errors about values that it can't cut.
+
+        The errors have the numbers of the parts that send these values. This method is collective.
+
+        Raises:
+            PlanError: the places of samples in the values are unknown.
         """
         why = "weights are on meta, so no values can be compared" if self._recorder.fake is not None else ""
         if not why and self._recorder.compared_batch is None:
             why = "the data provide no samples to compare before training"
-        units = [] if why else self._recorder.trace_samples(self.layout.atomic)
+        units = [] if why else self._recorder.trace_samples(layout.atomic)
         found: list[list[UnitAxes]] = self._ranks.control.all_gather(units)
-        if all(found):
-            return CrossingRows(found[0])
-        raise PlanError(
-            f"Schedule {schedule!r} cuts a batch differently on different stages, ranks or links, but the axes of "
-            f"samples in the values between the stages of {type(self._module).__name__}, which is cut by units, are "
-            f"unknown: {why or 'training_step fails with parts of a batch'}. Use the same number of micro-batches "
-            "everywhere, as with schedule '1f1b', or put the layers into one nn.Sequential"
-        )
+        if not all(found):
+            raise PlanError(
+                f"Schedule {schedule!r} cuts a batch differently on different stages, ranks or links, but the axes of "
+                f"samples in the values between the stages of {type(self._module).__name__}, which is cut by units, "
+                f"are unknown: {why or 'training_step fails with parts of a batch'}. Use the same number of "
+                "micro-batches everywhere, as with schedule '1f1b', or put the layers into one nn.Sequential"
+            )
+        rows = CrossingRows(found[0])
+        of_ranks = self._ranks.control.all_gather(self._refuse_crossings(layout, rows))
+        return rows, {number: error for refused in of_ranks for number, error in refused.items()}
+
+    def _refuse_crossings(self, layout: UnitLayout, rows: CrossingRows) -> dict[int, PipelineError]:
+        """Return the errors about values between parts that cannot be cut, by the number of the part that sends them.
+
+        The step runs part by part, so that it holds the same values at each border as on stages.
+        """
+        module, batch, crossing, refused = self._module, self._recorder.compared_batch, None, dict[int, PipelineError]()
+        step, arguments = named_step(module, "training_step"), self._recorder.step_arguments()
+        for number in range(layout.n_parts - 1):
+            lazy = LazyStep(module, layout, number, self._ranks.device)
+            run = partial(lazy.run, step, copy_batch(batch), arguments, crossing, rows=rows_of(batch))
+            try:
+                crossing = self._recorder.run_without_trace(True, run)
+                rows.leave(crossing, number)
+            except PipelineError as error:
+                refused[number] = error
+        return refused
 
 
 def _table(values: Mapping[int, float]) -> Table:

@@ -69,7 +69,7 @@ class UnitRecorder:
     Attributes:
         step: the name of the step to record.
         fake: runs steps without values if weights are on `meta`, or None.
-        batch_rows: the number of samples of a batch of the run, if the schedule is chosen.
+        batch_rows: the number of samples of a batch of the run.
         compared_batch: a batch whose loss is compared with the losses of its parts, or None if nothing is compared.
         loss_warning: the reason why training with micro-batches differs from training with one process, or an empty
             text.
@@ -150,7 +150,7 @@ class UnitRecorder:
             self.batch_rows = rows_of(batch, request.microbatches != 1)
             return batch
         rows = self.batch_rows = batch_rows(data, streams=True)
-        if request.chooses:
+        if request.may_cut_unequally:
             return example_batch(data, request.sample_rows(rows, self._ranks.grid.n_planned))
         return example_batch(data, max(-(-rows // min(rows, request.microbatches or 2 * stages)), 1))
 
@@ -245,13 +245,13 @@ class UnitRecorder:
     def measure(self, record: StepRecord, request: RunRequest) -> dict[int, UnitCosts]:
         """Return the costs of all units by the number of samples, or an empty dict if the step cannot be measured.
 
-        To choose a schedule, the step is measured with several numbers of samples, because times are not proportional
-        to them.
+        To choose a schedule or the micro-batches of each stage, the step is measured with several numbers of samples,
+        because times are not proportional to them.
         """
         rows, sizes = self.recorded_rows, {self.recorded_rows}
         if self.fake is not None:  # the cost of a unit is estimated from its operations
             return {}
-        if request.chooses:
+        if request.may_cut_unequally:
             wanted = request.microbatch_rows(self.batch_rows, self._ranks.grid.n_planned)
             sizes |= {size for size in wanted if size < rows}
         found: dict[int, UnitCosts] = {}

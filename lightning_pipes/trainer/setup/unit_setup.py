@@ -139,35 +139,45 @@ class UnitSetup(ModuleSetup):
         least = LEAST_FOR_STATISTICS if batch_statistics(self._module) else 1
         partition = PARAMETERS if len(self._choice.starts) == 1 else list(self._choice.starts[1:])
         decision = replace(request, partition=partition).unmeasured([1] * parts, ranks, least, degrees)
-        decision = replace(decision, profile=self._choice.profile)
-        if request.chooses and self.end is None and self._choice.profile is not None:
-            decision = self._choose_schedule(request, decision, self._choice.profile)
-            request = replace(request, schedule=decision.schedule)
-        (cut,) = decision.plans(degrees=degrees).for_rows(MANY_ROWS)[0].jobs
-        if len(cut.distinct_spans) > 1 and self._choice.layout.names:
-            self._crossing_rows = self._choice.find_crossing_rows(request.schedule.name)
-        if planner_of(request.schedule).wants_profile and not self._moves_parts:
-            rank_zero_info(
-                f"schedule {request.schedule.name!r} cuts a batch alike for all stages, because "
-                f"{type(self._module).__name__} is cut by units"
-            )
+        profile = self._choice.profile
+        if self._choice.plans_cuts and self.end is None and profile is not None:
+            decision = self._plan_by_profile(request, decision, profile)
+        else:
+            decision = replace(decision, profile=profile)
+            (cut,) = decision.plans(degrees=degrees).for_rows(MANY_ROWS)[0].jobs
+            if len(cut.distinct_spans) > 1 and self._choice.layout.names:
+                self._crossing_rows = self._choice.find_crossing_rows(request.schedule.name)
         decision = replace(decision, pieces=self._choice.pieces)
         return self._context.connections.agree_on_decision(self._module, decision, lambda: decision)
 
-    def _choose_schedule(self, request: RunRequest, plain: Decision, profile: ModelProfile) -> Decision:
-        """Choose the schedule, the micro-batches, recomputation and the cut from the profile of the parts.
+    def _plan_by_profile(self, request: RunRequest, plain: Decision, profile: ModelProfile) -> Decision:
+        """Choose the cut, the micro-batches and, if requested, the schedule and recomputation from a profile.
+
+        Stages and links may cut a batch differently if the values between parts have an axis of samples.
+
+        Args:
+            request: the completed request of the user.
+            plain: the decision without measurements, which cuts a batch equally.
+            profile: the profile of the parts.
 
         Raises:
-            PlanError: no schedule fits into memory.
+            PlanError: a schedule is to be chosen, and none fits into memory.
         """
+        rows = self._choice.crossing_rows
+        if rows is None and not request.chooses:
+            return plain
+        request = replace(request, equal_cuts=rows is None)
         planner = ProfilePlanner(self._ranks, self._settings.transport)
         deployment = planner.make_deployment(plain, [1.0] * self._ranks.control.size)
-        request = replace(request, partition=AUTO, equal_cuts=True)
         try:
             made = planner.plan(request, plain, profile, self._recorder.batch_rows, deployment)
         except PlanError as error:
-            raise PlanError(f"schedule='auto': {error}") from None
+            if request.chooses:
+                raise PlanError(f"schedule='auto': {error}") from None
+            rank_zero_info(f"Schedule {request.schedule.name!r} cuts a batch equally on all stages and links: {error}")
+            return plain
         rank_zero_info("\n".join(filter(None, [made.table, made.why, made.cut_reason])))
+        self._crossing_rows = rows if planner_of(made.schedule).may_cut_unequally else None
         return made
 
     def index_parameters(self, holdings: Holdings) -> None:

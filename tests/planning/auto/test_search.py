@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_pipes.cost import Cluster, Deployment, Device
+from lightning_pipes.cost import Cluster, Deployment, Device, LayerProfile, ModelProfile
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.auto import AutoPlanner, choice, choose_option
 from lightning_pipes.planning.planner import Problem, solve_plan
@@ -45,6 +45,21 @@ def test_the_problem_of_a_solution_has_its_plan() -> None:
     assert solve_plan(found.problem) == found.plan
 
 
+def test_the_problem_of_a_solution_with_unequal_micro_batches_has_its_plan() -> None:
+    """Check that the number of micro-batches of the first stage, which is the smallest one here, limits no others."""
+
+    def layer(name: str, seconds: float, of_sample: float) -> LayerProfile:
+        forward = (0, 0.0), (1, seconds + of_sample), (8, seconds + 8 * of_sample)
+        return LayerProfile(name, forward, tuple((rows, 2 * each) for rows, each in forward))
+
+    layers = [layer(str(n), *((0.004, 0.0) if n < 3 else (0.0, 0.001))) for n in range(6)]
+    deployment = Deployment(Cluster((Device(),) * 3))
+    asked = Problem(make_schedule("1f1b"), 3, 24, profile=ModelProfile(tuple(layers)), deployment=deployment)
+    found = AutoPlanner().solve(asked)
+    assert [len(spans) for spans in found.plan.jobs[0].forward] == [1, 1, 1, 24, 24, 24]
+    assert solve_plan(found.problem) == found.plan
+
+
 def test_a_plan_alone_is_for_the_schedule_of_the_problem() -> None:
     asked = problem(1, schedule=make_schedule("gpipe"))
     assert asked.profile is not None
@@ -74,6 +89,9 @@ def test_unequal_cuts_are_left_out_if_they_are_not_allowed(monkeypatch: pytest.M
 
     refused = "stages or links cut a batch into different micro-batches, which this module does not allow"
     assert list_reasons(True) == {asked.schedule.name: "", "umpipe": refused}
+    schedules[1] = make_schedule("um1f1b")  # this plan is equal, but the planner may cut other batches unequally
+    assert list_reasons(True) == {asked.schedule.name: "", "um1f1b": refused}
+    schedules[1] = make_schedule("umpipe")
     assert list_reasons(False) == {asked.schedule.name: "", "umpipe": ""}
 
 
