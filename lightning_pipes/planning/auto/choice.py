@@ -138,7 +138,7 @@ class Option:
 
     Attributes:
         schedule: the schedule with its settings.
-        microbatches: the number of micro-batches of a batch, or the largest one if stages or links have different numbers.
+        microbatches: the number of micro-batches of a batch; the largest one if stages or links have different numbers.
         recompute: whether stages keep only their input between forward and backward.
         plan: the plan without layers; None if the schedule has no such plan.
         bound: a lower bound of the seconds of a step, for every partition.
