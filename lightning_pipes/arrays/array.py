@@ -43,6 +43,7 @@ from lightning_pipes.ir import InputError, PlanError, check_count, check_type, s
 from lightning_pipes.ir.clock import read_seconds
 from lightning_pipes.sim.timeline import Event, Timeline
 from lightning_pipes.trainer.loop.connections import share_connections
+from lightning_pipes.trainer.loop.host import PipelineHost
 from lightning_pipes.trainer.loop.stopping import sigterm_error
 
 T = TypeVar("T")
@@ -289,8 +290,12 @@ class JobArray(Generic[T]):
     def _end_turn(self, sibling: Sibling[T]) -> None:
         trainer, memory = sibling.trainer, self.memory
         assert trainer is not None, "a sibling with a window has a trainer"
+        host: PipelineHost = trainer.strategy  # type: ignore[assignment]  # a sibling with a window has one
         try:
-            memory.end_turn(sibling.index, trainer.lightning_module, trainer.optimizers, trainer.strategy.root_device)
+            with host.current_run.cut.scope.module_view(False):  # stand-ins for other stages are not part of the state
+                memory.end_turn(
+                    sibling.index, trainer.lightning_module, trainer.optimizers, trainer.strategy.root_device
+                )
         except PlanError as error:
             sibling.report_failure(error)
             sibling.fail_at(sibling.turns + 1, error)
