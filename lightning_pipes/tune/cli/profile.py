@@ -84,7 +84,7 @@ def _text(profile: ModelProfile, rows: int) -> str:
 def _translate_model_override(override: str) -> str:
     """Convert `model=package.module:function` into Hydra's form."""
     name, _, value = override.partition("=")
-    return f"factory='{value}'" if name == "model" else override
+    return f"factory={value}" if name == "model" else override
 
 
 COMMAND = Command(
