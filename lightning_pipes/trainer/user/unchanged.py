@@ -101,8 +101,8 @@ def keep_unchanged(
                 if _write(parameter.data, before):
                     changed.append(parameter)
             for (table, name, buffer), now in zip(buffers, moved, strict=True):
-                table[name] = buffer if now is None or now.shape != buffer.shape else now
-                _write(table[name], buffer)
+                table[name] = here = buffer if now is None or now.shape != buffer.shape else now
+                _write(here, buffer)
             for tensor, before in tensors.values():
                 _write(tensor.detach(), before)
 
