@@ -150,6 +150,9 @@ class Stage:
         job: the number of the job to which the layers belong.
         last_backward: returns the context of the backward that completes the gradients of a batch.
         named: the layers to which the names in batches refer, if `layers` are wrappers around them.
+        clock: receives the number of each layer, the number of samples, and the seconds of its forward in training.
+        show_version: returns a context in which the body, and code that backward runs again, reads the weights of a
+            version.
     """
 
     def __init__(
@@ -162,6 +165,8 @@ class Stage:
         job: int = 0,
         last_backward: Callable[[Item], AbstractContextManager[None]] | None = None,
         named: Mapping[int, nn.Module] | None = None,
+        clock: Callable[[int, int, float], None] | None = None,
+        show_version: Callable[[WeightVersion], AbstractContextManager[None]] | None = None,
     ) -> None:
         self.number = number
         self.layers = dict(layers)
@@ -173,8 +178,7 @@ class Stage:
         self.last_backward = last_backward
         self.seed = 0
         self.device = torch.device("cpu")
-        self.clock: Callable[[int, int, float], None] | None = None
-        """Receives the number of each layer, the number of samples, and the seconds of its forward in training."""
+        self._clock = clock
         self.predict: Callable[[Item], Change] | None = None
         """Returns a function that predicts the change of a parameter by one update. If None, no update is predicted."""
         self.cuts_differ = False
@@ -186,8 +190,7 @@ class Stage:
         self.written_buffers: dict[tuple[nn.Module, str], torch.Tensor] = {}
         """Copies of buffers to which the second run of the layers has written, by module and name."""
         self.weights = WeightVersions(self.layers, max_versions=1)
-        self.show_version: Callable[[WeightVersion], AbstractContextManager[None]] | None = None
-        """Returns a context in which the body, and code that backward runs again, reads the weights of a version."""
+        self.show_version = show_version
         self.offload: LayerOffload | None = None
         """Keeps layers on the device while tasks use them, if layers are offloaded."""
         self.replica_averages: ReplicaAverages | None = None
@@ -403,11 +406,11 @@ class Stage:
         return x
 
     def _time_layer(self, seed: int, item: Item, span: Span, number: int, layer: nn.Module, x: Any) -> Any:
-        if self.clock is None or not item.training or self.recomputing:
+        if self._clock is None or not item.training or self.recomputing:
             return self._run_layer_with_memory(seed, item, span, number, layer, x)
         begun = read_seconds()
         x = self._run_layer_with_memory(seed, item, span, number, layer, x)
-        self.clock(number, span.rows, read_seconds() - begun)
+        self._clock(number, span.rows, read_seconds() - begun)
         return x
 
     def _run_layer_with_memory(self, seed: int, item: Item, span: Span, number: int, layer: nn.Module, x: Any) -> Any:

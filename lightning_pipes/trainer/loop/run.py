@@ -356,6 +356,7 @@ class PipelineRun:
 
     def _make_stages(self, plan: Plan) -> dict[int, Stage]:
         made = {}
+        measures = self.plans.every and self.device.type == "cpu"  # on a GPU, a forward returns before it has finished
         for number in plan.stages[self._rank]:
             layers = self.local_layers.layers_of(number)
             made[number] = Stage(
@@ -368,10 +369,9 @@ class PipelineRun:
                 if self.local_layers.reduces_in_backward
                 else None,
                 named=layers,
+                clock=self.statistics.add_layer if measures else None,
+                show_version=self.user_steps.show_version,
             )
-            made[number].show_version = self.user_steps.show_version
-            if self.plans.every and self.device.type == "cpu":  # on a GPU, a forward returns before it has finished
-                made[number].clock = self.statistics.add_layer
         return made
 
     def _around_last_backward(self, stage: int, item: Item) -> AbstractContextManager[None]:

@@ -73,8 +73,9 @@ class RepeatedStage(Stage):
 
     def __init__(self, of: Stage, run: PipelineRun, made: RepeatedValues, draws: SampleDraws | None) -> None:
         # A bound method would be a reference cycle, which keeps gradients alive.
-        super().__init__(of.number, of.layers, RepeatedStage._run_body, recompute=of.recompute)  # type: ignore[arg-type]
-        self.seed, self.device, self.show_version = of.seed, of.device, of.show_version
+        body: Any = RepeatedStage._run_body
+        super().__init__(of.number, of.layers, body, recompute=of.recompute, show_version=of.show_version)
+        self.seed, self.device = of.seed, of.device
         self._user_body = run.user_steps.stage_body(of.number)
         self._is_last = of.number == run.engine.plan.n_stages - 1
         self._made, self._draws = made, draws
