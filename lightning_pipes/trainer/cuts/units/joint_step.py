@@ -237,7 +237,7 @@ class JointStep(LazyStep):
             last_mark = self._settle(mark)
         finally:
             self._is_running = False
-            self.begin(())
+            self.end()
             self._reset()
         return out, last_mark
 

@@ -20,7 +20,7 @@ from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.cuts.units.mode import Function
 from lightning_pipes.trainer.cuts.units.recording import DIFFERENTIATING, UnitLayout
 from lightning_pipes.trainer.cuts.units.trace import Done, Trace, tensors_of_call
-from lightning_pipes.trainer.cuts.units.traced_step import TracedStep, refuse_unit, version_of
+from lightning_pipes.trainer.cuts.units.traced_step import TracedStep, find_written, refuse_unit, versions_of
 from lightning_pipes.trainer.cuts.units.values import STANDS_ON, storage_of
 from lightning_pipes.trainer.ranks.user_lines import user_line
 from lightning_pipes.trainer.results.generators import ModuleGenerators
@@ -144,7 +144,7 @@ class LazyStep(TracedStep):
         finally:
             self._check_shared()
             self.n_draws = self._draws
-            self.begin(())
+            self.end()
         crossing, self._crossing, self._received = self._crossing, None, ((), Trace())  # these hold values and graphs
         return out if self._ends else crossing
 
@@ -250,13 +250,12 @@ class LazyStep(TracedStep):
             )
             raise EarlierStageError(str(refused))
         self._in_module = True  # only records of units need to know whether code in a function uses weights
-        versions = [version_of(t) for t in given] if path is None else []
+        versions = versions_of(given) if path is None else []
         if self.may_draw(name, path):
             out = self._run_drawing(function, args, kwargs)
         else:
             out = function(*args, **kwargs)
-        written = [t for t, version in zip(given, versions, strict=False) if version_of(t) != version]
-        if written:
+        if path is None and (written := find_written(given, versions)):
             self._check_weights(written)
         self.units.append(Done(name))
         return out

@@ -184,7 +184,7 @@ class Recorder(TracedStep):
             arguments: further arguments of the step.
         """
         if self._fake is not None:
-            owned = {id(b) for part in self._buffered for b in part._buffers.values()}
+            owned = self._ids_of_buffers()
             self._fake.replace_weights(self._module, lambda buffer: id(buffer) in owned)
         named = (*self._module.named_parameters(), *self._module.named_buffers())
         self._names = {id(t): name for name, t in named}

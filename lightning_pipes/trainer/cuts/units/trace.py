@@ -74,14 +74,16 @@ def tensors_of_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torc
 
 
 def _collect(tree: Any, found: list[torch.Tensor]) -> None:
-    if type(tree) in _PLAIN:
-        return
-    if isinstance(tree, torch.Tensor):
+    kind = type(tree)
+    if kind in _SIMPLE:  # the most frequent kinds first
+        if kind not in _PLAIN:
+            found.append(tree)
+    elif isinstance(tree, torch.Tensor):
         found.append(tree)
     elif isinstance(tree, _LEAVES):
         return
     elif isinstance(tree, (tuple, list)):
-        if type(tree) in (tuple, list) or hasattr(tree, "_fields") or _is_result_of_torch(tree):
+        if kind in (tuple, list) or hasattr(tree, "_fields") or _is_result_of_torch(tree):
             for entry in tree:
                 _collect(entry, found)
     elif isinstance(tree, dict):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +82,9 @@ class TracedStep(UnitMode):
         self._draws = 0
         self._in_module, self._weighed = False, False
         """Whether the running unit is a module, and if not, whether code in it has used weights."""
-        self._buffered = [part for each in atomic.values() for part in each.modules() if part._buffers]
+        inside = {id(part): part for each in atomic.values() for part in each.modules()}
+        self._buffers = [part._buffers for part in inside.values() if part._buffers]
+        """The tables of the buffers in units."""
         self._weighty = {path for path, part in atomic.items() if any(True for _ in _weights_of(part))}
 
     def begin(self, batch: Any, seed: Callable[[int], None] | None = None) -> None:
@@ -93,8 +96,15 @@ class TracedStep(UnitMode):
         """
         self.units = []
         self._draws, self._seed = 0, seed
-        self.values = Values({id(b) for part in self._buffered for b in part._buffers.values()})
+        self.values = Values(self._ids_of_buffers())
         self.values.meet(tensors_of(batch))
+
+    def _ids_of_buffers(self) -> set[int]:
+        return {*map(id, itertools.chain.from_iterable(map(dict.values, self._buffers)))}
+
+    def end(self) -> None:
+        """Release the tensors of the step."""
+        self.units, self.values, self._seed = [], Values(()), None
 
     def may_draw(self, name: str, path: str | None) -> bool:
         """Return whether a unit may draw random numbers."""
@@ -130,14 +140,14 @@ class TracedStep(UnitMode):
         """
         self.values.meet(given)
         self._in_module, self._weighed = path is not None, False
-        versions = [version_of(t) for t in given]
+        versions = versions_of(given)
         draws, own = self._draws, self._own_generators
         states = {} if own is None else own.read_states()
         if self.may_draw(name, path):
             out = self._run_drawing(function, args, kwargs)
         else:
             out = function(*args, **kwargs)
-        written = [t for t, version in zip(given, versions, strict=True) if version_of(t) != version]
+        written = find_written(given, versions)
         if path is None and name in _KEEPING_STATISTICS:
             written += [t for t in given[1:] if not isinstance(t, nn.Parameter) and not t.requires_grad]
         if isinstance(kwargs.get("out"), torch.Tensor):
@@ -207,6 +217,20 @@ def _weights_of(module: nn.Module) -> Iterator[torch.Tensor]:
 def version_of(tensor: torch.Tensor) -> int:
     """Return the number of in-place changes of a tensor, as counted by torch."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the number of in-place changes of each tensor, as counted by torch."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # a tensor that was made in inference mode
+        return [version_of(tensor) for tensor in tensors]
+
+
+def find_written(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> list[torch.Tensor]:
+    """Return the tensors that have changed in place since they had these versions."""
+    now = versions_of(tensors)
+    return [] if now == versions else [t for t, a, b in zip(tensors, versions, now, strict=True) if a != b]
 
 
 def refuse_unit(number: int, name: str, why: str) -> PipelineError:

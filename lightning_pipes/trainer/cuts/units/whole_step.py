@@ -80,7 +80,7 @@ class WholeStep(TracedStep):
             with self:
                 return step()
         finally:
-            self.begin(())
+            self.end()
 
     def run_unit(self, name: str, path: str | None, function: Function, args: Any, kwargs: Any) -> Any:
         if self._count == self._end:
