@@ -220,7 +220,7 @@ BAD: list[tuple[type[Lit], dict[str, Any], str]] = [
     (Lit, {"module": "encoder"}, "module='encoder': Lit has no such module; It has 'model', 'mean'"),
     (Penalty, LAYERS, "a step goes through all modules or parameters of self.model"),
     (Lit, {"module": "mean"}, "Lit.mean is a MeanOfAll; only an nn.Sequential, or an nn.ModuleList"),
-    (NoSequential, {}, "its training_step can't be recorded to cut it by units: AttributeError"),
+    (NoSequential, {}, "is to be cut by units, but its training_step can't be recorded: AttributeError"),
     (MaskedByLayers, {"module": ""}, "or within a mask_mod of flex attention, at "),
     (OwnForward, LAYERS, "with a forward of its own"),
     (Twice, LAYERS, "calls self.model(...) more than once"),

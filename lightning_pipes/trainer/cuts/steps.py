@@ -228,7 +228,7 @@ class TrainingBatch:
 
 @dataclass
 class EvaluationBatch:
-    """The input of the layers that the first stage captured from the user's step, for the whole batch.
+    """A batch of evaluation, with the captured input of the layers if the module is cut in layers.
 
     Attributes:
         context: returns the context of the step.

@@ -160,7 +160,10 @@ class SynchronousLoop(TrainingLoop):
         return self._hooks.defer_hooks(part.parameters, part.reducer, step.first and step.complete, sum_of_hooked)
 
     def _run_batch(self, step: TrainingStep) -> None:
-        """Run the forwards and backwards of all micro-batches. The user's step runs on the last stage."""
+        """Run the forwards and backwards of all micro-batches.
+
+        The user's step runs around the layers, or on every stage if the module is cut by units.
+        """
         run = self._run
         run.inject(step)
         with run.user_steps.around_batch():

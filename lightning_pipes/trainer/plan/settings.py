@@ -321,8 +321,9 @@ class Settings:
             object.__setattr__(self, name, check(name, getattr(self, name)))
         if self.data == "one" and self.tensor_parallel > 1:
             raise InputError(
-                f"data='one' has one rank of a pipeline load for its stages, and tensor_parallel="
-                f"{self.tensor_parallel} makes as many pipelines of one batch; seed the data, and leave data out"
+                f"data='one' can't be combined with tensor_parallel={self.tensor_parallel}: one rank would load the "
+                "batches of one pipeline, and each shard forms a pipeline of its own. Leave data out, and seed the "
+                "data so that all shards load the same batches"
             )
         if self.loss == BATCH and self.module:
             raise InputError(

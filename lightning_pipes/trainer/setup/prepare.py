@@ -187,7 +187,7 @@ def choose_setup(context: SetupContext, weights: WholeWeights) -> ModuleSetup:
             f"data_parallel={list(degrees)} shares out samples among the ranks of a stage, which {why} can't "
             "have; set data_parallel to a number"
         )
-    _log.debug("setup: layers of %s over %d ranks", path, context.ranks.grid.n_planned)
+    _log.debug("setup: %s over %d ranks", f"layers of {path}" if path else "units", context.ranks.grid.n_planned)
     if path == WHOLE:
         return units or UnitSetup(context)
     return ContainerSetup(context, path, weights)
@@ -326,9 +326,9 @@ def choose_training_loop(
             check_verifiable(schedule)
     if context.is_fitting and memory is not None and not is_asynchronous:
         raise PipelineError(
-            "MemorySwap as a callback has the layers of a supernet take turns, or weight versions; schedule "
-            f"{schedule.name!r} runs all layers for each batch, and has one version. Leave MemorySwap out, or "
-            "use 'csp' for a supernet, or a schedule that stashes weights, such as 'pipedream' or 'dynpipe'"
+            "MemorySwap as a callback swaps the layers of a supernet, or old versions of weights, and schedule "
+            f"{schedule.name!r} has neither. Leave MemorySwap out, or use 'csp' for a supernet, or a schedule that "
+            "stashes weights, such as 'pipedream' or 'dynpipe'"
         )
     if not is_asynchronous:
         return ManualLoop if context.is_manual else SynchronousLoop

@@ -134,8 +134,7 @@ class UnitRecorder:
                 "into one nn.Sequential"
             )
             raise PipelineError(
-                f"{type(self._module).__name__} has no one container of layers that is called in order, and its "
-                f"{self.step} can't be recorded to cut it by units: {why}"
+                f"{type(self._module).__name__} is to be cut by units, but its {self.step} can't be recorded: {why}"
                 f"{'' if isinstance(why, UnsuitableContainerError) else way_out}"  # it already contains a solution
             ) from why
 
@@ -333,7 +332,8 @@ class UnitRecorder:
         names = self._ranks.control.all_gather([unit.name for unit in record.units])
         for rank, other in zip(ranks, names, strict=True):
             if other != names[0]:
-                at = next((n for n, pair in enumerate(zip(names[0], other, strict=False)) if pair[0] != pair[1]), -1)
+                shorter = min(len(names[0]), len(other))
+                at = next((n for n in range(shorter) if names[0][n] != other[n]), shorter)
                 raise PipelineError(
                     f"{self.step} takes a different path on rank {rank} than on rank {ranks[0]}, starting with unit "
                     f"{at}, although the samples are the same. Control flow may depend only on the batch, the weights, "

@@ -112,9 +112,10 @@ class UnitSetup(ModuleSetup):
             request = replace(request, microbatches=1, schedule=find_schedule("gpipe", {}))
         if refused:
             raise PlanError(
-                f"{type(self._module).__name__} has no one container of layers that is called in order, so it is cut "
-                f"by units, and {' and '.join(refused)} does not work with these. Leave it out, or put the layers into "
-                "one nn.Sequential: PipelineStrategy(module='path.to.it')"
+                f"{type(self._module).__name__} is cut by units, because its layers are not in one container that is "
+                "called in order, or because the settings of PipelineStrategy or manual optimization ask for units. "
+                f"{' and '.join(refused)} does not work for such modules. Leave it out, or put the layers into one "
+                "nn.Sequential: PipelineStrategy(module='path.to.it')"
             )
         return context.connections.complete_request(request, self._ranks.grid.n_planned)
 

@@ -138,7 +138,7 @@ def unshard_outside(module: pl.LightningModule, path: str) -> None:
         where = f"self.{names[id(owner)]}.{name}"
         if number in first:
             raise PipelineError(
-                f"{first[number]} and {where} were one parameter, and fully_shard has made two of it in two units; "
+                f"{first[number]} and {where} were one parameter, and fully_shard has made two of it in two groups; "
                 "leave the layers that share it as they are, or put both around the layers that are cut"
             )
         first[number] = where

@@ -115,7 +115,7 @@ def test_what_is_refused(settings, said):
 
 
 def test_tensor_parallel_ranks_are_several_pipelines():
-    with pytest.raises(InputError, match="data='one' has one rank of a pipeline load"):
+    with pytest.raises(InputError, match="data='one' can't be combined with tensor_parallel=2"):
         PipelineStrategy(data="one", tensor_parallel=2)
 
 
