@@ -14,7 +14,7 @@ import torch
 from data import StdlibText
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
 from lightning_pipes import PipelineStrategy
 
