@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import sha256
 from importlib.util import find_spec
+from inspect import getfile
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -114,12 +116,26 @@ def compile_functions(*functions: Callable[..., Any]) -> dict[str, Callable[...,
         )
         return None
     folder = cache_folder()
+    if folder is not None:
+        folder /= _digest_of_sources(functions)
     made: dict[str, Callable[..., Any]] = {}
     with _caching_in(numba.config, folder):
         jit = numba.njit(cache=folder is not None)
         for function in functions:
             made[function.__name__] = jit(rebind_globals(function, **made))
     return made
+
+
+def _digest_of_sources(functions: Sequence[Callable[..., Any]]) -> str:
+    """Return a digest of the modules in the folders of the functions.
+
+    A cache of older sources may refer to modules that no longer exist, which numba reports as an error.
+    """
+    folders = {Path(getfile(function)).parent for function in functions}
+    digest = sha256()
+    for path in sorted(file for folder in folders for file in folder.glob("*.py")):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def cache_folder() -> Path | None:

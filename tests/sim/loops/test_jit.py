@@ -1,5 +1,6 @@
 """Check when numba is used, and where its compiled code is cached."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -83,6 +84,19 @@ def test_machine_code_is_kept_in_the_users_cache_and_nowhere_else(tmp_path):
     assert {path.relative_to(tmp_path).parts[:2] for path in kept} == {("lightning_pipes", "numba")}
     assert simulate_apart(XDG_CACHE_HOME=str(tmp_path)) == ["numba 12 True", "1 0"]
     assert files(tmp_path) == kept
+
+
+def test_machine_code_of_other_sources_is_not_loaded(tmp_path, monkeypatch):
+    """The folder of compiled code changes with each module beside the function, for example if one is removed."""
+    pytest.importorskip("numba")
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "one_loop.py").write_text("def add_one(n):\n    return n + 1\n")
+    add_one = importlib.import_module("one_loop").add_one
+    for number in (1, 2, 2):
+        assert jit.compile_functions(add_one)["add_one"](2) == 3
+        assert len([*(tmp_path / "cache").iterdir()]) == number
+        (tmp_path / "neighbor.py").touch()
 
 
 def test_where_the_user_wants_it(tmp_path, monkeypatch):
