@@ -81,7 +81,7 @@ def refused(rank: int, schedule: str | CSP, ranks: int, recompute: bool, device_
             1,
             False,
             10**6,
-            "'1f1b' runs all layers for each batch, and has one version. Leave MemorySwap out, or",
+            "schedule '1f1b' has neither. Leave MemorySwap out, or",
         ),
         (
             "pipedream",

@@ -183,6 +183,11 @@ def _layers_input(subject: Subject, x: Any) -> Any:
 
 def _optimizer(module: nn.Module, name: str | None) -> Optimizer:
     """Return the optimizer of torch.optim with this name, or by default the module's own optimizer or AdamW."""
+    if not any(True for _ in module.parameters()):
+        raise InputError(
+            f"{type(module).__name__} has no parameters, so there is no training to measure. Return a module with "
+            "parameters from the function that model= names"
+        )
     if name is not None:
         kind = getattr(torch.optim, name, None)
         if not (isinstance(kind, type) and issubclass(kind, Optimizer)):

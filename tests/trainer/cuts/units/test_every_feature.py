@@ -196,7 +196,12 @@ REFUSED: dict[str, tuple[type[Small], dict[str, Any], tuple[Any, ...], str]] = {
         "sharded layers and would be cut by units, which can't be sharded",
     ),
     "parallelize_module": (Shards, {"tensor_parallel": 2}, (), "which can't be sharded"),
-    "MemorySwap with a schedule that has one version": (UNet, {"module": ""}, (MemorySwap(10**6),), "one version"),
+    "MemorySwap with a schedule that has one version": (
+        UNet,
+        {"module": ""},
+        (MemorySwap(10**6),),
+        "'1f1b' has neither",
+    ),
 }
 """The features that modules that are cut by units do not have."""
 
