@@ -80,6 +80,7 @@ class Order:
         job: the job of the random streams.
         spans: the spans of the micro-batches, by layer, and for the code before and after the layers.
         units: the units of the step, or None if the module is cut between layers.
+        adopts: whether the weights of the pipeline follow once the batch is equal.
     """
 
     number: int
@@ -89,6 +90,23 @@ class Order:
     job: int
     spans: Mapping[int, Sequence[Span]]
     units: StreamUnits | None = None
+    adopts: bool = False
+
+
+@dataclass(frozen=True)
+class PipelineWeights:
+    """Weights of the pipeline after a batch, with which the reference begins the next batch.
+
+    Without them, rounding would grow from batch to batch, because optimizers such as Adam make large steps from small
+    gradients.
+
+    Attributes:
+        weights: the weights of one layer, by name.
+        last: whether no other layer follows.
+    """
+
+    weights: Mapping[str, torch.Tensor]
+    last: bool
 
 
 @dataclass(frozen=True)
@@ -156,8 +174,8 @@ class ReferenceProcess:
         self._connection = connection
         self._ended: ReferenceEnded | None = None
 
-    def send(self, order: Order | Repetition) -> None:
-        """Send a request to train another batch, or to train the last one again."""
+    def send(self, order: Order | Repetition | PipelineWeights) -> None:
+        """Send a request to train another batch, or to train the last one again, or weights for the next batch."""
         with suppress(OSError):  # `receive` returns the reason
             self._connection.send(order)
 
@@ -371,7 +389,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
         module = self.lightning_module
         assert module is not None
         call_after(module, "configure_gradient_clipping", self._before_step)
-        call_after(module, "on_train_batch_end", lambda *_, **__: self._send())
+        call_after(module, "on_train_batch_end", lambda *_, **__: self._end_batch(module))
 
     def on_train_end(self) -> None:
         self._next_order()  # this may be a repetition of the last batch
@@ -387,14 +405,32 @@ class ReferenceStrategy(SingleDeviceStrategy):
     # ---- recording
 
     def _next_order(self) -> Order:
+        order = self._receive()
+        assert isinstance(order, Order)
+        return order
+
+    def _receive(self) -> Order | PipelineWeights:
+        """Return the next message of rank 0 after repeating the last batch as often as rank 0 requests."""
         try:
-            order: Order | Repetition = self._connection.recv()
+            message: Order | Repetition | PipelineWeights = self._connection.recv()
         except EOFError:
             os._exit(0)
-        if isinstance(order, Repetition):
+        if isinstance(message, Repetition):
             assert self._snapshot is not None
-            self._snapshot.repeat(order.attempt)
-        return order
+            self._snapshot.repeat(message.attempt)
+        return message
+
+    def _end_batch(self, module: nn.Module) -> None:
+        """Send the values of the batch, and take the weights of the pipeline."""
+        ends = self._record is not None and self._order is not None and self._order.adopts
+        self._send()
+        while ends:
+            received = self._receive()
+            assert isinstance(received, PipelineWeights)
+            with torch.no_grad():
+                for name, weight in received.weights.items():
+                    module.get_parameter(name).copy_(weight)
+            ends = not received.last
 
     def _take_snapshot(self, module: nn.Module) -> None:
         """Keep the state before a batch in a forked process.

@@ -50,6 +50,7 @@ from lightning_pipes.trainer.verify.record import (
 from lightning_pipes.trainer.verify.reference import (
     Answer,
     Order,
+    PipelineWeights,
     ReferenceEnded,
     ReferenceProcess,
     Repetition,
@@ -139,7 +140,8 @@ class Verifier(StageListener):
             self._slices.begin_batch()
         elif self._reference is not None:
             spans = spans_of_streams(self._run, item.rows)
-            order = Order(item.number, item.rows, self._parts.path, self._seed, item.job, spans, self._units)
+            adopts = not self._run.is_asynchronous
+            order = Order(item.number, item.rows, self._parts.path, self._seed, item.job, spans, self._units, adopts)
             self._reference.send(order)
 
     def before_forward(self, stage: Stage, item: Item, span: Span) -> None:
@@ -220,7 +222,7 @@ class Verifier(StageListener):
         run, trainer = self._run, self._trainer
         newest = self._records[max(self._records)]
         self._batches = len(self._records) if run.is_asynchronous else self._batches + 1
-        ends = newest.complete and self._batches >= self._wanted.batches
+        ends = self._has_all(newest)
         if run.is_asynchronous:
             if not ends:
                 return
@@ -236,6 +238,10 @@ class Verifier(StageListener):
         if ends and self._batches:
             self._say_equal()
             self._finish()
+
+    def _has_all(self, newest: Record) -> bool:
+        """Return whether a batch is the last one to compare."""
+        return newest.complete and self._batches >= self._wanted.batches
 
     def training_ended(self) -> None:
         """Finish the comparison at the end of training, which may come after fewer batches than requested."""
@@ -319,7 +325,7 @@ class Verifier(StageListener):
                     break
             first = self._first_difference(found)
             if first is None:
-                return self._accept(record, attempt > 0, answer.continues)
+                return self._accept(record, known, attempt > 0, answer.continues)
             told = told or self._describe(first, answer.notes)
             if not self._may_be_rounding(first, answer.rounding):
                 self._report(told)
@@ -329,7 +335,7 @@ class Verifier(StageListener):
                 self._reference.send(Repetition(attempt))
         found = [each for answer in first_answers for each in self._compare_part(record, answer, known, spread)]
         if self._first_difference(found) is None:
-            return self._accept(record, True, False)
+            return self._accept(record, known, True, False)
         self._report(told)
         return True
 
@@ -347,11 +353,12 @@ class Verifier(StageListener):
         exact = (Phase.BATCH, Phase.MODE, Phase.FROZEN, Phase.SETTING)
         return not self._run.is_asynchronous and rounding.eps > NEGLIGIBLE_EPS and difference.key.phase not in exact
 
-    def _accept(self, record: Record, repeated: bool, continues: bool) -> bool:
-        """Record that a batch is equal, and return whether the comparison ends here.
+    def _accept(self, record: Record, known: set[ValueKey], repeated: bool, continues: bool) -> bool:
+        """Record that a batch is equal, and return whether the comparison ends here. Collective.
 
         Args:
             record: the record of the batch.
+            known: the gradients and weights that the ranks have recorded.
             repeated: whether the batch is equal only to a repetition.
             continues: whether the reference continues with the weights of the pipeline.
         """
@@ -359,9 +366,21 @@ class Verifier(StageListener):
             self._jumps.append(record.number)
         self._ends_early = not continues
         if continues:
+            if not self._run.is_asynchronous and not self._has_all(record):
+                self._send_weights(record, known)
             return False
         self._say_equal()
         return True
+
+    def _send_weights(self, record: Record, known: set[ValueKey]) -> None:
+        """Send the weights of all ranks to the reference, layer by layer. Collective."""
+        layers = sorted({key.layer for key in known if key.phase is Phase.WEIGHT}) or [OUTSIDE]
+        for layer in layers:
+            own = {key.name: value for key, value in record.values.items() if key[:2] == (Phase.WEIGHT, layer)}
+            of_ranks = self._control.all_gather(own)
+            if self._reference is not None:
+                weights = {name: value for each in of_ranks for name, value in each.items()}
+                self._reference.send(PipelineWeights(weights, layer == layers[-1]))
 
     def _describe(self, first: Difference, notes: Sequence[str]) -> str:
         if self._units is None:
