@@ -80,7 +80,8 @@ class Order:
         job: the job of the random streams.
         spans: the spans of the micro-batches, by layer, and for the code before and after the layers.
         units: the units of the step, or None if the module is cut between layers.
-        adopts: whether the weights of the pipeline follow once the batch is equal.
+        adopts: whether the weights of the pipeline follow once the batch is equal. After the last batch to compare, the
+            reference is ended instead.
     """
 
     number: int
@@ -422,15 +423,15 @@ class ReferenceStrategy(SingleDeviceStrategy):
 
     def _end_batch(self, module: nn.Module) -> None:
         """Send the values of the batch, and take the weights of the pipeline."""
-        ends = self._record is not None and self._order is not None and self._order.adopts
+        waits = self._record is not None and self._order is not None and self._order.adopts
         self._send()
-        while ends:
+        while waits:
             received = self._receive()
             assert isinstance(received, PipelineWeights)
             with torch.no_grad():
                 for name, weight in received.weights.items():
                     module.get_parameter(name).copy_(weight)
-            ends = not received.last
+            waits = not received.last
 
     def _take_snapshot(self, module: nn.Module) -> None:
         """Keep the state before a batch in a forked process.
