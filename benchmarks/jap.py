@@ -3,8 +3,8 @@
 The orders and the epochs are simulated, with artificial jobs. The executed siblings are compared with the same jobs run
 one after another.
 
-Solvers have a time limit, and processes are measured, so that the benchmark needs an idle machine. The simulated
-results are the same on every machine.
+Solvers have a time limit, and the times of processes are measured, so the benchmark needs an idle machine. The results
+of simulations do not depend on the machine.
 
     python benchmarks/jap.py [--quick] [--json] [--simulated | --real | --schemes]
 """
@@ -98,7 +98,7 @@ def methods(problem: ArrayProblem, seconds: float, genetic: bool) -> dict[str, A
 
 
 def warm_up() -> None:
-    """Compile the functions that will be measured."""
+    """Compile the functions that are measured later."""
     solve_array(random_array(30, STAGES), "search", Effort(60_000))
     solve_array(random_array(30, STAGES), "algorithm 1")
 
@@ -145,7 +145,7 @@ def epoch_table(sizes: Sequence[int], all_schemes: bool) -> tuple[list[str], flo
     rows: dict[str, Callable[[Epoch, int], int]] = {"no rounds": lambda e, a: e.streamed(a)}
     if all_schemes:
         rows |= {
-            "no rounds, batches cut where jobs are few": lambda e, a: e.streamed(
+            "no rounds, batches cut if jobs are few": lambda e, a: e.streamed(
                 a, microbatches=choose_microbatches(STAGES, a)
             ),
             "rounds, arrays in random order (the paper's)": lambda e, a: e.in_rounds(a),
@@ -165,9 +165,7 @@ def epoch_table(sizes: Sequence[int], all_schemes: bool) -> tuple[list[str], flo
 
 def overhead_table() -> list[str]:
     """Return a table of how much time jobs lose if they run one after another, by the fixed time of a block."""
-    lines = [
-        "jobs one after another over no rounds (8 resident jobs), by what a block costs besides, in samples' worth"
-    ]
+    lines = ["jobs one after another over no rounds (8 resident jobs), by the fixed cost of a block in samples"]
     for overhead in (0, 1, 2, 4):
         epoch = Epoch(generated(overhead=overhead), STAGES, "language")
         ours = epoch.streamed(STAGES)
@@ -243,7 +241,7 @@ def scheme_keys(quick: bool) -> dict[str, float]:
 def equal_keys(quick: bool) -> dict[str, float]:
     """Check whether siblings in an array have the same losses and weights as when they are trained alone."""
     equal = jap_run.bit_equal(2 if quick else 4)
-    print(f"losses and weights of siblings equal those of each alone, bit for bit: {equal}")
+    print(f"losses and weights of siblings are bitwise equal to training each one alone: {equal}")
     return {"bit_equal": float(equal)}
 
 
@@ -254,9 +252,9 @@ def main() -> None:
         "--quick", action="store_true", help="fewer seeds, sets, batches and rows of tables; within 120 s"
     )
     alone = parser.add_mutually_exclusive_group()
-    alone.add_argument("--simulated", action="store_true", help="leave out what runs on processes")
-    alone.add_argument("--real", action="store_true", help="the real GPT alone")
-    alone.add_argument("--schemes", action="store_true", help="the paper's orders of arrays alone, executed")
+    alone.add_argument("--simulated", action="store_true", help="only the simulated parts, without processes")
+    alone.add_argument("--real", action="store_true", help="only the real GPT")
+    alone.add_argument("--schemes", action="store_true", help="only the paper's orders of arrays, executed")
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
     options = parser.parse_args()
     parts = [simulated_keys, emulated_keys, real_keys, equal_keys]

@@ -1,6 +1,6 @@
 """Simulated arrays: epochs of the 64 jobs of ArrayPipe's paper, and arrays with several stages per rank.
 
-The devices have room for all jobs, and nothing is recomputed.
+The devices have enough memory for all jobs, and nothing is recomputed.
 """
 
 from __future__ import annotations
@@ -21,21 +21,24 @@ from lightning_pipes.strategies.jap.problem import TIMES
 from tests.strategies.jap.random_arrays import KINDS, batch_sizes
 
 JOBS, ITERATIONS = 64, 240
-"""The number of jobs, and the batches of a job with the smallest batch size; all jobs have equally many samples."""
+"""The number of jobs, and the number of batches of a job with the smallest batch size.
+
+All jobs have the same number of samples.
+"""
 POWERS = (1, 2, 4, 8, 16, 32)
 ORDERS = 6_000
-"""The orders of a round that the search may try."""
+"""The number of orders of a round that the search may try."""
 
 
 class Epoch:
-    """An epoch of all jobs, in rounds, without rounds, and one by one. All times are nanoseconds.
+    """An epoch of all jobs: in rounds, without rounds, or one after another. All times are in nanoseconds.
 
     Args:
         costs: returns the costs of stages, given the rank of each stage.
         stages: the number of ranks, and of the stages of arrays.
         kind: "vision" or "language", which determines the batch sizes.
         jobs: the number of jobs.
-        iterations: the batches of a job with the smallest batch size.
+        iterations: the number of batches of a job with the smallest batch size.
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class Epoch:
 
     @property
     def work(self) -> int:
-        """The time in which the stage with most work computes in an epoch."""
+        """The time for which the stage with the most work computes in an epoch."""
         runs = np.array([self._iterations[rows] * self._sizes.count(rows) for rows in self._kinds])
         return int((runs[:, None] * np.add(*self._problem.occupied_times)).sum(0).max())
 
@@ -73,11 +76,11 @@ class Epoch:
     def in_rounds(self, resident: int, grouped: bool = False) -> int:
         """Return the time of the paper's scheme.
 
-        Arrays run one after another. A round of an array has one iteration of each of its jobs that are left.
+        Arrays run one after another. A round of an array has one iteration of each of its jobs that have not ended.
 
         Args:
             resident: the number of jobs in an array.
-            grouped: whether jobs with equal batch sizes are in one array, instead of random ones.
+            grouped: whether an array consists of jobs with similar batch sizes instead of random jobs.
         """
         order = sorted(self._sizes) if grouped else np.random.default_rng(0).permutation(self._sizes).tolist()
         total = 0
@@ -99,11 +102,11 @@ class Epoch:
         return self._rounds[sizes]
 
     def streamed(self, resident: int, microbatches: int = 1) -> int:
-        """Return the time without rounds, if the job with most work begins first.
+        """Return the time without rounds, if the jobs with the most work begin first.
 
         Args:
             resident: the number of jobs at a time.
-            microbatches: the micro-batches of each batch.
+            microbatches: the number of micro-batches of each batch.
         """
         work = dict(zip(self._kinds, np.add(*self._problem.occupied_times).sum(1).tolist(), strict=True))
         sizes = sorted(self._sizes, key=lambda rows: -self._iterations[rows] * work[rows])
@@ -111,9 +114,9 @@ class Epoch:
         return stream_jobs(jobs, self._line, resident).time
 
 
-# ---- Siblings that are served in the order of their arrival, on ranks with one, two or four stages each, with the best
-# number of micro-batches. A forward of a stage takes a fixed time and one for each sample, and its backward twice as
-# long. The stages of a rank share its layers and its fixed time. Messages take no time.
+# ---- Siblings whose blocks run in the order of their arrival, on ranks with one, two or four stages, and with the best
+# number of micro-batches. The forward of a stage takes a fixed time plus one unit of time for each sample, and a
+# backward takes twice as long. The stages of a rank share its layers and its fixed time. Messages take no time.
 
 RANKS, BATCHES = 8, 16
 ROWS = (8, 16, 24, 32)
@@ -121,7 +124,14 @@ MICROBATCHES = (1, 2, 3, 4, 6, 8)
 
 
 def over_work(stages_per_rank: int, rows: list[int], microbatches: int, fixed: float) -> float:
-    """The time that siblings with batches of `rows` take, over what a rank computes if batches are whole."""
+    """Return the time of all siblings, divided by the work of a rank if batches are not divided.
+
+    Args:
+        stages_per_rank: the number of stages on each rank.
+        rows: the batch size of each sibling.
+        microbatches: the number of micro-batches of a batch.
+        fixed: the fixed time of a block, in units of the time of a sample.
+    """
     stages = RANKS * stages_per_rank
     cuts = [[span.rows for span in even_spans(each, min(microbatches, each))] for each in rows]
     ready: list[list[tuple[int, bool, int, int, int]]] = [[] for _ in range(RANKS)]
@@ -163,7 +173,7 @@ def over_work(stages_per_rank: int, rows: list[int], microbatches: int, fixed: f
 
 def stages() -> Output:
     """Yield a table by the number of siblings, the fixed time of a block, and the stages of a rank."""
-    yield f"{RANKS} ranks, batches of {ROWS} in turn: time over work, by what a block costs besides in samples' worth\n"
+    yield f"{RANKS} ranks, batches of {ROWS} in turn: time over work, by the fixed cost of a block in samples\n"
     yield (
         f"{'siblings':>10}"
         + "".join(f"{f'cost {fixed:g}, {v} a rank':>20}" for fixed in (0.5, 2, 4) for v in (1, 2, 4))

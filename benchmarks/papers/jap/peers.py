@@ -1,4 +1,4 @@
-"""Jobs one after another: which schedules and micro-batches are worth running, and torch's own schedule."""
+"""Jobs one after another: the schedules and numbers of micro-batches that are worth running, and torch's schedule."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.strategies.ready import Ready
 from lightning_pipes.strategies.zero_bubble import ZeroBubble
 
-# ---- What one would do without a pipeline where the model fits one device: plain PyTorch, no Trainer.
+# ---- The alternatives without a pipeline if the model fits on one device, in plain PyTorch without a Trainer.
 
 Modules = Callable[[], Sequence[nn.Module]]
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -36,10 +36,16 @@ Samples = Callable[[int], torch.Tensor]
 
 
 def side_by_side(rank: int, modules: Modules, loss: Loss, samples: Samples, jobs: Sequence[int], batches: int) -> float:
-    """Seconds until all jobs are through, each by one process alone, the large ones dealt out first.
+    """Return the seconds until all jobs have ended, if each one is trained by one process.
 
     Args:
-        jobs: samples in a batch of each.
+        rank: the rank of this process.
+        modules: returns new layers.
+        loss: the loss function.
+        samples: returns a number of samples.
+        jobs: the number of samples in a batch of each job. Jobs are dealt to the processes in descending order of this
+            number.
+        batches: the number of batches of each job.
     """
     dist.barrier()
     begun = time.monotonic()
@@ -50,7 +56,7 @@ def side_by_side(rank: int, modules: Modules, loss: Loss, samples: Samples, jobs
 
 
 def data_parallel(modules: Modules, loss: Loss, samples: Samples, jobs: Sequence[int], batches: int) -> float:
-    """Seconds until all jobs are through, one after another by all processes, each with its part of a batch."""
+    """Return the seconds until all jobs have ended, if they run one after another with DDP on all processes."""
     ranks = dist.get_world_size()
     dist.barrier()
     begun = time.monotonic()
@@ -80,18 +86,23 @@ SCHEDULES: tuple[Schedule | Policy, ...] = (
     *(Interleaved(stages_per_rank=v) for v in (2, 3, 4)),
     *(Hanayo(waves=w) for w in (1, 2)),
 )
-"""All that ships for one training with weights that are up to date. `per_link` without slow links and `jap` with one
-job are `1f1b`; `umpipe` and `um1f1b` are for stages of different kinds."""
+"""All of our schedules for one training without stale weights.
+
+`per_link` on equal links and `jap` with one job are equal to `1f1b`. `umpipe` and `um1f1b` are meant for stages of
+different kinds.
+"""
 MICROBATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
 @dataclass(frozen=True)
 class Single:
-    """How one job runs on all ranks.
+    """The settings with which one job runs on all ranks.
 
     Attributes:
-        stages: of all ranks.
-        seconds: of a batch, simulated.
+        schedule: the schedule.
+        microbatches: the number of micro-batches.
+        stages: the number of stages on all ranks together.
+        seconds: the simulated time of a batch.
     """
 
     schedule: Schedule | Policy
@@ -106,12 +117,14 @@ class Single:
 def singles(
     ranks: int, rows: int, costs: Callable[[int, bool], CostModel | None], torchs: bool = False
 ) -> list[Single]:
-    """Every schedule with its best number of micro-batches, simulated, the fastest first.
+    """Return all schedules with their best numbers of micro-batches in simulations, the fastest one first.
 
     Args:
-        torchs: only those that torch has, too.
-        costs: by the number of stages, and whether backwards are computed in two parts; None where the model can't be
-            cut into so many.
+        ranks: the number of ranks.
+        rows: the number of samples in a batch.
+        costs: returns the costs, given the number of stages and whether backwards are computed in two parts. It returns
+            None if the model can't be cut into this number of stages.
+        torchs: whether to return only schedules that torch also has.
     """
     found = []
     for schedule in SCHEDULES:
@@ -126,7 +139,7 @@ def singles(
                 order = schedule.program(plan) if isinstance(schedule, Schedule) else schedule
                 options.append((makespan(order, plan, priced) / 1e9, m))
                 if len(options) > 3 and min(options) not in options[-3:]:
-                    break  # smaller ones only lose more
+                    break  # smaller micro-batches are even slower
         if options:
             seconds, m = min(options)
             found.append(Single(schedule, m, len(where), seconds))
@@ -141,11 +154,15 @@ def by_torch(
     loss: Callable[..., torch.Tensor],
     steps: int,
 ) -> float:
-    """Seconds of a batch by torch.distributed.pipelining alone, without a Trainer and without an update: the median of
-    `steps` after one that does not count.
+    """Return the median seconds of a batch with torch.distributed.pipelining, without a Trainer and an optimizer step.
 
     Args:
-        layers: of all stages, a module each.
+        single: the schedule and its settings.
+        layers: the module of each stage.
+        rank: the rank of this process.
+        x: the samples of a batch.
+        loss: the loss function.
+        steps: the number of steps that count, after a first one that does not.
     """
     ranks = dist.get_world_size()
     mine = range(rank, len(layers), ranks)
@@ -170,7 +187,7 @@ def by_torch(
 
 
 def torch_can(schedule: Schedule | Policy, microbatches: int, ranks: int, rows: int) -> bool:
-    """Whether torch has the same schedule for so many micro-batches, which have to be equal."""
+    """Return whether torch has the same schedule for this number of micro-batches. torch needs equal micro-batches."""
     if rows % microbatches:
         return False
     if isinstance(schedule, Interleaved):

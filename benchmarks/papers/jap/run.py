@@ -1,8 +1,8 @@
-"""Job arrays, executed: siblings by ordinary Trainers, over emulated stages whose times are those of a real layer.
+"""Executed job arrays: siblings are trained by ordinary Trainers, on emulated stages with the times of a real layer.
 
-In the same processes and in turn with them, the same jobs one after another: by the fastest of all schedules that
-ship, with their best numbers of micro-batches, and by torch.distributed.pipelining's. Simulation says which are worth
-running.
+The same jobs also run one after another, in the same processes and alternating with the array. They use the fastest of
+our schedules, each with its best number of micro-batches, and torch.distributed.pipelining. Simulations determine which
+of these schedules are worth running.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing.ranks import run_ranks
 
 ROWS = (8, 16, 24, 32)
-"""Batch sizes of the siblings, in turn, as in the paper's language jobs."""
+"""The batch sizes of the siblings, which are repeated in this order, as for the paper's language jobs."""
 SIZES = (1, 2, 3, 4, 6, 8, 12, *ROWS[1:])
-"""Samples for which layers are measured."""
+"""The numbers of samples for which layers are measured."""
 FEW_SIZES = (1, 2, 4, 8, 16, 32)
-"""The same where it has to be quick."""
+"""The numbers of samples for which layers are measured in a quick run."""
 MEASURED = 3
-"""So often are layers measured; four times as often a layer that all others are to be like."""
+"""The number of measurements of each layer. A layer that stands for all others is measured four times as often."""
 LAYERS = 4
-"""Of each rank, so that it can have one, two or four stages."""
+"""The number of layers on each rank, so that a rank can have one, two or four stages."""
 TOKENS = 96
 THIRD = 2
-"""The number of each sibling's third batch."""
+"""The number of each sibling's third batch, counted from 0."""
 SIMULATIONS, UNEVEN = 9, 0.005
-"""So many of an array, with stages that differ by so much from what they are said to take."""
+"""The number of simulations of an array, and the relative deviation of the times of stages in each of them."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,18 @@ class Case:
     """Siblings in one pipeline.
 
     Attributes:
-        profile: of the layers.
-        batches: of each sibling; so all take part to the end, and the steady state is what is compared.
-        real: layers compute, those of `gpt_parts`, instead of sleeping.
-        contenders: schedules of ours that run for one job, the fastest by simulation.
-        steps: of torch's pipeline, of which the median counts.
-        starts: measure what a sibling's start and end take, too.
-        short: batches, three or more, of each sibling in an array of a real model which says what blocks take while all
-            ranks compute.
+        ranks: the number of ranks.
+        siblings: the number of siblings.
+        batches: the number of batches of each sibling. It is the same for all, so that all siblings take part until the
+            end, and the steady state is compared.
+        profile: the times of the layers.
+        real: whether the layers are the layers of `gpt_parts`, which compute, instead of layers that sleep.
+        contenders: the number of our schedules that run one job after another. These are the fastest ones in
+            simulations.
+        steps: the number of steps of torch's pipeline. Their median is used.
+        starts: whether to also measure the start and the end of a sibling.
+        short: for a real model, the number of batches of each sibling in a short array that measures the times of
+            blocks while all ranks compute. It must be at least 3.
     """
 
     ranks: int
@@ -83,11 +87,11 @@ class Case:
     short: int = 4
 
     def rows(self, sibling: int) -> int:
-        """Its batch size."""
+        """Return the batch size of a sibling."""
         return ROWS[sibling % len(ROWS)]
 
     def layers(self, stages: int) -> tuple[Span, ...] | None:
-        """Of the stages, if there are so many; None where the model can't be cut so."""
+        """Return the layers of each stage, or None if the model can't be cut into this number of stages."""
         each, rest = divmod(len(self.profile.layers), stages)
         if self.real and each:
             ends = list(accumulate(len(part) for part in gpt_parts(stages)))
@@ -95,19 +99,30 @@ class Case:
         return None if rest else tuple(Span(each * s, each * (s + 1)) for s in range(stages))
 
     def costs(self, stages: int, split: bool = False) -> CostModel | None:
-        """Of so many stages."""
+        """Return the costs of stages, or None if the model can't be cut into this number of stages.
+
+        Args:
+            stages: the number of stages.
+            split: whether backwards are computed in two parts.
+        """
         layers = self.layers(stages)
         return None if layers is None else (self.profile if split else whole(self.profile)).stage_costs(layers)
 
     def singles(self, rows: int) -> list[Single]:
-        """The contenders for one job's batch, and the fastest that torch has, too, as the last one."""
+        """Return the contenders for a job with a certain batch size.
+
+        The last entry is the fastest schedule that torch also has.
+        """
         ours = singles(self.ranks, rows, self.costs)
         return [*ours[: self.contenders], singles(self.ranks, rows, self.costs, torchs=True)[0]]
 
     def simulated(self, costs: CostModel) -> list[Steady]:
-        """The array in virtual time, when nothing but blocks takes any: many times, with blocks of each stage that take
-        `UNEVEN` more or less, for who comes first is often a matter of less than that, and what follows differs by some
-        percent."""
+        """Simulate the array several times, and return the steady state of each simulation.
+
+        Only blocks take time. In each simulation, the times of the blocks of each stage deviate from the costs by about
+        `UNEVEN`. A smaller difference often decides which block is ready first, and the resulting orders differ by a
+        few percent in total time.
+        """
         order = order_first_batches([self.rows(n) for n in range(self.siblings)])
         jobs = [Job(Cut.even(self.rows(n), 1, self.ranks), self.batches) for n in order]
         found = []
@@ -120,12 +135,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Steady:
-    """Of an array.
+    """The steady state of an array.
 
     Attributes:
-        utilisation: the share of the time in which the busiest rank computes, from when all siblings have begun their
-            third batch until the first one is through.
-        rest: seconds from when all have begun their third batch to the last computation.
+        utilisation: the share of time for which the busiest rank computes, from when all siblings have started their
+            third batch until the first sibling ends.
+        rest: seconds from when all siblings have started their third batch to the last computation.
     """
 
     utilisation: float
@@ -133,7 +148,7 @@ class Steady:
 
 
 def steady_state(timeline: Timeline) -> Steady:
-    """What a timeline has from each sibling's third batch on."""
+    """Return the steady state of a timeline, which begins when all siblings have started their third batch."""
     begun: dict[int, int] = {}
     last: dict[int, int] = {}
     blocks = [e for e in timeline.computations if e.instruction.kind in (Kind.F, Kind.B)]
@@ -150,21 +165,27 @@ def steady_state(timeline: Timeline) -> Steady:
 
 
 def whole(profile: ModelProfile) -> ModelProfile:
-    """Layers whose backward is not computed in two parts."""
+    """Return a profile of the same layers with backwards that can't be split into two parts."""
     layers = (replace(layer, input_backward=(), weight_backward=()) for layer in profile.layers)
     return replace(profile, layers=tuple(layers))
 
 
 def uneven(costs: CostModel, seed: int) -> CostModel:
-    """Costs of stages that are not quite what they are said to be."""
+    """Return costs in which the times of each stage deviate from the given ones at random."""
     draw = random.Random(seed).gauss
     tables = costs.seconds.items()
     return replace(costs, seconds={key: tuple((n, s * draw(1.0, UNEVEN)) for n, s in table) for key, table in tables})
 
 
 def slow_layers(ranks: int, seconds: float, times: int = MEASURED) -> ModelProfile:
-    """Equal layers with the times of a transformer block on this machine by rows, stretched so that a batch of 16 takes
-    a rank `seconds`."""
+    """Return equal layers whose times depend on the number of samples like a transformer block on this machine.
+
+    Args:
+        ranks: the number of ranks, with `LAYERS` layers each.
+        seconds: the time of a rank for the forward and backward of a batch of 16 samples, to which all times are
+            scaled.
+        times: the number of measurements, of which the block gets four times as many.
+    """
     torch.manual_seed(0)
     block = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True, norm_first=True)
     found = least([block], {rows: torch.randn(rows, 32, 128) for rows in SIZES}, 4 * times).layers[0]
@@ -185,14 +206,14 @@ def slow_layers(ranks: int, seconds: float, times: int = MEASURED) -> ModelProfi
 
 
 def gpt_profile(stages: int, sizes: Sequence[int] = SIZES, times: int = MEASURED) -> ModelProfile:
-    """What the layers of a small byte GPT take on this machine, with the loss after them."""
+    """Return the measured times of the layers of a small byte-level GPT on this machine, including the loss."""
     layers = [layer for part in gpt_parts(stages) for layer in part]
     inputs = {rows: torch.randint(256, (rows, TOKENS)) for rows in sizes}
     return least([*layers[:-1], _WithLoss(layers[-1])], inputs, times)
 
 
 def least(layers: Sequence[nn.Module], inputs: dict[int, torch.Tensor], times: int) -> ModelProfile:
-    """The least times that layers took in so many measurements, on one core."""
+    """Return the least times of layers in several measurements on one core."""
     found = run_ranks(_profiles, 1, layers, inputs, times, timeout=300)[0]
 
     def of(tables: Iterable[Table]) -> Table:
@@ -220,7 +241,7 @@ def _profiles(
 
 
 class _WithLoss(nn.Module):
-    """The last layer and what follows it."""
+    """The last layer together with the loss."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -232,7 +253,7 @@ class _WithLoss(nn.Module):
 
 
 def modules(case: Case, split: bool = False) -> list[nn.Module]:
-    """The layers: that sleep, or of a small GPT."""
+    """Return the layers of the model, which either sleep or are the layers of a small GPT."""
     if case.real:
         return [layer for part in gpt_parts(case.ranks) for layer in part]
     profile = case.profile if split else whole(case.profile)
@@ -240,17 +261,17 @@ def modules(case: Case, split: bool = False) -> list[nn.Module]:
 
 
 def loss_of(case: Case) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """What is trained for."""
+    """Return the loss function."""
     return nn.functional.cross_entropy if case.real else lambda out, _: out.mean()
 
 
 def samples(case: Case, rows: int) -> torch.Tensor:
-    """So many."""
+    """Return a number of random samples, or samples of ones for layers that sleep."""
     return torch.randint(256, (rows, TOKENS)) if case.real else torch.ones(rows, 64)
 
 
 class Jobs(L.LightningModule):
-    """The layers as a user has them."""
+    """A module that trains the layers, as a user would write it."""
 
     def __init__(self, case: Case, split: bool) -> None:
         super().__init__()
@@ -266,7 +287,15 @@ class Jobs(L.LightningModule):
 
 
 def fit(case: Case, sibling: int, single: Single | None = None, measured: bool = False) -> None:
-    """An ordinary training, in an array or by itself; `measured` lets it measure its layers, and cut them by time."""
+    """Run an ordinary training, alone or as a sibling of an array.
+
+    Args:
+        case: the case.
+        sibling: the number of the sibling, which determines the batch size.
+        single: the schedule, cut and number of micro-batches of a job that runs alone. By default, the schedule is
+            `jap`.
+        measured: whether the strategy measures the layers and cuts them by time.
+    """
     rows = case.rows(sibling)
     layers = case.layers(case.ranks if single is None else single.stages)
     assert layers is not None
@@ -289,13 +318,14 @@ def fit(case: Case, sibling: int, single: Single | None = None, measured: bool =
 
 @dataclass(frozen=True)
 class Took:
-    """Seconds of an array.
+    """The times of an array, in seconds.
 
     Attributes:
-        whole: from the call to the end of the last sibling, and of the array.
-        seconds: of blocks, means.
-        work: in which the busiest rank computes.
-        computing: between the first and the last computation of any rank.
+        whole: the time from the call to the end of the last sibling and of the array.
+        seconds: the mean times of blocks.
+        work: the time for which the busiest rank computes.
+        computing: the time between the first and the last computation of any rank.
+        steady: the steady state.
     """
 
     whole: float
@@ -306,12 +336,13 @@ class Took:
 
 
 def array(case: Case, rounds: Order | None = None, size: int | None = None, single: Single | None = None) -> Took:
-    """All siblings together.
+    """Train all siblings in an array and return its times.
 
     Args:
-        rounds: see `JobArray`.
-        size: of the array; by default all siblings at a time.
-        single: how each sibling is cut and ordered; by default a stage a rank.
+        case: the case.
+        rounds: the order of rounds, see `JobArray`.
+        size: the number of siblings at a time. By default, this is the number of all siblings.
+        single: the schedule and the cut of each sibling. By default, each rank has one stage.
     """
     started = time.monotonic()
     jobs: JobArray[None] = JobArray(size or case.siblings, progress=False, rounds=rounds)
@@ -326,7 +357,7 @@ def array(case: Case, rounds: Order | None = None, size: int | None = None, sing
 
 
 def block_seconds(timeline: Timeline) -> dict[tuple[Kind, int], Table]:
-    """What forwards and backwards of each stage took, means by rows."""
+    """Return the mean times of the forwards and backwards of each stage, by number of rows."""
     times: dict[tuple[Kind, int], dict[int, list[int]]] = {}
     for e in timeline.computations:
         if (kind := e.instruction.kind) in (Kind.F, Kind.B):
@@ -339,16 +370,22 @@ def block_seconds(timeline: Timeline) -> dict[tuple[Kind, int], Table]:
 
 
 def array_and_costs(case: Case) -> tuple[Took, CostModel]:
-    """All siblings together, and the costs to simulate them with: of layers that sleep what they are told, of others
-    what blocks took in a short array just before."""
+    """Train all siblings in an array, and return its times and the costs for simulations of it.
+
+    For layers that sleep, these are the configured costs. For a real model, they are the times of blocks in a short
+    array that runs immediately before.
+    """
     costs = CostModel(array(replace(case, batches=case.short)).seconds) if case.real else case.costs(case.ranks)
     assert costs is not None
     return array(case), costs
 
 
 def one_by_one(case: Case, chosen: dict[int, list[Single]]) -> dict[str, float]:
-    """Seconds of one job of each batch size, as often as there are siblings of it, by the same Trainer: with the
-    fastest of the contenders that run."""
+    """Return the seconds of all jobs one after another with the Trainer, and of each batch size, by name.
+
+    One job of each batch size is measured, with the fastest of the contenders, and counted once for each sibling with
+    this batch size. The total has the name "".
+    """
     found: dict[str, float] = {}
     total = 0.0
     for sibling, rows in enumerate(ROWS):
@@ -366,7 +403,7 @@ def one_by_one(case: Case, chosen: dict[int, list[Single]]) -> dict[str, float]:
 
 
 def one_by_one_by_torch(case: Case, chosen: dict[int, list[Single]], rank: int) -> float:
-    """Seconds of the same batches by torch alone."""
+    """Return the seconds of the same batches by torch's pipelining without a Trainer."""
     total = 0.0
     for rows in ROWS:
         single = chosen[rows][-1]
@@ -380,8 +417,11 @@ def one_by_one_by_torch(case: Case, chosen: dict[int, list[Single]], rank: int) 
 
 
 def start_and_end(case: Case) -> float:
-    """Seconds that a sibling's start and end take while nobody computes, the mean of some, without its one batch and
-    without the array's own. The first of them load what is loaded once."""
+    """Return the mean seconds of the start and the end of a sibling while no other sibling computes.
+
+    The time of its only batch and of the array itself is subtracted. The first siblings do not count, because modules
+    and libraries are loaded once.
+    """
     few = replace(case, siblings=4, batches=1)
     times: list[float] = []
     jobs: JobArray[None] = JobArray(1, progress=False)
@@ -402,7 +442,7 @@ def start_and_end(case: Case) -> float:
 
 
 class Small(L.LightningModule):
-    """A real model with dropout, trained with a learning rate of its own."""
+    """A real model with dropout and a learning rate for each sibling."""
 
     def __init__(self, sibling: int) -> None:
         super().__init__()
@@ -423,7 +463,7 @@ class Small(L.LightningModule):
 
 
 def train_small(stages: int, sibling: int) -> tuple[list[float], list[torch.Tensor]]:
-    """Its losses and weights."""
+    """Train the small model and return its losses and weights."""
     L.seed_everything(sibling, verbose=False)
     model = Small(sibling)
     loader = torch.utils.data.DataLoader(
@@ -441,7 +481,7 @@ def train_small(stages: int, sibling: int) -> tuple[list[float], list[torch.Tens
 
 
 def equal_rank(rank: int, stages: int) -> bool:
-    """Whether siblings in an array give what each gives in an array of its own."""
+    """Return whether the results of siblings in an array equal their results in an array with one sibling."""
     hush()
 
     def run(siblings: Sequence[int]) -> dict[int, Any]:
@@ -455,7 +495,7 @@ def equal_rank(rank: int, stages: int) -> bool:
 
 
 def bit_equal(stages: int) -> bool:
-    """Whether eight siblings, four at a time, are what they are alone, on all ranks."""
+    """Return whether eight siblings, four at a time, have the same results on all ranks as when trained alone."""
     return all(run_ranks(equal_rank, stages, stages, timeout=300))
 
 
@@ -463,7 +503,7 @@ Order = Callable[[Plan, CostModel], Program]
 
 
 def order_like(schedule: Schedule) -> Order:
-    """Return the order of rounds in which a schedule for one job takes whole batches of jobs for micro-batches."""
+    """Return an order of rounds that uses a schedule for one job, with whole batches of jobs as micro-batches."""
 
     def order(plan: Plan, costs: CostModel) -> Program:
         rows = schedule.program(Plan.even(plan.n_stages, len(plan.jobs), ranks=plan.ranks)).head
@@ -492,12 +532,14 @@ SCHEMES: dict[str, tuple[Order | None, int | None]] = {
     ARHANAYO: (order_like(Hanayo()), None),
     "Vanilla, one job at a time": (None, 1),
 }
-"""By name the order of rounds, and the siblings at a time. BPipe orders as 1F1B does; layers that sleep have no
-activations that it could lend."""
+"""The order of rounds and the number of siblings at a time, by name.
+
+BPipe has the order of 1F1B. Layers that sleep have no activations that BPipe could move to other ranks.
+"""
 
 
 def rank_of_schemes(rank: int, case: Case, turns: int) -> dict[str, list[float]]:
-    """Return the seconds from first to last computation by scheme, in turns."""
+    """Return the seconds from the first to the last computation for each scheme. The schemes take turns."""
     hush()
     request_realtime_priority()
     torch.set_num_threads(1)
@@ -512,13 +554,13 @@ def rank_of_schemes(rank: int, case: Case, turns: int) -> dict[str, list[float]]
 
 
 def compare_schemes(case: Case, turns: int) -> tuple[list[str], dict[str, float]]:
-    """Return the lines, and how many times as long as ours the others take."""
+    """Return the lines of the table, and the time of each scheme relative to our order without rounds."""
     found = run_ranks(rank_of_schemes, case.ranks, case, turns, timeout=1200)[0]
     medians = {name: statistics.median(seconds) for name, seconds in found.items()}
     ours = medians["no rounds (ours)"]
     lines = [
         f"emulated, {case.ranks} ranks, {case.siblings} siblings with {case.batches} batches of {ROWS} each, {turns} "
-        "turns; seconds from first to last computation, and over ours",
+        "turns; seconds from first to last computation, and relative to ours",
         *(f"  {name:28} {seconds:6.2f} {seconds / ours:6.2f}" for name, seconds in medians.items()),
     ]
     keys = {
@@ -532,7 +574,7 @@ def compare_schemes(case: Case, turns: int) -> tuple[list[str], dict[str, float]
 
 
 def rank_main(rank: int, case: Case, chosen: dict[int, list[Single]], pairs: int) -> dict[str, Any]:
-    """What one rank measures."""
+    """Return the measurements of one rank."""
     hush()
     request_realtime_priority()
     torch.set_num_threads(1)
@@ -555,7 +597,7 @@ def rank_main(rank: int, case: Case, chosen: dict[int, list[Single]], pairs: int
 
 
 def executed(case: Case, pairs: int) -> tuple[list[str], dict[str, float]]:
-    """Lines, and figures."""
+    """Run a case, and return its lines and its numbers."""
     chosen = {rows: case.singles(rows) for rows in ROWS}
     found = run_ranks(rank_main, case.ranks, case, chosen, pairs, timeout=1200)[0]
     tooks: list[Took] = [took for took, _ in found["array"]]
@@ -580,16 +622,16 @@ def executed(case: Case, pairs: int) -> tuple[list[str], dict[str, float]]:
     lines = [
         f"{kind}, {case.ranks} ranks, {jobs} of {ROWS} each, {pairs} pairs; malloc of {describe_allocator()}",
         f"  array {median(wholes):.1f} s; one after another, ours {median(alone):.1f} s, torch's {theirs:.1f} s;"
-        f" times as fast as the faster one {median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})",
+        f" speedup over the faster one {median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})",
         "  ours: "
         + "; ".join(f"batches of {name} {seconds:.1f} s" for name, seconds in found["alone"][0].items() if name),
         "  torch's: " + "; ".join(f"batches of {rows}: {chosen[rows][-1]}" for rows in ROWS),
         f"  from each sibling's third batch on: busiest rank {figures['utilisation']:.1%} (simulated"
-        f" {median(busy):.1%}); {median(t.steady.rest for t in tooks):.2f} s, {errors[0]:+.1%} to {errors[-1]:+.1%} of"
-        " the simulation, which takes"
-        f" {min(map(min, simulated)):.2f} to {max(map(max, simulated)):.2f} s where blocks vary by {UNEVEN:.1%}",
+        f" {median(busy):.1%}); {median(t.steady.rest for t in tooks):.2f} s, {errors[0]:+.1%} to {errors[-1]:+.1%}"
+        " compared with the simulation, which takes"
+        f" {min(map(min, simulated)):.2f} to {max(map(max, simulated)):.2f} s if blocks vary by {UNEVEN:.1%}",
         f"  first to last computation {took.computing:.1f} s, of which the busiest rank computes {took.work:.1f} s"
-        + (f"; start and end of a sibling, nobody computing, {1000 * found['start']:.0f} ms" if case.starts else ""),
+        + (f"; start and end of a sibling, no rank computing, {1000 * found['start']:.0f} ms" if case.starts else ""),
     ]
     if case.real:
         for key in ("processes", "ddp"):
