@@ -149,7 +149,7 @@ def measured(
             errors += [worst] if x <= 2 else []
             yield "", row(f"{x:5}", found, names)
             apart = max((high - low) / found.median(n) for n in some for low, high in [found.quartiles(n)])
-            yield "", f"{'':5} quartiles of a schedule's steps are apart by {apart:.1%} of the median at most"
+            yield "", f"{'':5} the interquartile range of a schedule's steps is at most {apart:.1%} of the median"
             if x == 0:
                 yield "free_link_loss", found.ratio(AUTO, "1f1b") - 1
             elif x <= 1:
@@ -255,7 +255,10 @@ def steady_table(case: Situation) -> list[str]:
 
 
 def switching(case: Situation, seed: int, seconds: float) -> dict[Direction, Trace]:
-    """Return traces in which each direction switches by itself between x = 0.25 and 3, after 25 forwards on average."""
+    """Return traces in which the directions switch independently between x = 0.25 and 3.
+
+    A direction switches after 25 forwards on average.
+    """
     rng = random.Random(seed)
     takes = (case.message(0.25), case.message(3.0))
     return {d: Trace.switching(rng, takes, 0.025 * case.forward, seconds) for d in directions(case.stages)}
@@ -531,10 +534,12 @@ PARTS = ("split", "steady", "links", "eight", "flows", "executed", "choices", "c
 
 def main() -> None:
     """Run the selected parts and print their tables."""
-    parser = make_parser(__doc__, "split, steady and replayed, shorter, forwards of 5 ms")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts")
-    parser.add_argument("--speeds", nargs="+", type=float, default=SPEEDS, help="messages in forwards, for steady")
-    parser.add_argument("--seeds", nargs=2, type=int, default=(0, 20), help="first and last but one, for choices")
+    parser = make_parser(__doc__, "only split, steady and replayed, with fewer rounds and forwards of 5 ms")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="the parts to run")
+    parser.add_argument("--speeds", nargs="+", type=float, default=SPEEDS, help="message times in forwards, for steady")
+    parser.add_argument(
+        "--seeds", nargs=2, type=int, default=(0, 20), help="the first seed and the end of the range, for choices"
+    )
     options = parser.parse_args()
     quick = options.quick
     case = Situation(QUICK_MS if quick else FORWARD_MS)
@@ -547,15 +552,15 @@ def main() -> None:
             lambda: measured(case, message, speeds, 4, wide=not quick),
         ),
         "split": ("Backwards in two parts, measured; ms of a step", lambda: split(case, message, quick)),
-        "links": ("What links are measured to do while steps run", lambda: link_times(case, message)),
+        "links": ("Link times measured while steps run", lambda: link_times(case, message)),
         "eight": (
             "The same with eight stages and 32 micro-batches",
             lambda: measured(Situation(FORWARD_MS, 8, 32), message, (0.5, 1.0), 2, wide=False),
         ),
-        "flows": ("Beside other TCP connections on each link, of 27.5 MB/s", lambda: competing(case)),
+        "flows": ("Next to other TCP connections on each link, of 27.5 MB/s", lambda: competing(case)),
         "executed": ("Links that change, measured", lambda: executed(Situation(FORWARD_MS // 2))),
         "choices": (
-            "What the tuner chooses for links of random speeds, measured, F 5 ms",
+            "The choices of the tuner for links of random speeds, measured, F 5 ms",
             lambda: choices(Situation(QUICK_MS), range(*options.seeds)),
         ),
         "choices_replayed": ("The same replayed", lambda: choices_replayed(range(*options.seeds))),
@@ -577,7 +582,7 @@ def main() -> None:
             elif part != "replayed" or name not in results:
                 results[name] = found
         if part == "steady":
-            print("\nThe same simulated, without what the engine itself takes; held by the first stage")
+            print("\nThe same simulated, without the overhead of the engine; held by the first stage")
             print("\n".join(steady_table(case)))
     if options.json:
         print(json.dumps({name: round(value, 4) for name, value in results.items()}))

@@ -27,12 +27,12 @@ class Figure:
     """A figure or a table.
 
     Attributes:
-        prints: what it prints.
-        made_by: its function, as "module:name" within the folder of the paper. The function yields the lines and
-            numbers of the figure as they come.
+        prints: a description of the printed results.
+        made_by: the function, as "module:name" within the folder of the paper. The function yields the lines and
+            numbers of the figure one by one.
         parameters: the arguments of the function.
         quick: the arguments that differ with `--quick`.
-        is_on_links: whether it needs links that are shaped, which takes root on Linux.
+        is_on_links: whether the figure needs shaped links, and therefore root on Linux.
     """
 
     prints: str
@@ -44,12 +44,12 @@ class Figure:
 
 KFKB = {
     "f2": Figure(
-        "analysis: a backward takes two forwards, a message half of one; simulated",
+        "analysis: a backward takes two forwards, and a message half a forward; simulated",
         "figures:analysis",
         {"cases": ((2, 4), (4, 16), (8, 32))},
     ),
     "f6": Figure(
-        "granularity: k = 1 to 6 with micro-batches of floor(6 / k) samples, eight stages, free links and slow ones",
+        "granularity: k = 1 to 6 with micro-batches of floor(6 / k) samples, eight stages, fast and slow links",
         "figures:granularity",
         {"samples": 192},
         is_on_links=True,
@@ -61,7 +61,7 @@ KFKB = {
         is_on_links=True,
     ),
     "f8": Figure(
-        "weak scaling as with GPT: the model grows with the workers, the batch stays",
+        "weak scaling as with GPT: the model grows with the workers, and the batch does not",
         "figures:weak",
         {"name": "f8", "microbatches": (64, 64, 64)},
         is_on_links=True,
@@ -72,12 +72,12 @@ KFKB = {
         is_on_links=True,
     ),
     "f10": Figure(
-        "a rate that changes: the run that adapts next to fixed k, and what it changed to",
+        "links that change: an adaptive run compared with constant k, and the schedules that it adopted",
         "figures:changing",
         is_on_links=True,
     ),
     "gpt": Figure(
-        "a real GPT in two stages, next to DDP over the same links",
+        "a real GPT in two stages, compared with DDP over the same links",
         "figures:gpt",
         {"rounds": 12, "speeds": (0.0, 1.0, 2.0)},
         {"rounds": 4, "speeds": (0.0, 2.0)},
@@ -97,7 +97,7 @@ JAP = {
 """ArrayPipe."""
 UMPIPE = {
     "f10": Figure(
-        "accuracy by epochs with the schemes of table 7, next to the unsplit run",
+        "accuracy by epochs with the schemes of table 7, compared with the unsplit run",
         "accuracy:accuracy",
         {"networks": ("mnist", "cifar"), "epochs": 20, "double": False},
         {"epochs": 3},
@@ -112,7 +112,7 @@ CSP = {
         {"subnets": 60, "counts": (2, 4)},
     ),
     "peers": Figure(
-        "subnets per second of real layers, next to other ways to train them",
+        "subnets per second of real layers, compared with other ways to train them",
         "peers:peers",
         {
             "subnets": 200,
@@ -170,13 +170,13 @@ PAPERS = {"kfkb": KFKB, "jap": JAP, "umpipe": UMPIPE, "csp": CSP, "dynpipe": DYN
 
 
 def arguments_of(figure: Figure, quick: bool, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a figure's function; `given` replaces those that the figure has."""
+    """Return the arguments of a figure's function, with the values in `given` for parameters that it has."""
     arguments = {**figure.parameters, **(figure.quick if quick else {})}
     return arguments | {name: value for name, value in given.items() if name in arguments}
 
 
 def make(paper: str, name: str, quick: bool, given: Mapping[str, Any]) -> dict[str, float]:
-    """Make a figure, print its lines as they come, and return its numbers."""
+    """Make a figure, print its lines one by one, and return its numbers."""
     figure, keys = PAPERS[paper][name], dict[str, float]()
     print(f"\n{name}: {figure.prints}", flush=True)
     if figure.is_on_links and (reason := lab_unavailable_reason()):
@@ -194,7 +194,7 @@ def make(paper: str, name: str, quick: bool, given: Mapping[str, Any]) -> dict[s
 
 
 def value_of(text: str) -> Any:
-    """Return the literal that a text is, or the text itself."""
+    """Return the value of a text that is a Python literal, or the text itself."""
     try:
         return ast.literal_eval(text)
     except (SyntaxError, ValueError):
@@ -202,11 +202,11 @@ def value_of(text: str) -> Any:
 
 
 def main() -> None:
-    """List figures, or make those that are named."""
-    parser = make_parser(__doc__, "shorter")
+    """List all figures, or make the named figures."""
+    parser = make_parser(__doc__, "smaller parameters, for a shorter run")
     parser.add_argument("paper", nargs="?", choices=PAPERS)
-    parser.add_argument("figures", nargs="*", metavar="figure", help="by default all figures of the paper")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a parameter")
+    parser.add_argument("figures", nargs="*", metavar="figure", help="by default, all figures of the paper")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="the value of a parameter")
     options = parser.parse_args()
     if options.paper is None:
         for paper, figures in PAPERS.items():

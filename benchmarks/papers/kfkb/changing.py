@@ -1,4 +1,4 @@
-"""Steps over really shaped links that change while they are used: all choices have the same trace, in turn."""
+"""Measured steps on shaped links that change while they are used. All schedules take turns with the same trace."""
 
 from __future__ import annotations
 
@@ -23,22 +23,25 @@ from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
 from lightning_pipes.planning.tuning import CandidateRanker
 
 READY_SECONDS = 8.0
-"""For ranks to begin."""
+"""Seconds that ranks have to start."""
 FIRST, INTERVAL = 2, 10
-"""Steps before the first decision, and between decisions; the second one comes after a window."""
+"""The number of steps before the first decision, and between later decisions.
+
+The second decision follows after a window of steps.
+"""
 
 
 @dataclass(frozen=True)
 class Course:
-    """What every choice goes through.
+    """The turns of all schedules and of an adaptive run, with the same changes of links in each turn.
+
+    Before its turn, the adaptive run has already left 1F1B, as it has in all but the first seconds of a training.
 
     Attributes:
-        trial: whose schedules have one turn each, and then the run that adapts.
-        steps: of each.
-        seconds: for each turn, more than the slowest one takes.
-        limit: micro-batches that a rank may hold in the run that adapts.
-
-    The run that adapts has left 1F1B before its turn, as it has in all but the first seconds of a training.
+        trial: the trial with the schedules. Each one has a turn, followed by the adaptive run.
+        steps: the number of steps in each turn.
+        seconds: seconds of each turn, more than the slowest schedule needs.
+        limit: the number of micro-batches that a rank may hold in the adaptive run.
     """
 
     trial: Trial
@@ -48,24 +51,35 @@ class Course:
 
     @property
     def names(self) -> list[str]:
-        """Of all turns in order."""
+        """The names of all turns, in order."""
         return [*self.trial.schedules, AUTO]
 
     def begins(self, turn: int) -> float:
-        """Seconds after the first one."""
+        """Return the start of a turn, in seconds after the start of the first one."""
         return turn * self.seconds + (self.seconds / 2 if self.names[turn] == AUTO else 0.0)
 
 
 @dataclass(frozen=True)
 class Ran:
-    """Seconds of all steps by name, and what the run that adapts changed to."""
+    """The results of all turns.
+
+    Attributes:
+        seconds: seconds of all steps of a turn together, by name.
+        adopted: the schedules that the adaptive run changed to.
+    """
 
     seconds: dict[str, float]
     adopted: list[str]
 
 
 def run(lab: NetLab, course: Course, links: Mapping[Direction, Trace]) -> Ran:
-    """All turns. A trace says how long a message takes that comes alone."""
+    """Run all turns of a course.
+
+    Args:
+        lab: the network laboratory.
+        course: the course.
+        links: the trace of each direction, with the times of messages on an idle link.
+    """
     begin = time.monotonic() + READY_SECONDS
     changes: list[tuple[float, float | None, list[Direction] | None]] = []
     for turn in range(len(course.names)):
@@ -79,12 +93,12 @@ def run(lab: NetLab, course: Course, links: Mapping[Direction, Trace]) -> Ran:
     spans = {name: [by_rank[name] for by_rank, _ in found] for name in course.names}
     seconds = {n: (max(end for _, end in each) - min(since for since, _ in each)) / 1e9 for n, each in spans.items()}
     slow = {name: t for name, t in seconds.items() if t > course.seconds}
-    assert not slow, f"the next turn began in the middle of the one before: {slow} s of {course.seconds}"
+    assert not slow, f"a turn took longer than the {course.seconds} s of its trace: {slow} s"
     return Ran(seconds, found[0][1])
 
 
 def rank_main(rank: int, course: Course, begin: float) -> tuple[dict[str, tuple[int, int]], list[str]]:
-    """When each turn began and ended."""
+    """Run all turns on one rank, and return the start and end of each turn and the adopted schedules."""
     watch = join_ranks(rank)
     trial, plan = course.trial, course.trial.plan
     transport = make_transport(plan, rank, range(trial.stages), torch.device("cpu"), watch)
@@ -102,7 +116,7 @@ def rank_main(rank: int, course: Course, begin: float) -> tuple[dict[str, tuple[
     found: dict[str, tuple[int, int]] = {}
     follower, began = Follower(course, rank), 0
     gc.disable()
-    gc.freeze()  # else each collection goes through all modules
+    gc.freeze()  # so that collections skip the objects of all imported modules
     for turn, name in enumerate(course.names):
         running = trial.schedules.get(name, make_schedule("kfkb", k=1))
         engine.adopt(plan, ordered(running, plan))
@@ -122,7 +136,7 @@ def rank_main(rank: int, course: Course, begin: float) -> tuple[dict[str, tuple[
 
 
 class Follower:
-    """Decides as `ScheduleTuner` does: collective, all ranks have one."""
+    """Makes the same decisions as `ScheduleTuner`. Each rank has a follower, and its calls are collective."""
 
     def __init__(self, course: Course, rank: int) -> None:
         self.adopted: list[str] = []
@@ -134,7 +148,7 @@ class Follower:
         self._steps, self._next = 0, FIRST
 
     def after(self, sample: StepSample) -> Schedule | Policy | None:
-        """What to change to after a step, if anything."""
+        """Record a step, and return the schedule to change to, or None to keep the current one."""
         self._recent = [*self._recent, sample][-WINDOW:]
         self._steps += 1
         if self._steps < self._next:

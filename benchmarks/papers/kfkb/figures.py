@@ -1,7 +1,7 @@
-"""The experiments of Ada-Grouper's paper (Wang et al. 2023, arXiv:2303.01675): emulated stages on really shaped links.
+"""The experiments of Ada-Grouper's paper (Wang et al. 2023, arXiv:2303.01675): emulated stages on shaped links.
 
 The analysis is simulated. The GPT has real stages with one thread each, and is compared with SPMD, which is torch's DDP
-over the same links. Quartiles of steps over rounds are in brackets.
+over the same links. The quartiles of steps over rounds are in parentheses.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from lightning_pipes.sim import makespan
 from lightning_pipes.testing.generators import uniform
 
 X = 0.5
-"""A message in forwards, as in the paper's analysis."""
+"""The time of a message in forwards, as in the paper's analysis."""
 SMALL = 32 * 1024
-"""Bytes of a message, where there are many."""
+"""Bytes of a message in trainings with many messages."""
 
 
 def named(ks: Sequence[int]) -> dict[str, Schedule | Policy]:
-    """kFkB with each k; the first is 1F1B."""
+    """Return kFkB with each k by name. k = 1 is 1F1B."""
     return {f"k={k}": make_schedule("kfkb", k=k) for k in ks}
 
 
 def line(head: str, found: Measured) -> str:
-    """Milliseconds of a step and the gain over the first schedule."""
+    """Return a line with the milliseconds of a step of each schedule, and the gain over the first schedule."""
     first, *others = found.trial.schedules
     parts = [f"{first} {milliseconds(found, first)}"]
     parts += [f"{n} {milliseconds(found, n)} {found.ratio(first, n) - 1:+.1%}" for n in others]
@@ -42,13 +42,13 @@ def line(head: str, found: Measured) -> str:
 
 
 def milliseconds(found: Measured, name: str) -> str:
-    """The median step, and its quartiles."""
+    """Return the median milliseconds of a step and its quartiles, as text."""
     low, high = found.quartiles(name)
     return f"{1e3 * found.median(name):.0f} ms ({1e3 * low:.0f} to {1e3 * high:.0f})"
 
 
 def analysis(cases: Sequence[tuple[int, int]]) -> Output:
-    """Yield the gain of 2F2B for some stages and micro-batches, simulated."""
+    """Yield the simulated gain of 2F2B for several numbers of stages and micro-batches."""
     for stages, microbatches in cases:
         plan, costs = uniform(stages=stages, microbatches=microbatches, f=2, b=4, link=1)
         one, two = (makespan(ordered(make_schedule("kfkb", k=k), plan), plan, costs) / 2 for k in (1, 2))
@@ -73,7 +73,7 @@ def granularity(samples: int) -> Output:
 
 
 def weak(name: str, microbatches: Sequence[int]) -> Output:
-    """Yield the gain of k if a forward takes 10 ms on every worker, for 2, 4 and 8 of them."""
+    """Yield the gain of k on 2, 4 and 8 workers if a forward takes 10 ms on each of them."""
     for stages, m in zip((2, 4, 8), microbatches, strict=True):
         with NetLab(stages) as lab:
             trial = Trial(named((1, 2, 3)), stages, m, 0.01, SMALL, rounds=5, tuned=False)
@@ -83,7 +83,7 @@ def weak(name: str, microbatches: Sequence[int]) -> Output:
 
 
 def strong() -> Output:
-    """Yield the gain of k if one model with a forward of 40 ms is on 2, 4 and 8 workers, with messages of 5 ms."""
+    """Yield the gain of k for one model with a forward of 40 ms on 2, 4 and 8 workers, and messages of 5 ms."""
     base = 0.0
     for stages in (2, 4, 8):
         forward = 0.04 / stages
@@ -97,7 +97,7 @@ def strong() -> Output:
 
 
 def changing() -> Output:
-    """Yield the steps of the run that adapts to links that change, and of fixed k."""
+    """Yield the step times of the adaptive run on changing links, compared with constant values of k."""
     case = Situation(10)
     trial = Trial(named((1, 2, 3)), case.stages, case.microbatches, 0.01, MESSAGE)
     each = 3 * 0.9
@@ -113,7 +113,12 @@ def changing() -> Output:
 
 
 def gpt(rounds: int, speeds: Sequence[float]) -> Output:
-    """Yield the steps of a real GPT in two stages; a forward takes about 5 ms, and a message that times `speeds`."""
+    """Yield the step times of a real GPT with two stages, in which a forward takes about 5 ms.
+
+    Args:
+        rounds: the number of rounds.
+        speeds: the times of a message, in forwards.
+    """
     message = 2 * 96 * 128 * 4
     trial = GPT(named((1, 2)), 2, 16, 0.005, message, rounds=rounds, limit=16)
     operations = trial.operations

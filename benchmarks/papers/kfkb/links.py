@@ -1,5 +1,7 @@
-"""Steps over really shaped links: emulated stages on the hosts of a network laboratory, in turn, one step each, by one
-engine in the same processes."""
+"""Measured steps on shaped links: emulated stages run on the hosts of a network laboratory.
+
+All schedules run in the same processes and by the same engine. They take turns of one step each.
+"""
 
 from __future__ import annotations
 
@@ -31,24 +33,28 @@ from lightning_pipes.sim import makespan
 
 AUTO, TORCH, SPMD = "auto", "torch 1f1b", "SPMD"
 LOOKS = 3
-"""Steps of the first schedule before the tuner chooses."""
+"""The number of steps of the first schedule before the tuner chooses."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What is measured over links of one speed.
+    """A comparison of schedules on links of one speed.
 
     Attributes:
-        schedules: by name; the first one is what the tuner sees before it chooses.
-        forward: seconds; a backward takes twice as long.
-        message: bytes.
-        rounds: how often each has its turn, after one that does not count.
-        torch: whether torch's own 1F1B has turns too.
-        tuned: whether the tuner's choice has turns too.
-        rivals: whether also the best of each kind of schedule has, as predicted.
-        limit: samples that a rank may hold in what the tuner chooses; by default four times the stages.
-        plans: by name of a schedule, where the batch is cut otherwise; else a sample a micro-batch.
-        layer: of each stage, where it is not `sleeping`, whatever the samples.
+        schedules: the schedules by name. The tuner observes the first one before it chooses.
+        stages: the number of stages, with one stage on each rank.
+        microbatches: the number of micro-batches in a batch.
+        forward: seconds of a forward. A backward takes twice as long.
+        message: bytes of a message.
+        rounds: the number of turns of each schedule, after a first one that does not count.
+        torch: whether to include torch's own 1F1B.
+        tuned: whether to include the tuner's choice.
+        rivals: whether to include the schedule of each kind that has the best prediction.
+        limit: the number of samples that a rank may hold under the schedule that the tuner chooses. By default, it is
+            four times the number of stages.
+        plans: the plans of schedules that cut the batch differently, by name. All other schedules have one sample in
+            each micro-batch.
+        layer: the profile of each stage's layer. By default, a layer sleeps for a fixed time for any number of samples.
     """
 
     schedules: dict[str, Schedule | Policy]
@@ -66,29 +72,38 @@ class Trial:
 
     @property
     def plan(self) -> Plan:
-        """One sample a micro-batch."""
+        """The plan with one sample in each micro-batch."""
         n = self.stages
         return replace(Plan.even(n, self.microbatches), layers=even_partition([1.0] * n, n))
 
     def plan_of(self, name: str) -> Plan:
-        """What a schedule orders."""
+        """Return the plan of a schedule."""
         return self.plans.get(name, self.plan)
 
     def stages_on(self, rank: int) -> list[Stage]:
-        """Those that a rank runs, by the plan of the first schedule: emulated, and equal."""
+        """Return the emulated, equal stages of a rank, according to the plan of the first schedule."""
         first, schedule = next(iter(self.schedules.items()))
         layer = self.layer or sleeping_layer(self.forward, 2 * self.forward, message_bytes=self.message)
         plan, n = self.plan_of(first), self.stages
         return Emulation(plan, ordered(schedule, plan), (layer,) * n, (1.0,) * n).stages(rank)
 
     def replicated_step(self, rank: int) -> Callable[[], None] | None:
-        """A step of the same training by replicas of the whole model; None where it is emulated, and has no weights."""
+        """Return a function that runs a step of data parallelism with the whole model on each rank.
+
+        The result is None for emulated stages, because they have no weights.
+        """
         return None
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank saw: start and end of each step by name, and samples of its steps; on rank 0, what was chosen."""
+    """The observations of one rank.
+
+    Attributes:
+        spans: the start and the end of each step, by name.
+        samples: the measurements that the tuner takes from each step, by name.
+        decision: the tuner's decision on rank 0, otherwise None.
+    """
 
     spans: dict[str, list[tuple[int, int]]]
     samples: dict[str, list[StepSample]]
@@ -97,62 +112,67 @@ class Seen:
 
 @dataclass(frozen=True)
 class Measured:
-    """What all ranks saw over links of one speed."""
+    """The observations of all ranks on links of one speed."""
 
     trial: Trial
     by_rank: list[Seen]
 
     def seconds(self, name: str) -> list[float]:
-        """Of every step, from the first rank's start to the last one's end."""
+        """Return the seconds of each step, from the start of the first rank to the end of the last one."""
         each = zip(*(seen.spans[name] for seen in self.by_rank), strict=True)
         return [(max(end for _, end in spans) - min(start for start, _ in spans)) / 1e9 for spans in each]
 
     def median(self, name: str) -> float:
-        """Seconds of a step."""
+        """Return the median seconds of a step."""
         return statistics.median(self.seconds(name))
 
     def quartiles(self, name: str) -> tuple[float, float]:
-        """Seconds of a step: the first and the third quartile over rounds."""
+        """Return the first and the third quartile of the seconds of a step, over all rounds."""
         first, _, third = statistics.quantiles(self.seconds(name), n=4, method="inclusive")
         return first, third
 
     def ratios(self, name: str, other: str) -> list[float]:
-        """The time of one over that of the other in the same round, for every round."""
+        """Return the step time of one schedule divided by the step time of another one, for each round."""
         return [a / b for a, b in zip(self.seconds(name), self.seconds(other), strict=True)]
 
     def ratio(self, name: str, other: str) -> float:
-        """The median of `ratios`."""
+        """Return the median of `ratios`."""
         return statistics.median(self.ratios(name, other))
 
     @property
     def transfer(self) -> float:
-        """Seconds that a message of the first schedule kept its link busy, the median over links and steps."""
+        """The median seconds for which a message of the first schedule occupies its link, over links and steps."""
         first = next(iter(self.trial.schedules))
         samples = [sample for seen in self.by_rank for sample in seen.samples[first]]
         return statistics.median(mean for s in samples for key, mean in s.means.items() if key[0] in SENDS) / 1e9
 
     def links(self, name: str) -> dict[Direction, float]:
-        """Seconds that a message keeps each direction of each link busy, as the tuner has it after the steps of a
-        schedule: averages over the last ones."""
+        """Return the seconds for which a message occupies each direction of each link.
+
+        These are the averages over the last steps of a schedule, as the tuner computes them.
+        """
         costs = self.costs(name)
         edges = [(s, s + 1) for s in range(self.trial.stages - 1)]
         there = {(a, b): costs.seconds_at(Kind.SF, a, 1) for a, b in edges}
         return there | {(b, a): costs.seconds_at(Kind.SB, b, 1) for a, b in edges}
 
     def costs(self, name: str) -> CostModel:
-        """Averages over the last steps of a schedule."""
+        """Return the costs that were measured in the last steps of a schedule, as averages."""
         steps = list(zip(*(seen.samples[name] for seen in self.by_rank), strict=True))
         return averages(steps[-WINDOW:]).costs()
 
     @property
     def decision(self) -> TuningDecision:
-        """What the tuner chose, on what it saw of the first schedule."""
+        """The tuner's decision, based on its observations of the first schedule."""
         assert self.by_rank[0].decision is not None
         return self.by_rank[0].decision
 
     def errors(self) -> dict[str, float]:
-        """What each schedule was predicted to take, on what was measured with the first one, over what it took, less 1:
-        the median over windows of steps, so that something else on the machine in one of them does not count."""
+        """Return the relative error of the predicted step time of each schedule.
+
+        The predictions are based on measurements of the first schedule. The median over windows of steps is used, so
+        that other programs that ran during one of the windows have little effect.
+        """
         first = next(iter(self.trial.schedules))
         steps = list(zip(*(seen.samples[first] for seen in self.by_rank), strict=True))
         costs = [averages(steps[n : n + LOOKS]).costs() for n in range(len(steps) - LOOKS + 1)]
@@ -166,12 +186,12 @@ class Measured:
 
 
 def ordered(schedule: Schedule | Policy, plan: Plan) -> Program | Policy:
-    """What an engine runs."""
+    """Return the program of a schedule, or the policy itself, for the engine to run."""
     return schedule.program(plan) if isinstance(schedule, Schedule) else schedule
 
 
 def averages(steps: Any) -> Averages:
-    """Of steps, each with a sample of every rank."""
+    """Return the averages over steps. Each step is a tuple with the sample of every rank."""
     found = Averages()
     for step in steps:
         found.add(step)
@@ -179,21 +199,36 @@ def averages(steps: Any) -> Averages:
 
 
 def measure(lab: NetLab, x: float | None, trial: Trial) -> Measured:
-    """Over links on which a message that comes alone takes `x` forwards; 0 is without a limit, None as they are."""
+    """Run a trial on shaped links.
+
+    Args:
+        lab: the network laboratory.
+        x: the time of a message on an idle link, in forwards. With 0, the speed is not limited, and with None, the
+            links stay as they are.
+        trial: the trial.
+    """
     if x is not None:
         lab.shape(bandwidth(x * trial.forward, trial.message) if x else None)
     return Measured(trial, lab.run_ranks(rank_main, trial, timeout=600))
 
 
 def bandwidth(seconds: float, message: int) -> float:
-    """Bytes per second with which a message takes so long on a link that was idle, whose bucket lets its first bytes
-    pass at full speed."""
+    """Return the bytes per second with which a message on an idle link takes a certain time.
+
+    The first bytes of such a message pass at full speed, because the token bucket of the link is full.
+
+    Args:
+        seconds: the time of the message.
+        message: bytes of the message.
+    """
     return (message - GOODPUT * BURST) / seconds
 
 
 def rank_main(rank: int, trial: Trial) -> Seen:
-    """Rounds in which each schedule has one step; the tuner chooses, and has turns of its own, after some steps of the
-    first."""
+    """Run the rounds of a trial on one rank, with one step of each schedule in each round.
+
+    The tuner chooses after some steps of the first schedule. Its choice then takes part in the rounds.
+    """
     watch = join_ranks(rank)
     first, initial = next(iter(trial.schedules.items()))
     transport = make_transport(trial.plan, rank, range(trial.stages), torch.device("cpu"), watch)
@@ -208,7 +243,7 @@ def rank_main(rank: int, trial: Trial) -> Seen:
 
     def timed(name: str, step: Callable[[], None]) -> None:
         dist.barrier()
-        gc.collect()  # not in the middle of a step
+        gc.collect()  # so that no collection happens during the step
         dist.barrier()
         started = time.monotonic_ns()
         step()
@@ -224,7 +259,7 @@ def rank_main(rank: int, trial: Trial) -> Seen:
         )
 
     gc.disable()
-    gc.freeze()  # else each collection goes through all modules
+    gc.freeze()  # so that collections skip the objects of all imported modules
     for _ in range(LOOKS):
         turn(first, initial, order)
     decision, turns = None, dict(trial.schedules)
@@ -234,7 +269,7 @@ def rank_main(rank: int, trial: Trial) -> Seen:
     orders = {name: ordered(schedule, trial.plan_of(name)) for name, schedule in turns.items()}
     others = {TORCH: torch_step(trial, rank) if trial.torch else None, SPMD: trial.replicated_step(rank)}
     for number in range(1 + trial.rounds):
-        if number == 1:  # what was before is not counted
+        if number == 1:  # the steps before this one do not count
             spans.clear()
         for name, schedule in turns.items():
             turn(name, schedule, orders[name])
@@ -247,7 +282,10 @@ def rank_main(rank: int, trial: Trial) -> Seen:
 
 
 def agreed(rank: int, trial: Trial, mine: Sequence[StepSample]) -> tuple[TuningDecision, dict[str, Schedule | Policy]]:
-    """What rank 0 chooses, and by name the best of each kind of schedule as predicted; an activation is a byte."""
+    """Return the tuner's decision and the rivals, which rank 0 determines for all ranks.
+
+    The rivals are the schedules of each kind with the best prediction, by name. An activation counts as one byte.
+    """
     every: list[Any] = [None] * trial.stages
     dist.all_gather_object(every, mine)
     told: list[Any] = [None]
@@ -268,7 +306,7 @@ def agreed(rank: int, trial: Trial, mine: Sequence[StepSample]) -> tuple[TuningD
 
 
 def torch_step(trial: Trial, rank: int) -> Callable[[], None]:
-    """A step of torch's own 1F1B, by its public API."""
+    """Return a function that runs a step of torch's own 1F1B through its public API."""
     layer = sleeping_layer(trial.forward, 2 * trial.forward, message_bytes=trial.message)
     x = torch.zeros(trial.microbatches, trial.message // 4)
     stage = PipelineStage(nn.Sequential(EmulatedLayer(layer)), rank, trial.stages, torch.device("cpu"))

@@ -1,6 +1,7 @@
-"""Steps on links whose speed changes while messages are under way: events one after another, for replaying traces.
+"""Replays of traces: event by event simulations of links whose speed changes while they transmit messages.
 
-The simulator's links keep their speed, so this is a simulator of its own, and both agree on links that do.
+The links of the package's simulator have a constant speed, so this is a separate simulator. Both agree on links with a
+constant speed.
 """
 
 from __future__ import annotations
@@ -15,24 +16,36 @@ from lightning_pipes.ir import Instruction, Kind, Plan, Program, Rule, Span
 
 Direction = tuple[int, int]
 Recorded = tuple[int, Instruction, int, int]
-"""(rank, instruction, start, end) in nanoseconds; a transfer with the rank that receives it."""
+"""(rank, instruction, start, end) with times in nanoseconds. A transfer has the rank that receives the message."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """How long a message takes on one direction of a link, from each of some times on: nanoseconds, times ascending."""
+    """The changes of one direction of a link.
+
+    Attributes:
+        since: the start of each period, in nanoseconds and in ascending order.
+        takes: nanoseconds of a message on the link in each period.
+    """
 
     since: tuple[int, ...]
     takes: tuple[int, ...]
 
     @classmethod
     def steady(cls, takes: int) -> Trace:
-        """The same all the time."""
+        """Return a trace without changes."""
         return cls((0,), (takes,))
 
     @classmethod
     def switching(cls, rng: random.Random, takes: Sequence[int], dwell: float, seconds: float) -> Trace:
-        """One of `takes` at a time, each for `dwell` seconds on average, exponentially distributed."""
+        """Return a trace that switches between several times of a message at random.
+
+        Args:
+            rng: the source of random numbers.
+            takes: the possible nanoseconds of a message.
+            dwell: the mean seconds between two changes, which are distributed exponentially.
+            seconds: the length of the trace.
+        """
         since, found, at = list[int](), list[int](), 0.0
         while at < seconds:
             since.append(round(1e9 * at))
@@ -41,7 +54,7 @@ class Trace:
         return cls(tuple(since), tuple(found))
 
     def arrival(self, start: int) -> int:
-        """When a message is there that begins to move at `start`."""
+        """Return the time at which a message arrives if its transfer begins at `start`."""
         n = max(0, bisect_right(self.since, start) - 1)
         at, left = float(start), 1.0
         while n + 1 < len(self.since):
@@ -53,12 +66,14 @@ class Trace:
 
 
 class Replay:
-    """One step of a pipeline with one stage a rank, by a program without transfers or by a rule.
+    """One step of a pipeline with one stage on each rank.
 
     Args:
-        times: nanoseconds of a forward and of a backward, alike on all stages.
-        links: of every direction between neighbours.
-        start: when the step begins, in the time of the traces.
+        order: a program without transfers, or a rule.
+        plan: the plan, with its stages and micro-batches.
+        times: nanoseconds of a forward and of a backward, which are equal for all stages.
+        links: the trace of each direction between neighbors.
+        start: the time at which the step begins, on the time axis of the traces.
     """
 
     def __init__(
@@ -91,11 +106,11 @@ class Replay:
             else:
                 self._ended(stage, kind, span, end)
             self._begin(stage, end)
-        assert all(done[Kind.B] == len(self._spans) for done in self._done), "the order got stuck"
+        assert all(done[Kind.B] == len(self._spans) for done in self._done), "the order has a deadlock"
         self.end = end
 
     def by_rank(self) -> list[list[Recorded]]:
-        """What each rank records."""
+        """Return the events that each rank records."""
         return [[e for e in self.events if e[0] == rank] for rank in range(self._plan.n_stages)]
 
     def _later(self, at: int, stage: int, kind: Kind, span: Span, arrives: bool) -> None:

@@ -1,5 +1,8 @@
-"""What a backward in two parts gains over whole ones where links are slow: the best plan of each, as predicted, within
-the same memory, in turn over really shaped links. Emulated stages, and a real GPT of two stages."""
+"""The gain of a split backward over whole backwards on slow links.
+
+For each kind of backward, the plans with the best predictions within the same memory take turns on shaped links. The
+stages are emulated, or belong to a real GPT with two stages.
+"""
 
 from __future__ import annotations
 
@@ -26,34 +29,34 @@ from lightning_pipes.planning.formatting import schedule_label
 from lightning_pipes.planning.partition import even_partition
 from lightning_pipes.sim import makespan
 
-# ---- Real GPTs of two stages in place of emulated ones, for steps over really shaped links.
+# ---- Real GPTs in place of emulated stages, for steps on shaped links.
 
 
 Problem = tuple[Sequence[nn.Module], torch.Tensor, torch.Tensor, Callable[[Any, torch.Tensor], torch.Tensor]]
-"""The stages' modules, the batch, the target and the loss."""
+"""The modules of the stages, the batch, the target and the loss function."""
 
 
 class Real(Trial):
-    """Real stages; `forward` is what messages are measured in.
+    """A trial with real stages. `forward` is the approximate time of a forward, in which messages are measured.
 
     Attributes:
-        samples: of a micro-batch.
+        samples: the number of samples in a micro-batch.
     """
 
     samples: ClassVar[int] = 2
 
     def make_problem(self) -> Problem:
-        """What is trained."""
+        """Return the modules of all stages, the batch, the target and the loss function."""
         raise NotImplementedError
 
     @property
     def plan(self) -> Plan:
-        """The same for all schedules."""
+        """The plan of all schedules."""
         plan = Plan.even(self.stages, self.microbatches, self.samples * self.microbatches)
         return replace(plan, layers=even_partition([1.0] * self.stages, self.stages))
 
     def stages_on(self, rank: int) -> list[Stage]:
-        """Those that a rank runs, with a thread."""
+        """Return the stages of a rank, which computes with one thread."""
         torch.set_num_threads(1)
         parts, x, target, loss = self.make_problem()
 
@@ -66,8 +69,11 @@ class Real(Trial):
         return [Stage(rank, {rank: parts[rank]}, body)]
 
     def replicated_step(self, rank: int) -> Callable[[], None] | None:
-        """DDP: each rank has the whole model, takes its share of the samples at once, and averages gradients with the
-        others, over the same links."""
+        """Return a function that runs a step of DDP.
+
+        Each rank has the whole model, computes its share of the samples at once, and averages gradients with the other
+        ranks over the same links.
+        """
         parts, x, target, loss = self.make_problem()
         model = DistributedDataParallel(nn.Sequential(*parts))
         rows = len(x) // self.stages
@@ -81,7 +87,7 @@ class Real(Trial):
 
     @property
     def operations(self) -> int:
-        """Floating point operations of a step: forward and backward of all samples, products and convolutions."""
+        """The floating point operations of matrix products and convolutions in a step, forward and backward."""
         parts, x, target, loss = self.make_problem()
         with FlopCounterMode(display=False) as counted:
             torch.autograd.backward(loss(nn.Sequential(*parts)(x), target))
@@ -90,7 +96,7 @@ class Real(Trial):
 
 @dataclass(frozen=True)
 class GPT(Real):
-    """The GPT of `engine.py`, of eight blocks on any number of stages, two samples a micro-batch."""
+    """The GPT of `engine.py`, with eight blocks on any number of stages and two samples in each micro-batch."""
 
     def make_problem(self) -> Problem:
         return make_problem(Cell("1f1b", self.stages, self.microbatches, "gpt"))
@@ -98,12 +104,12 @@ class GPT(Real):
 
 @dataclass(frozen=True)
 class WideGPT(Real):
-    """A GPT whose blocks are 256 wide, four a stage, two samples of 96 tokens a micro-batch."""
+    """A GPT of width 256 with eight blocks, and micro-batches of two samples of 96 tokens."""
 
     WIDTH: ClassVar[int] = 256
     TOKENS: ClassVar[int] = 96
     FORWARD: ClassVar[float] = 0.016
-    """Seconds of a stage's forward, about."""
+    """The approximate seconds of a stage's forward."""
     MESSAGE: ClassVar[int] = 2 * TOKENS * WIDTH * 4
 
     def make_problem(self) -> Problem:
@@ -113,7 +119,7 @@ class WideGPT(Real):
         return parts, x, target, nn.functional.cross_entropy
 
     def replicated_step(self, rank: int) -> Callable[[], None] | None:
-        """Replicas say nothing of backwards in two parts."""
+        """Return None, because replicas do not show the effect of split backwards."""
         return None
 
 
@@ -121,8 +127,14 @@ FIRST = "1f1b"
 
 
 def costs_of(times: dict[Kind, float], links: Sequence[float]) -> CostModel:
-    """Equal stages, and seconds of a message over each link, either way; an activation is one byte. The first stage has
-    no input gradients: its W is a whole backward."""
+    """Return the costs of equal stages. An activation has one byte.
+
+    The first stage has no input gradients, so its W is a whole backward.
+
+    Args:
+        times: seconds of each kind of computation.
+        links: seconds of a message over each link, in either direction.
+    """
     n = len(links) + 1
     seconds = {(kind, s): ((1, t),) for kind, t in times.items() for s in range(n)}
     seconds |= {(Kind.I, 0): ((1, 0.0),), (Kind.W, 0): ((1, times[Kind.I] + times[Kind.W]),)}
@@ -132,8 +144,15 @@ def costs_of(times: dict[Kind, float], links: Sequence[float]) -> CostModel:
 
 
 def rivals(plan: Plan, costs: CostModel, held: int) -> tuple[dict[str, Candidate], dict[str, Candidate]]:
-    """The fastest fixed order and the fastest policy, as predicted, of those with whole backwards and of those with
-    split ones, whose stages hold so many samples at most; by name."""
+    """Return the best plans with whole backwards, and the best plans with split backwards, by name.
+
+    In both cases, these are the fixed order and the policy with the best predictions.
+
+    Args:
+        plan: the plan with the stages and the micro-batches.
+        costs: the costs for the predictions.
+        held: the largest number of micro-batches that a stage may hold.
+    """
     rows = plan.spans(Kind.F, 0)[0].rows
     costs = replace(costs, activation_bytes=(1,) * plan.n_stages)
     found = tuning_planner(make_schedule("kfkb", k="auto")).list_candidates(plan, costs, held * rows)
@@ -149,8 +168,12 @@ def rivals(plan: Plan, costs: CostModel, held: int) -> tuple[dict[str, Candidate
 
 
 def in_turn(lab: NetLab, trial: Trial, costs: CostModel, held: int, x: float | None) -> Iterator[tuple[str, Any]]:
-    """Lines of a table by "", and by "gain" the time of the best plan with whole backwards over that of the best with
-    split ones, the median over rounds."""
+    """Measure the best plans with whole and with split backwards, in turns.
+
+    Yields:
+        Lines of a table with the name "", and with the name "gain" the median over rounds of the time with whole
+        backwards divided by the time with split ones.
+    """
     whole, split = rivals(trial.plan, costs, held)
     every = {**whole, **split}
     schedules = {FIRST: make_schedule("1f1b"), **{name: c.schedule for name, c in every.items()}}
@@ -169,8 +192,19 @@ def in_turn(lab: NetLab, trial: Trial, costs: CostModel, held: int, x: float | N
 def emulated(
     stages: int, microbatches: int, forward: float, message: int, held: int, rounds: int, x: float, slow: int = -1
 ) -> Iterator[tuple[str, Any]]:
-    """A whole backward takes two forwards, its parts one each, and a message `x` forwards: on every link, or on the
-    one after stage `slow`, and the others without a limit."""
+    """Measure emulated stages. A whole backward takes two forwards, and each of its two parts takes one.
+
+    Args:
+        stages: the number of stages.
+        microbatches: the number of micro-batches.
+        forward: seconds of a forward.
+        message: bytes of a message.
+        held: the largest number of micro-batches that a stage may hold.
+        rounds: the number of rounds.
+        x: the time of a message, in forwards.
+        slow: the stage whose link to the next stage has this speed, while all other links are not limited. With -1, all
+            links have this speed.
+    """
     layer = sleeping_layer(forward, 2 * forward, weights=forward, message_bytes=message)
     trial = Trial({}, stages, microbatches, forward, message, rounds, tuned=False, layer=layer)
     times = {Kind.F: forward, Kind.B: 2 * forward, Kind.I: forward, Kind.W: forward}
@@ -182,8 +216,11 @@ def emulated(
 
 
 def gpt(rounds: int) -> Iterator[tuple[str, Any]]:
-    """Two stages of blocks that are wide enough for the split to cost little, few micro-batches, and links on which a
-    message takes about a forward. What stages take is measured with whole backwards and with split ones."""
+    """Measure a real GPT with two stages on links on which a message takes about one forward.
+
+    The blocks are wide enough that splitting costs little, and there are few micro-batches. The times of stages are
+    measured before, with whole and with split backwards.
+    """
     trial = WideGPT({}, 2, 4, WideGPT.FORWARD, WideGPT.MESSAGE, rounds, tuned=False)
     with NetLab(2) as lab:
         costs = seen(measure(lab, 1.0, replace(trial, rounds=2, **looked_at(trial))))
@@ -191,7 +228,7 @@ def gpt(rounds: int) -> Iterator[tuple[str, Any]]:
 
 
 def looked_at(trial: Trial) -> dict[str, Any]:
-    """An order of each kind."""
+    """Return a schedule with whole backwards and one with split backwards, and their plans."""
     split = make_schedule("zero_bubble")
     return {
         "schedules": {FIRST: make_schedule("1f1b"), "zero_bubble": split},
@@ -200,6 +237,6 @@ def looked_at(trial: Trial) -> dict[str, Any]:
 
 
 def seen(found: Measured) -> CostModel:
-    """The costs that steps of both kinds have shown."""
+    """Return the costs that were measured in the steps of both schedules."""
     both = [found.costs(name) for name in (FIRST, "zero_bubble")]
     return replace(both[0], seconds={**both[1].seconds, **both[0].seconds})

@@ -1,5 +1,7 @@
-"""What tuning costs a training, and what a change of schedule costs the next step: a Trainer over really shaped links
-with emulated stages, which needs root on Linux. And what choosing costs by itself, processor time.
+"""The cost of tuning for a training, of a change of schedule for the next step, and of a choice alone.
+
+The first two are measured in a Trainer with emulated stages on shaped links, which needs root on Linux. The cost of a
+choice is processor time.
 """
 
 from __future__ import annotations
@@ -34,11 +36,11 @@ from lightning_pipes.trainer.loop.adopting import adopt_candidate
 
 FORWARD, X = 0.005, 0.5
 EACH = 3
-"""Batches from one change to the next."""
+"""The number of batches from one change to the next."""
 
 
 class Model(L.LightningModule):
-    """A stage is a layer that sleeps."""
+    """A module in which each stage is a layer that sleeps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +56,7 @@ class Model(L.LightningModule):
 
 
 class Clock(L.Callback):
-    """When batches end; the last callback of all."""
+    """Records the end of each batch. It must be the last callback."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
@@ -64,7 +66,7 @@ class Clock(L.Callback):
 
 
 class Changes(L.Callback):
-    """Changes between two schedules of the same speed every few batches, as if it had been decided."""
+    """Changes between schedules of the same speed every few batches, as after a decision of the tuner."""
 
     def __init__(self) -> None:
         self.took: list[float] = []
@@ -82,7 +84,7 @@ class Changes(L.Callback):
 
 
 def fit(batches: int, *callbacks: L.Callback, **settings: Any) -> list[float]:
-    """Seconds from the end of each batch to that of the next."""
+    """Train, and return the seconds from the end of each batch to the end of the next one."""
     data = torch.utils.data.TensorDataset(torch.zeros(batches * MICROBATCHES, QUICK_MESSAGE // 4))
     clock = Clock()
     trainer = L.Trainer(
@@ -98,7 +100,11 @@ def fit(batches: int, *callbacks: L.Callback, **settings: Any) -> list[float]:
 
 
 def rank_main(rank: int, batches: int) -> dict[str, Any]:
-    """Of one rank: what changes took and the steps around them; what the tuner took in a whole training."""
+    """Run two trainings on one rank, one with forced changes of schedule and one with the tuner.
+
+    Returns:
+        The times of changes and of the steps around them, and the times of batches and decisions with the tuner.
+    """
     request_realtime_priority()
     hush()
     changes, tuner = Changes(), ScheduleTuner(interval=10)
@@ -113,8 +119,11 @@ def rank_main(rank: int, batches: int) -> dict[str, Any]:
 
 
 def choosing(stages: int, microbatches: int) -> dict[str, float]:
-    """Milliseconds to set up all candidates once, of the first choice, and of choices, the median and the most: among
-    all candidates, without a limit, for messages of 0 to 3 forwards in turn, after a step of 1F1B."""
+    """Return processor milliseconds to set up all candidates once, of the first choice, and of later choices.
+
+    For later choices, the median and the largest time are returned. Each choice is made after a step of 1F1B, among all
+    candidates and without a memory limit. The messages take 0 to 3 forwards in turn.
+    """
     source, first = tuning_planner(make_schedule("kfkb", k="auto")), make_schedule("kfkb", k=1)
     case = Situation(20, stages, microbatches)
     plan, base = case.plan, case.costs(0.0)
@@ -141,9 +150,9 @@ def choosing(stages: int, microbatches: int) -> dict[str, float]:
 
 
 def choosing_table() -> Iterator[tuple[str, dict[str, float]]]:
-    """`choosing` by name, without compiled code and with it, where that is installed."""
+    """Yield the results of `choosing` by name, without compiled code and, if numba is installed, with it."""
     gc.collect()
-    gc.freeze()  # a collection in the middle would go through all modules
+    gc.freeze()  # so that collections skip the objects of all imported modules
     for patience in (1 << 60, 0):
         KERNEL.patience = patience
         name = load_kernel() if not patience else "python"
@@ -153,15 +162,15 @@ def choosing_table() -> Iterator[tuple[str, dict[str, float]]]:
 
 
 def tuner(batches: int) -> Output:
-    """Yield what choosing costs, and what decisions and changes cost a training."""
+    """Yield the cost of a choice, and the costs of decisions and changes in a training."""
     yield f"{describe_machine()}, torch {torch.__version__}"
-    planning = dict(choosing_table())  # compiled code is loaded the first time
+    planning = dict(choosing_table())  # keeps the second round, because the first one loads compiled code
     yield "choosing, ms:         " + " ".join(f"{name:>8}" for name in next(iter(planning.values())))
     for situation, times in planning.items():
         yield f"  {situation:20}" + " ".join(f"{ms:8.1f}" for ms in times.values())
     yield {f"planning_ms_{situation}": round(times["most"], 5) for situation, times in planning.items()}
     if reason := lab_unavailable_reason():
-        yield f"Nothing can be measured here: {reason}"
+        yield f"The cost for a training can't be measured here: {reason}"
         return
     with NetLab(STAGES, bandwidth(X * FORWARD, QUICK_MESSAGE)) as lab:
         ranks = lab.run_ranks(rank_main, batches, timeout=400)
@@ -173,16 +182,16 @@ def tuner(batches: int) -> Output:
     call = [max(took) for took in zip(*(r["changes"] for r in ranks), strict=True)]
     loss = statistics.median(first) / step - 1
     after = 1e3 * statistics.median(first)
-    yield f"a step {1e3 * step:.1f} ms; the first one after a change {after:.1f} ms, {loss:+.2%}"
+    yield f"a step {1e3 * step:.1f} ms; the first step after a change {after:.1f} ms, {loss:+.2%}"
     yield f"the change itself, slowest rank: {1e3 * statistics.median(call):.2f} ms, at most {1e3 * max(call):.2f} ms"
     tuned, decisions = ranks[0]["tuned"], ranks[0]["decisions"]
     yield f"decisions took {', '.join(f'{1e3 * seconds:.1f}' for _, seconds, _ in decisions)} ms"
-    at = {batch - 2 for batch, _, _ in decisions[1:]}  # tuned[n] is from the end of batch n + 1 to that of n + 2
+    at = {batch - 2 for batch, _, _ in decisions[1:]}  # tuned[n] begins when batch n + 1 ends
     usual = statistics.median(s for n, s in enumerate(tuned) if n > FIRST + WINDOW and n not in at and n - 1 not in at)
     longer = [tuned[n] + tuned[n + 1] - 2 * usual for n in sorted(at) if n + 1 < len(tuned)]
     share = sum(longer) / sum(tuned)
     more = 1e3 * statistics.median(longer)
-    yield f"and the batches around them {more:.1f} ms more, in all {share:.2%} of the training"
+    yield f"and the batches around them {more:.1f} ms more, in total {share:.2%} of the training"
     for _, _, said in decisions:
         yield f"  {said}"
     found = {"switch_loss": loss, "switch_share": statistics.median(call) / step, "tuning_share": share}
