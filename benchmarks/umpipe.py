@@ -3,10 +3,10 @@
     python benchmarks/umpipe.py [--quick] [--json] [--part search|overlapped|executed|real ...]
 
 The seconds of searches are processor time of one core, without the time in which numba compiles. The paper publishes no
-networks and does not name its option set, so its numbers are compared with networks that are drawn in the same way
-(times from 1 to 100, all counts of micro-batches from 1 to P). No real device has such times; the last column has the
-same times sorted. The executed steps are steps of emulated stages, and of real layers on two processes, see
-papers/umpipe/executed.py. Left out: GPUs, because none was available.
+networks and does not list its options, so its numbers are compared with networks that are drawn in the same way (times
+from 1 to 100, all counts of micro-batches from 1 to P). No real device has such times, so the last column has the
+results with the same times in sorted order. The executed steps are steps of emulated stages, and of real layers on two
+processes, see papers/umpipe/executed.py. Left out: GPUs, because none was available.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 def timed(what: Callable[[], T], times: int = 1) -> tuple[T, float]:
-    """The result, and CPU seconds, the least of several."""
+    """Return the result of a function and its processor seconds, the least of several calls."""
     least = float("inf")
     for _ in range(times):
         begin = time.process_time()
@@ -43,12 +43,12 @@ def timed(what: Callable[[], T], times: int = 1) -> tuple[T, float]:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Mean and standard deviation."""
+    """Return the mean and the standard deviation, as text."""
     return f"{np.mean(values):.0f} ± {np.std(values):.0f}"
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of equally wide columns."""
+    """Return a table with aligned columns, as lines."""
     widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
     form = [
         " ".join([row[0].ljust(widths[0])] + [f"  {x:>{w}}" for x, w in zip(row[1:], widths[1:], strict=True)])
@@ -62,11 +62,11 @@ T6 = {
     (10, 1024): (478, 2220), (20, 512): (786, 3855), (20, 1024): (1000, 4055), (50, 512): (2297, 9963),
     (50, 1024): (2102, 9853), (100, 1024): (0, 0),
 }  # fmt: skip
-"""The paper's UMPIPE and GPipe by (N, P); it has no last one, 0."""
+"""The step times of the paper's UMPIPE and GPipe by (N, P). The paper does not list the last one."""
 
 
 def t6(quick: bool) -> Report:
-    """The paper's table 6, its columns of flushed schedules: proven optima instead of 4000 generations."""
+    """Compare the flushed schedules of the paper's table 6 with proven optima instead of 4000 generations."""
     rows = []
     keys: dict[str, float] = {}
     proofs: list[bool] = []

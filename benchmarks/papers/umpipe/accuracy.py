@@ -1,10 +1,10 @@
-"""Accuracy over epochs with the schemes of the paper's table 7, beside the unsplit run (figure 10).
+"""Accuracy by epochs with the schemes of the paper's table 7, compared with a run without micro-batches (figure 10).
 
-The paper's networks (four 3 x 3 convolutions and a linear layer), a layer on each of five processes, batches of 64. One
-process trains the same without a pipeline. MNIST and CIFAR10 themselves would have to be loaded from the internet.
-Their stand-ins are the handwritten digits that scikit-learn brings along: as they are for MNIST, and for CIFAR10 made
-of its shape (3, 32, 32), larger, in a random colour on another one, with noise. That network halves its images after
-each convolution.
+The networks of the paper have four 3 x 3 convolutions and a linear layer, with one layer on each of five processes and
+batches of 64 samples. The run without micro-batches uses one process without a pipeline. MNIST and CIFAR10 would have
+to be downloaded, so the handwritten digits of scikit-learn replace them. For MNIST they are used unchanged. For CIFAR10
+they are enlarged to its shape (3, 32, 32), in a random color on a background of another color, with noise. The network
+for CIFAR10 halves its images after each convolution.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Case(NamedTuple):
     """A network of the paper.
 
     Attributes:
-        channels: of images, and after each convolution.
-        schemes: micro-batches of each layer, by name.
+        channels: the number of channels of images, and after each convolution.
+        schemes: the number of micro-batches of each layer, by name.
     """
 
     channels: tuple[int, ...]
@@ -64,7 +64,7 @@ CASES = {
 
 
 class LitDigits(pl.LightningModule):
-    """The network, and the accuracy on held-out images after every epoch."""
+    """A network of the paper, which records its accuracy on held-out images after every epoch."""
 
     def __init__(self, channels: tuple[int, ...]) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class LitDigits(pl.LightningModule):
 
 
 def in_colours(images: torch.Tensor) -> torch.Tensor:
-    """Images of CIFAR10's shape: (n, 1, 8, 8) to (n, 3, 32, 32), in random colours, with noise."""
+    """Return images of CIFAR10's shape in random colors with noise: (n, 1, 8, 8) becomes (n, 3, 32, 32)."""
     generator = torch.Generator().manual_seed(2)
     shape = F.interpolate(images, 32, mode="bilinear")
     ink, paper = torch.rand(2, len(images), 3, 1, 1, generator=generator)
@@ -102,7 +102,7 @@ def in_colours(images: torch.Tensor) -> torch.Tensor:
 
 
 def data(network: str, train: bool) -> DataLoader[tuple[torch.Tensor, ...]]:
-    """Four fifths of the images to train, shuffled by a seed; the others are one batch."""
+    """Return a loader of four fifths of the images for training, or of the others in one batch."""
     images, digits = load_digits(return_X_y=True)
     x, y = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16, torch.tensor(digits)
     x = in_colours(x) if network == "cifar" else x
@@ -113,7 +113,7 @@ def data(network: str, train: bool) -> DataLoader[tuple[torch.Tensor, ...]]:
 
 
 def accuracies(rank: int, network: str, scheme: tuple[int, ...] | None, epochs: int, double: bool) -> list[float]:
-    """After each epoch."""
+    """Train, and return the accuracy after each epoch."""
     hush()
     pl.seed_everything(0, verbose=False)
     torch.set_num_threads(1)
@@ -141,6 +141,6 @@ def accuracy(networks: Sequence[str], epochs: int, double: bool = False) -> Outp
         for name, scheme in CASES[network].schemes.items():
             found = run_ranks(accuracies, len(scheme), network, scheme, epochs, double, timeout=600)[0]
             apart = max(abs(a - b) for a, b in zip(found, unsplit, strict=True))
-            yield f"{name:8} {scheme}: {found[-1]:.4f}; never further apart from unsplit than {apart:.4f}"
+            yield f"{name:8} {scheme}: {found[-1]:.4f}; largest difference from unsplit {apart:.4f}"
             yield {f"{network}_{name}": round(found[-1], 4), f"{network}_{name}_apart": round(apart, 4)}
         yield {f"{network}_unsplit": round(unsplit[-1], 4)}

@@ -1,15 +1,16 @@
-"""Unequal micro-batches, executed: emulated stages whose times are those of real layers, and real layers themselves.
+"""Executed unequal micro-batches, on emulated stages with the times of real layers, and with real layers.
 
-Times of layers are measured on this machine, one thread, forward and backward, for every number of samples. Emulated
-stages then sleep that long, so that two cores can stand for four devices: right for order, transport and overhead, and
-for nothing else. What is compared runs in turn, in the same processes.
+The forward and backward times of layers are measured on this machine with one thread, for several numbers of samples.
+Emulated stages sleep for these times, so that two cores can stand for four devices. These measurements are valid for
+order, transport and overhead, but not for anything else. The compared orders take turns in the same processes.
 
-What the engine needs beside a computation is learned before anything is planned, from a run of its own on each network:
-GPipe with `LEARNING` equal micro-batches, which is in no row of the table.
+The overhead of the engine for a computation is measured before planning, in a separate training for each network: GPipe
+with `LEARNING` equal micro-batches, which is not part of the table.
 
-Real layers, convolutions and then recurrent ones, are trained by ordinary Trainers on two processes. Every schedule
-trains the same model from the same weights, in turns; the least and the median of its steps count. Stages are cut by
-hand between the kinds of layers, so that micro-batches alone differ.
+The real layers are convolutions followed by recurrent layers, which ordinary Trainers train on two processes. All
+schedules train the same model from the same weights, in turns. The table shows the least and the median time of their
+steps. The stages are cut by hand between the two kinds of layers, so that the schedules only differ in their
+micro-batches.
 """
 
 from __future__ import annotations
@@ -50,21 +51,28 @@ from lightning_pipes.testing.ranks import run_ranks
 RANKS = 4
 ROWS = 64
 NUMBERS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 13, 16, 22, 32, 64)
-"""Of equal micro-batches: one for each size that a batch of 64 can have, but for some close to each other."""
+"""Numbers of equal micro-batches.
+
+They cover all sizes that micro-batches of a batch of 64 samples can have, except for some sizes that are close to each
+other.
+"""
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 MESSAGE = 4096
-"""Bytes that a sample hands on."""
+"""Bytes of a sample in a message."""
 LINK = Link(2e9, 1e-4)
 LEARNING = 8
-"""Micro-batches of the run that tells what the engine needs."""
+"""The number of micro-batches in the training that measures the overhead of the engine."""
 MOST = 2e-3
-"""Seconds beside a computation that the engine needs at most."""
+"""The largest overhead of the engine for a computation, in seconds."""
 STRETCH = 8.0
-"""Emulated layers take so many times as long as real ones: a sleep ends on time to some tens of microseconds."""
+"""The ratio between the times of emulated and real layers.
+
+A sleep is accurate to some tens of microseconds.
+"""
 
 
 class Recurrent(nn.Module):
-    """A recurrent layer over short sequences: one step after another, however few samples."""
+    """A recurrent layer over short sequences. Its time hardly depends on the number of samples."""
 
     def __init__(self, width: int, steps: int) -> None:
         super().__init__()
@@ -76,7 +84,7 @@ class Recurrent(nn.Module):
 
 
 class Scale(nn.Module):
-    """Has a parameter, and takes next to no time."""
+    """A layer with one parameter that takes almost no time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +95,7 @@ class Scale(nn.Module):
 
 
 class Convolution(nn.Module):
-    """A convolution over small images: its time grows with the samples."""
+    """A convolution over small images. Its time grows with the number of samples."""
 
     def __init__(self, channels: int, side: int) -> None:
         super().__init__()
@@ -104,7 +112,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], int]] = {
 }
 LAYERS["convolutions"] = (lambda: nn.Sequential(*[Convolution(24, 16) for _ in range(2)]), 24 * 16 * 16)
 LAYERS["recurrents"] = (lambda: nn.Sequential(*[Recurrent(32, 24) for _ in range(2)]), 32 * 24)
-"""By kind how a layer is made, and the numbers that a sample has."""
+"""For each kind of layer, a function that creates it, and the number of values of a sample."""
 NETWORKS = {
     "6 convolutions, 2 recurrent": ("convolution",) * 6 + ("recurrent",) * 2,
     "the same in pairs": ("convolutions",) * 3 + ("recurrents",),
@@ -114,11 +122,11 @@ NETWORKS = {
 
 
 def measured(kind: str, repeats: int) -> LayerProfile:
-    """A layer's times by samples, those of a backward in two parts too, stretched."""
+    """Return the stretched times of a layer by number of samples, including both parts of a split backward."""
     torch.manual_seed(0)
     make, width = LAYERS[kind]
     inputs = {rows: torch.randn(rows, width) for rows in SIZES}
-    before = Scale()  # gradients reach it, so those of the layer's input are measured
+    before = Scale()  # its gradient makes the layer compute input gradients
     _, layer = profile_layers([before, make()], inputs, split=True, repeats=repeats).layers
     output = ((1, float(MESSAGE)), (ROWS, float(MESSAGE * ROWS)))
     return LayerProfile(
@@ -133,18 +141,21 @@ def measured(kind: str, repeats: int) -> LayerProfile:
 
 
 def stretched(table: Table) -> Table:
-    """Times of an emulated layer."""
+    """Return a table of times for an emulated layer."""
     return tuple((rows, STRETCH * seconds) for rows, seconds in table)
 
 
 Schedules = Callable[[int], Iterable[Schedule | Policy]]
-"""By number of micro-batches."""
+"""A function that returns schedules, given the number of micro-batches."""
 
 
 def equal_best(
     profile: ModelProfile, place: Deployment, schedules: Callable[[int], Iterable[Schedule | Policy]]
 ) -> Fit:
-    """The fastest of all `schedules` with every number of equal micro-batches, simulated, each with its own layers."""
+    """Return the fastest schedule with equal micro-batches in simulations.
+
+    All numbers of micro-batches are tried, and each schedule has its own cut of the layers.
+    """
     found: list[Fit] = []
     for m in NUMBERS:
         for schedule in schedules(m):
@@ -157,7 +168,7 @@ def equal_best(
 
 
 def unequal_best(profile: ModelProfile, place: Deployment, *schedules: UMPipe | UM1F1B) -> Fit:
-    """The fastest of the planners' choices, layers included, of schedules that have layers enough."""
+    """Return the fastest choice of the planners, including the cut, for schedules that have enough layers."""
     fits = []
     for schedule in schedules:
         if len(schedule.place_stages(RANKS)) <= len(profile.layers):
@@ -168,14 +179,21 @@ def unequal_best(profile: ModelProfile, place: Deployment, *schedules: UMPipe | 
 
 
 def ready_ones(m: int) -> list[Schedule | Policy]:
-    """Everything that ships, flushes and has an order, but for unequal ones."""
+    """Return all installed schedules that flush and have a fixed order, except for those with unequal micro-batches."""
     every = installed_variants(RANKS, m)
     return [s for s in every if isinstance(s, Schedule) and s.name != "umpipe"]
 
 
 @dataclass(frozen=True)
 class Executed:
-    """One order of one network: seconds of a step, predicted, and of each executed one."""
+    """An executed order of a network.
+
+    Attributes:
+        network: the name of the network.
+        label: the name of the order.
+        fit: the plan with its predicted time.
+        steps: seconds of each executed step.
+    """
 
     network: str
     label: str
@@ -184,20 +202,24 @@ class Executed:
 
     @property
     def median(self) -> float:
-        """Of the steps."""
+        """The median seconds of a step."""
         return statistics.median(self.steps)
 
     @property
     def counts(self) -> str:
-        """Micro-batches of each stage."""
+        """The number of micro-batches of each stage, as text."""
         every = [len(self.fit.plan.spans(Kind.F, s)) for s in range(self.fit.plan.n_stages)]
         return " ".join(map(str, every)) if len(set(every)) > 1 else str(every[0])
 
 
 def execute(fits: Iterable[tuple[ModelProfile, Fit]], rounds: int) -> list[tuple[float, ...]]:
-    """Seconds of the steps of each: all in turn, `rounds` times three steps."""
+    """Return the seconds of the executed steps of each plan.
+
+    The plans take turns of three steps each, for a number of rounds.
+    """
     emulations = []
-    for profile, fit in fits:  # emulated layers whose backward has two parts take both for a whole one
+    # A whole backward of an emulated layer with split times would take the sum of both parts.
+    for profile, fit in fits:
         whole = tuple(replace(layer, input_backward=(), weight_backward=()) for layer in profile.layers)
         layers = profile.layers if fit.plan.split_backward else whole
         emulations.append(Emulation(fit.plan, fit.order, layers, (1.0,) * RANKS))
@@ -210,8 +232,10 @@ def execute(fits: Iterable[tuple[ModelProfile, Fit]], rounds: int) -> list[tuple
 
 
 def learned(profiles: Sequence[ModelProfile], place: Deployment) -> list[ModelProfile]:
-    """The profiles with what the engine needs beside each computation: so much that the simulated step of a run takes
-    as long as the executed one."""
+    """Return the profiles with the overhead of the engine for each computation.
+
+    With this overhead, the simulated step of a training takes as long as the executed one.
+    """
     plan = even_plan(GPipe(), RANKS, LEARNING, ROWS)
     fits = [fit_layers(profile, GPipe(), plan, place, trials=0) for profile in profiles]
     result = []
@@ -235,9 +259,9 @@ def _rank_main(rank: int, emulations: list[Emulation], rounds: int) -> list[list
 
 
 def lines_of(found: Sequence[Executed]) -> list[str]:
-    """The table."""
+    """Return the lines of the table."""
     lines = [
-        "Executed on four emulated ranks, times of layers measured here and stretched by "
+        "Executed on four emulated ranks, with times of layers that were measured here and stretched by "
         f"{STRETCH:.0f}, batches of {ROWS} samples; ms of a step",
         f"{'network':28} {'order':28} {'micro-batches':>14} {'layers begin at':>16} {'predicted':>10} {'median':>8} "
         "(quartiles)",
@@ -252,15 +276,18 @@ def lines_of(found: Sequence[Executed]) -> list[str]:
 
 
 def _order(each: Executed) -> str:
-    """Which schedule the best equal one is."""
+    """Return a description of the best equal schedule, or an empty string for other orders."""
     if each.label != "best equal schedule":
         return ""
     return f" ({each.fit.plan.n_stages} stages{', split' if each.fit.plan.split_backward else ''})"
 
 
 def keys_of(found: Sequence[Executed]) -> dict[str, float]:
-    """How many times as long the best equal ones take: GPipe on the first network; on the second one, whose ranks can't
-    be split, all schedules; and how far predictions are off."""
+    """Return the times of the best orders with equal micro-batches relative to unequal ones, and the largest error.
+
+    GPipe is compared on the first network. All schedules are compared on the second network, whose ranks can't have two
+    stages, and on the first one.
+    """
     first, second = ({each.label: each for each in found[at : at + 4]} for at in (0, 4))
     return {
         "executed_gain": round(first["best equal gpipe"].median / first["umpipe"].median, 4),
@@ -271,7 +298,7 @@ def keys_of(found: Sequence[Executed]) -> dict[str, float]:
 
 
 def emulated(quick: bool) -> list[Executed]:
-    """Every network, by the best equal GPipe, UMPIPE, the best equal schedule that ships, and UM-1F1B."""
+    """Execute the best equal GPipe, UMPIPE, the best equal schedule, and UM-1F1B on every network."""
     torch.set_num_threads(1)
     layers = {kind: measured(kind, 5 if quick else 15) for kind in LAYERS}
     place = Deployment(Cluster((Device(),) * RANKS, inside=LINK))
@@ -293,18 +320,18 @@ def emulated(quick: bool) -> list[Executed]:
     return found
 
 
-# ---- Real layers on two processes, by ordinary Trainers
+# ---- Real layers on two processes, trained by ordinary Trainers
 
 EQUAL = (1, 2, 4, 8)
-"""Numbers of equal micro-batches."""
+"""The numbers of equal micro-batches."""
 SKIPPED = 2
-"""First steps that do not count."""
+"""The number of first steps that do not count."""
 UNEQUAL = ((8, 2), (4, 2), (8, 1), (4, 1), (2, 1))
-"""Micro-batches of the convolutions, and of the recurrent layers."""
+"""The numbers of micro-batches of the convolutions and of the recurrent layers."""
 
 
 class Mixed(pl.LightningModule):
-    """Convolutions, then recurrent layers, which have one number for each of their inputs."""
+    """Convolutions followed by recurrent layers, with a linear layer between them."""
 
     def __init__(self, convolutions: int, recurrent: int) -> None:
         super().__init__()
@@ -333,7 +360,7 @@ def train(
     turns: int,
     steps: int,
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Return the seconds of steps by schedule, and the sum of all weights after each."""
+    """Train with each schedule in turns, and return the seconds of steps and the sum of the final weights of each."""
     hush()
     request_realtime_priority()
     torch.set_num_threads(1)
@@ -355,7 +382,7 @@ def train(
 
 
 def compare_schedules(quick: bool) -> tuple[list[str], dict[str, float]]:
-    """Return the lines of the table, and how many times as long the best equal ones take."""
+    """Return the lines of the table, and the times with equal micro-batches relative to unequal ones."""
     schedules: dict[str, tuple[Schedule | Policy, int | None]] = {}
     for m in EQUAL:
         schedules |= {f"gpipe {m}": (GPipe(), m), f"1f1b {m}": (OneFOneB(), m)}
@@ -368,7 +395,7 @@ def compare_schedules(quick: bool) -> tuple[list[str], dict[str, float]]:
     found = run_ranks(train, 2, schedules, (4, 2), 1 if quick else 6, 6 if quick else 8, timeout=600)
     seconds, sums = found[0]
     if max(sums.values()) - min(sums.values()) > 1e-3 * max(map(abs, sums.values())):
-        raise AssertionError(f"schedules end with other weights: {sums}")
+        raise AssertionError(f"the final weights differ between schedules: {sums}")
     least = {name: min(each) for name, each in seconds.items()}
     lines = ["Real layers on two processes: 4 convolutions, 2 recurrent; ms of a step of 64 samples, least and median"]
     best = {}

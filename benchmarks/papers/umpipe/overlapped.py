@@ -1,14 +1,15 @@
 """The gain of unequal micro-batches whose directions overlap, over the best scheme with all forwards first.
 
-The search for the sizes of chunks is a coordinate descent from given schemes, followed by seeded kicks. Stages start
-what is ready, and never wait for something better, so that only the sizes are searched. A process takes the best of its
-options while the other processes keep theirs, until no process has a better option. Then a few processes take other
-options at random, and their neighbors follow. The rows that a stage may have in flight are searched in the same way,
-because a stage that runs ahead less can be back in time for more urgent work.
+The search for the sizes of chunks is a coordinate descent from given schemes, followed by seeded kicks. A stage starts
+any computation that is ready and never waits for a better one, so only the sizes are searched. In a descent, a process
+takes the best of its options while the other processes keep theirs, until no process has a better option. A kick gives
+random options to a few processes, after which their neighbors are improved again. The number of rows that a stage may
+have in flight is searched in the same way, because a stage that runs ahead less can be available earlier for more
+urgent work.
 
-Searches get two seconds of one core, and fewer with `--quick`. "Equal" is the best 1F1B with equal chunks everywhere.
-Simulation networks are those of the paper, with times from 1 to 100 for any size of a chunk. Realistic networks have
-times that devices might have.
+A search takes two seconds of one core, or less with `--quick`. "Equal" is the best 1F1B with equal chunks everywhere.
+Simulation networks are those of the paper, in which each size of a chunk has a random time from 1 to 100. Realistic
+networks have times that are plausible for devices.
 """
 
 from __future__ import annotations
@@ -35,17 +36,20 @@ from tests.strategies.umpipe.synthetic_networks import powers_of_two, realistic,
 EAGER = (Merge.BACKWARD_FIRST, Merge.FORWARD_FIRST)
 """The policies that a search tries for each scheme."""
 CAPS = 12
-"""Caps that a stage is offered, from a part of what it may hold to all of it."""
+"""The number of caps that the search tries for a stage, in equal steps up to the most that the stage may hold."""
 CAPS_EVERY = 8
-"""Kicks of which one lets all caps be looked at, too."""
+"""The mean number of kicks per kick after which all caps are searched, too."""
 DESCENTS = 3
-"""Starts from which a search descends."""
+"""The number of starts from which a search descends."""
 HOPELESS = 1.5
-"""Times the best start, above which a start is not worth a descent."""
+"""The largest makespan of a start from which a search descends, relative to the best start."""
 COARSE = 0.2
-"""The share of a search in which sizes differ by twice and more: where there are many they come to much the same."""
+"""The share of a search that only uses sizes that differ by a factor of two or more.
+
+If there are many sizes, the sizes between these have similar makespans.
+"""
 KICKED = (1, 4)
-"""Processes, at least and at most, that a kick gives other options."""
+"""The smallest and the largest number of processes that a kick changes."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +57,11 @@ class Found:
     """The best scheme of a search.
 
     Attributes:
-        scheme, policy: what to run.
-        value: its makespan, in the network's unit.
-        caps: the rows in flight above which its stages start no further forward.
-        evaluations: how many runs that took.
+        scheme: the scheme to run.
+        policy: the policy with which it runs.
+        value: the makespan, in the network's unit.
+        caps: the largest number of rows in flight with which each stage starts another forward.
+        evaluations: the number of runs that the search needed.
     """
 
     scheme: Scheme
@@ -68,10 +73,14 @@ class Found:
 
 @dataclass(frozen=True)
 class Effort:
-    """When a search ends: after so many evaluations, or seconds in which its thread computed, whichever is first.
+    """The limit of a search. The search ends when the first of the limits is reached.
+
+    Attributes:
+        evaluations: the number of evaluations, or None.
+        seconds: the processor time of the searching thread, or None.
 
     Raises:
-        InputError: neither is given, or one is below 1, or not above 0.
+        InputError: no limit is given, `evaluations` is less than 1, or `seconds` is not positive.
     """
 
     evaluations: int | None = None
@@ -86,14 +95,17 @@ class Effort:
             raise InputError("a search needs a limit: give it evaluations, or seconds")
 
     def part(self, share: float) -> Effort:
-        """A share of it."""
+        """Return this effort multiplied by `share`."""
         return Effort(
             None if self.evaluations is None else max(1, round(share * self.evaluations)),
             None if self.seconds is None else share * self.seconds,
         )
 
     def over(self) -> Callable[[int], bool]:
-        """Whether so many evaluations are enough; the seconds count from this call."""
+        """Return a function that returns whether the search has to end, given the number of evaluations.
+
+        The processor time counts from this call.
+        """
         most = math.inf if self.evaluations is None else self.evaluations
         end = math.inf if self.seconds is None else time.thread_time() + self.seconds
         return lambda done: done >= most or time.thread_time() >= end
@@ -107,15 +119,17 @@ def search(
     evaluations: int | None = None,
     seed: int = 0,
 ) -> Found:
-    """Return the best scheme that was found, which is never worse than any of `starts` or than equal chunks everywhere.
+    """Return the best scheme of a search.
 
-    With `evaluations` alone, the same seed finds the same scheme.
+    It is not worse than any of `starts` or than equal chunks everywhere. If only `evaluations` is given, the same seed
+    gives the same scheme.
 
     Args:
         network: the times of all processes and options.
-        starts: schemes to begin at in addition to the equal ones. The best flushed scheme is a good one.
-        seconds, evaluations: the limit of the search, see `Effort`.
-        seed: the seed of the kicks and of the order in which processes improve.
+        starts: schemes to begin with, in addition to the equal ones. The best flushed scheme is a good start.
+        seconds: the limit of processor time, see `Effort`.
+        evaluations: the limit of evaluations, see `Effort`.
+        seed: the seed of the kicks and of the order in which processes are improved.
 
     Raises:
         InputError: the search has no limit, or a start is not a scheme of this network.
@@ -124,12 +138,14 @@ def search(
 
 
 class Descent:
-    """A scheme with its makespan, and what improves it.
+    """A scheme with its makespan, and methods that improve it.
 
     Attributes:
-        genes: the options of all processes, forward then backward.
-        value, policy: the makespan, and whose it is; NEVER where the scheme does not run.
-        evaluations: runs so far.
+        network: the times of all processes and options.
+        genes: the options of all processes, first the forward ones and then the backward ones.
+        value: the makespan, or NEVER if the scheme can't run.
+        policy: the policy with this makespan.
+        evaluations: the number of runs so far.
     """
 
     def __init__(self, network: Network) -> None:
@@ -152,20 +168,20 @@ class Descent:
 
     @property
     def scheme(self) -> Scheme:
-        """The options that the genes name."""
+        """The scheme with the current options."""
         width = self.network.processes
         return Scheme(tuple(self.genes[:width]), tuple(self.genes[width:]))
 
     @property
     def caps(self) -> tuple[int, ...]:
-        """Of each stage the rows in flight above which it starts no further forward."""
+        """The largest number of rows in flight with which each stage starts another forward."""
         return tuple(int(cap) for cap in self._memory.caps)
 
     def take(self, scheme: Scheme, caps: Sequence[int] = ()) -> None:
-        """Goes to `scheme`, and to `caps` if some are given.
+        """Change to a scheme, and to `caps` if they are given.
 
         Raises:
-            InputError: it is none of this network.
+            InputError: the scheme does not belong to this network.
         """
         chunks = chunks_of(self.network, scheme)
         for i, cap in enumerate(caps):
@@ -181,7 +197,7 @@ class Descent:
                 self.value, self.policy = int(end), Merge(int(policy))
 
     def improve(self, p: int) -> bool:
-        """Gives process p the best of its options; whether that is a better one."""
+        """Change process p to the best of its options, and return whether this option is a better one."""
         best = self._best
         best[0], best[1], best[2], best[3] = self.value, self.genes[p], int(self.policy), 0
         self._run.improve_option(
@@ -205,10 +221,13 @@ class Descent:
         self.value, self.policy = int(best[0]), Merge(int(best[2]))
 
     def descend(self, rng: random.Random, over: Callable[[int], bool], changed: Iterable[int] | None = None) -> None:
-        """Improves one process after the other, in random order, until none has a better option.
+        """Improve one process or cap after another, in random order, until none has a better option.
 
-        After a change of a few, `changed`, it looks at those and the ones beside them, and at more only as far as these
-        improve. What holds for processes holds for caps; they have numbers after those of processes.
+        Args:
+            rng: the source of random numbers.
+            over: returns whether the search has to end.
+            changed: the processes that have changed. In this case, only these and their neighbors are improved, and
+                further ones only next to processes that have improved. Caps have numbers after the processes.
         """
         caps = range(len(self.genes), len(self.genes) + len(self._memory.caps))
         if changed is None:
@@ -224,13 +243,16 @@ class Descent:
                 waiting += sorted(n for n in self._beside(p) if n not in waiting and n != p)
 
     def _beside(self, p: int) -> set[int]:
-        """The process, those before and after it, and those of the other direction at the same places."""
+        """Return the process, its neighbors, and the processes of the other direction at the same places."""
         last = len(self.genes) - 1
         near = {n for n in (p - 1, p, p + 1) if 0 <= n <= last}
         return near | {last - n for n in near}
 
     def kick(self, rng: random.Random) -> list[int]:
-        """Gives a few processes other options, none that takes longer than all does now; says which."""
+        """Change a few processes to random options, and return these processes.
+
+        No option is used whose own time exceeds the current makespan.
+        """
         genes, times, counts = list(self.genes), self._times, self.network.counts
         chosen = rng.sample(range(len(genes)), min(len(genes), rng.randint(*KICKED)))
         for p in chosen:
@@ -241,7 +263,7 @@ class Descent:
         return chosen
 
     def found(self, starts: Sequence[Scheme], effort: Effort, seed: int) -> Found:
-        """The best of descents from the best of `starts` and of equal schemes, and of kicks after that."""
+        """Return the best result of descents from the best starts and equal schemes, and of the kicks that follow."""
         rng = random.Random(seed)
         over = effort.over()
         ranked, free = [], self.caps
@@ -270,7 +292,10 @@ class Descent:
 
 
 def _doublings(sizes: Sequence[int]) -> set[int]:
-    """The numbers of some of the `sizes`, which descend: the first, and always the next that is at most half of it."""
+    """Return the positions of some of `sizes`, which are in descending order.
+
+    Each selected size is at most half of the one before. The last size is always included.
+    """
     found = [0]
     for number, size in enumerate(sizes):
         if 2 * size <= sizes[found[-1]]:
@@ -279,7 +304,7 @@ def _doublings(sizes: Sequence[int]) -> set[int]:
 
 
 def gain(quick: bool) -> Report:
-    """The best flushed scheme beside what a search finds for overlapped directions."""
+    """Compare the best flushed scheme with the result of a search for overlapped directions."""
     lines = ["gain: mean times over seeds; gain over the best flushed scheme, mean (least to largest)"]
     lines.append("networks      N     P  options  seeds   GPipe  flushed  proven    equal  overlapped  gain")
     simulation = [(2, 512, 3), (5, 512, 3), (10, 512, 3)] if quick else [(2, 512, 10), (5, 512, 10), (10, 64, 10)]
