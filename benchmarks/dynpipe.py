@@ -15,8 +15,8 @@ cores.
 Emulated (labeled as such): layers sleep for their time, so that few cores can stand for 4 or 8 devices. The layers of
 one rank take a multiple of their time while a trace specifies it.
 
-With a synchronous schedule (such as `1f1b` with `replan=True`), the weights must equal those of a run that never
-re-plans, bit for bit.
+With a synchronous schedule (such as `1f1b` with `replan=True`), the weights must be bitwise equal to the weights of a
+run that never re-plans.
 
 Heavy: neighbors come and go on all of four emulated stages. Three runs are compared by the time until the loss reaches
 the highest of their final losses: one that never re-plans, one that restarts, and one whose layers move. Restarts
@@ -223,7 +223,7 @@ class Row:
         after: the number of steps until a step was at most 10 % above the simulated optimum, or None.
         factors: the slowdown of a layer of each stage with the neighbor.
         layers: the number of layers of each stage at the end.
-        equal: whether the weights equal those of the run that never re-plans, or None if they do not have to.
+        equal: whether the weights equal the weights of the run that never re-plans, or None if they may differ.
     """
 
     name: str
@@ -244,9 +244,9 @@ class Row:
         equal = {None: "", True: ", same weights", False: ", OTHER WEIGHTS"}[self.equal]
         factors = ", ".join(f"{factor:.2f}" for factor in self.factors)
         return (
-            f"{self.name:42} {1e3 * self.quiet:6.0f} ms quiet, {1e3 * self.never:6.0f} beside it, "
+            f"{self.name:42} {1e3 * self.quiet:6.0f} ms quiet, {1e3 * self.never:6.0f} with a neighbor, "
             f"{1e3 * self.moved:6.0f} re-planned (optimum {1e3 * self.best:.0f}); {self.regained:4.0%} regained of "
-            f"{self.possible:.0%} possible; first move after {self.moved_after} steps, optimum to a tenth after "
+            f"{self.possible:.0%} possible; first move after {self.moved_after} steps, 10 % above the optimum after "
             f"{after}; layers {self.layers}, which take {factors} times as long{equal}"
         )
 
@@ -394,7 +394,7 @@ def against_restart(quick: bool) -> dict[str, float]:
 def main() -> None:
     """Run the cases and print the results."""
     parser = make_parser(__doc__)
-    parser.add_argument("--only", default="", help="cases whose names have this in them, and nothing else")
+    parser.add_argument("--only", default="", help="run only cases whose names contain this text")
     options = parser.parse_args()
     rows = []
     for name, case in cases(options.quick):
@@ -402,15 +402,15 @@ def main() -> None:
             rows.append(measured(name, case))
             print(rows[-1], flush=True)
             if case.real and rows[-1].factors[0] < NOTICEABLE * rows[-1].factors[1]:
-                print("  other programs slowed the other stage down as well, so that a move gained next to nothing")
+                print("  other programs also slowed down the other stage, so a move gained almost nothing")
     if options.only in "heavy trace against restarts" and options.only:
         print(json.dumps(against_restart(options.quick)))
     if options.only:
         return
     idle, spread, core = idle_cost(options.quick)
     print(
-        f"where nobody disturbs a step takes {idle:+.1%} with monitor and planner (spread {spread:.1%}), "
-        f"and {core:.1%} of a core more",
+        f"without neighbors, monitor and planner change a step by {idle:+.1%} (spread {spread:.1%}), "
+        f"and need {core:.1%} more of a core",
         flush=True,
     )
     against = {} if options.quick else against_restart(options.quick)

@@ -1,10 +1,12 @@
-"""What a step loses while layers move behind it, on the shaped links of a network laboratory, and how soon they are
-there (DynPipe, S V-C and table III): two emulated stages, on two hosts. Needs root.
+"""The slowdown of steps while layers move, and the time of a move (DynPipe, S V-C and table III).
 
-Each round has a step of each kind, with transfers under way all the time: none, chunks that wait for training's
-messages ("gate"), and chunks that do not. The second table has a state of Adam's size move once while training goes on:
-packed as a whole first, as torch.save does, while training waits, or on its way; pressing on, or behind training. The
-third has a layer move in a training by the Trainer, in each way that `PipelineStrategy(relocation=...)` knows.
+The benchmark uses two emulated stages on two hosts with the shaped links of a network laboratory, which needs root.
+
+The first table compares steps without a transfer, with a transfer whose chunks wait for messages of the training
+("gate"), and with a transfer whose chunks do not wait ("neither"). The transfers last longer than the steps. In the
+second table, a state as large as the state of Adam moves once during training. It is serialized as a whole before it is
+sent, as torch.save does, or chunk by chunk during the transfer, and its chunks wait for messages of the training or do
+not. In the third table, the Trainer moves a layer, with each value of `PipelineStrategy(relocation=...)`.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from lightning_pipes.planning.planner import BLOCKING, BUFFERED, OVERLAPPED
 from lightning_pipes.strategies.deep import Deep
 
 KINDS = ("alone", "gate", "neither")
-WAYS = {  # name: packed as a whole before, behind training
+WAYS = {  # name: (whether the state is serialized before it is sent, the kind of transfer)
     "neither": (True, "neither"),
     "packed on the way": (False, "neither"),
     "behind training": (True, "gate"),
@@ -47,10 +49,14 @@ MESSAGE = 2**17
 
 @dataclass(frozen=True)
 class Trial:
-    """Training's messages keep `busy` of the link; a micro-batch takes 30 ms on each of the two stages.
+    """Two stages and the link between them. A micro-batch takes 30 ms on each stage.
 
     Attributes:
+        busy: the share of time for which messages of the training occupy the link.
+        rounds: the number of rounds.
         moved: bytes that move in the second table.
+        microbatches: the number of micro-batches in a batch.
+        forward: seconds of a forward.
     """
 
     busy: float
@@ -61,15 +67,22 @@ class Trial:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second of the link."""
+        """Bytes per second of the link."""
         return MESSAGE / (self.busy * 3 * self.forward)
 
 
 @dataclass(frozen=True)
 class Found:
-    """One rank's figures: seconds of steps and bytes a second of parcels by kind, and of each way the seconds until
-    everything was there, those until the steps ended in which that was so, and the number of these. By the limit of
-    chunks in flight the seconds of a transfer that has the link to itself, and how many were in flight."""
+    """The measurements of one rank.
+
+    Attributes:
+        steps: seconds of steps, by kind of transfer.
+        rates: bytes per second that were transferred during steps, by kind.
+        moves: for each entry of WAYS, the seconds until everything had arrived, the seconds until the end of the step
+            in which this happened on all ranks, and the number of steps until then.
+        alone: for each limit of chunks in flight, the seconds of a transfer without training, and the largest number of
+            chunks that were in flight.
+    """
 
     steps: dict[str, list[float]]
     rates: dict[str, list[float]]
@@ -78,7 +91,7 @@ class Found:
 
 
 class Rank:
-    """One of the two stages, with parcels beside it."""
+    """One of the two stages, with transfers during its steps."""
 
     def __init__(self, rank: int, trial: Trial) -> None:
         self.rank, self.trial = rank, trial
@@ -94,7 +107,7 @@ class Rank:
         self.number = 0
 
     def step(self) -> float:
-        """Its seconds."""
+        """Run a step and return its seconds."""
         begun = time.monotonic()
         self.engine.inject(Item(self.number, self.plan.jobs[0].rows))
         self.engine.drain()
@@ -102,12 +115,12 @@ class Rank:
         return time.monotonic() - begun
 
     def send(self, kind: str, key: Any, content: Any) -> Any:
-        """The parcel's handle, at either end."""
+        """Start a transfer on the sending or the receiving rank, and return its handle."""
         parcels = self.offices[kind]
         return parcels.send(1, key, content) if self.rank == 0 else parcels.receive(0, key)
 
     def slowed(self) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-        """Seconds of steps, and bytes a second of parcels meanwhile, by kind."""
+        """Return the seconds of steps, and the bytes per second that were transferred during them, by kind."""
         content = torch.zeros(int(self.trial.bandwidth * 3 * self.trial.forward * (self.trial.microbatches + 4)) // 4)
         steps: dict[str, list[float]] = {kind: [] for kind in KINDS}
         rates: dict[str, list[float]] = {kind: [] for kind in KINDS}
@@ -117,10 +130,10 @@ class Rank:
                 handle, sent = None, 0
                 if kind != "alone":
                     handle = self.send(kind, number, content)
-                    time.sleep(0.05)  # so that it is under way
+                    time.sleep(0.05)  # so that the transfer has begun
                     sent = self.offices[kind].traffic.sent
                 took = self.step()
-                if number:  # the first round sets channels up
+                if number:  # the first round sets up channels
                     steps[kind].append(took)
                     rates[kind].append(0.0 if handle is None else (self.offices[kind].traffic.sent - sent) / took)
                 if handle is not None:
@@ -128,7 +141,7 @@ class Rank:
         return steps, rates
 
     def moves(self) -> dict[str, tuple[float, float, int]]:
-        """See `Found`."""
+        """Move a state during training in each way, see `Found.moves`."""
         third = self.trial.moved // 12
         state = {name: torch.ones(third) for name in ("weight", "exp_avg", "exp_avg_sq")}
         found = {}
@@ -151,7 +164,7 @@ class Rank:
         return found
 
     def alone(self) -> dict[int, tuple[float, int]]:
-        """See `Found`."""
+        """Move a state without training, see `Found.alone`."""
         content, found = torch.zeros(self.trial.moved // 4), {}
         for limit in (1, MAX_IN_FLIGHT):
             dist.barrier()
@@ -163,7 +176,7 @@ class Rank:
         return found
 
     def close(self) -> None:
-        """Both ends are through."""
+        """Close the engine and the channels of this rank."""
         self.engine.close()
         for office in self.offices.values():
             office.close()
@@ -171,7 +184,7 @@ class Rank:
 
 
 def rank_main(rank: int, trial: Trial) -> Found:
-    """Everything that is measured on one rank."""
+    """Run all measurements on one rank."""
     mine = Rank(rank, trial)
     steps, rates = mine.slowed()
     moves = mine.moves() if trial.moved else {}
@@ -181,7 +194,7 @@ def rank_main(rank: int, trial: Trial) -> Found:
 
 
 class Slow(nn.Module):
-    """A layer with weights of 256 KiB that takes its time."""
+    """A layer with weights of 256 KiB that sleeps in its forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +207,7 @@ class Slow(nn.Module):
 
 
 class Noise(Dataset[torch.Tensor]):
-    """The same random samples on every rank."""
+    """Random samples, which are the same on every rank."""
 
     def __init__(self, rows: int) -> None:
         self.x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(1))
@@ -207,7 +220,7 @@ class Noise(Dataset[torch.Tensor]):
 
 
 class Lit(pl.LightningModule):
-    """Four of these, and Adam, which has two more tensors for each of their weights."""
+    """A module with four slow layers and Adam, which keeps two more tensors for each weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +235,7 @@ class Lit(pl.LightningModule):
 
 
 class Moves(pl.Callback):
-    """Has the first layer move, and back."""
+    """Moves a layer to another rank, and records the time of a step."""
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self.moved = trainer.strategy.current_run.relocation.moved
@@ -239,8 +252,12 @@ class Moves(pl.Callback):
 
 
 def trains(rank: int, way: str, batches: int) -> tuple[float, float, float, int]:
-    """Seconds from the beginning of a move to its end, those of them without any batch, those of a step; and the steps
-    taken twice, or late."""
+    """Train with the Trainer while a layer moves.
+
+    Returns:
+        Seconds of the move, the seconds of it in which no batch could run, seconds of a step, and the number of steps
+        that were late or were taken by both ranks.
+    """
     warnings.simplefilter("ignore")
     for name in ("lightning.pytorch", "lightning.fabric", "lightning_pipes"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -262,14 +279,14 @@ def trains(rank: int, way: str, batches: int) -> tuple[float, float, float, int]
 def migration(rounds: int) -> Output:
     """Yield the three tables."""
     headline: dict[str, float] = {}
-    yield "step time over that without parcels (median of rounds, and their quartiles), and the link's use by parcels"
+    yield "step time relative to no transfer (median and quartiles over rounds), and the link's use by transfers"
     for busy, name in ((0.5, "half"), (2 / 3, "two thirds")):
         trial = Trial(busy, rounds, 0 if busy == 0.5 else 3_000_000)
         with NetLab(2, trial.bandwidth) as lab:
             found = lab.run_ranks(rank_main, trial, timeout=600)
         slowest = {kind: [max(both) for both in zip(*(f.steps[kind] for f in found), strict=True)] for kind in KINDS}
         alone = statistics.median(slowest["alone"])
-        yield f"{name} of the link busy with training, {1000 * alone:.0f} ms alone"
+        yield f"training occupies {name} of the link, {1000 * alone:.0f} ms without a transfer"
         for kind in KINDS[1:]:
             ratios = [a / b for a, b in zip(slowest[kind], slowest["alone"], strict=True)]
             low, middle, high = statistics.quantiles(ratios, n=4)
@@ -277,7 +294,7 @@ def migration(rounds: int) -> Output:
             key = {"gate": "migration_slowdown", "neither": "ungated_slowdown"}[kind]
             headline[key if name != "half" else f"{key}_half"] = round(middle - 1, 4)
             yield f"  {kind:9} {middle:.3f}  ({low:.3f} to {high:.3f})   {share:4.0%} of the link"
-    yield f"{trial.moved / 1e6:g} MB move: iterations until they are there, and iterations that training lost by then"
+    yield f"{trial.moved / 1e6:g} MB move: iterations until they have arrived, and iterations that training has lost"
     for way in WAYS:
         seconds, until, steps = (max(both) for both in zip(*(f.moves[way] for f in found), strict=True))
         lost = until - steps * alone
@@ -286,9 +303,9 @@ def migration(rounds: int) -> Output:
         yield f"  {way:18} {seconds / alone:5.1f}   {lost / alone:6.2f}   ({steps} steps)"
     for limit, (seconds, most) in found[0].alone.items():
         headline[f"alone_{limit}_in_flight"] = round(seconds, 3)
-        yield f"  with the link to itself, at most {limit} chunks in flight: {seconds:.2f} s, {most} were"
-    yield "A layer of 256 KiB and Adam's states of it move in a training, 1 MB/s: seconds until it is there, those in"
-    yield "which no batch could run, and the batches whose steps were late, or taken by both ranks"
+        yield f"  without training, at most {limit} chunks in flight: {seconds:.2f} s, {most} were in flight"
+    yield "A layer of 256 KiB and its states of Adam move in a training, 1 MB/s: seconds until they have arrived,"
+    yield "seconds in which no batch could run, and batches whose steps were late, or were taken by both ranks"
     with NetLab(2, 1e6) as lab:
         for move, key in ((BLOCKING, "drain"), (OVERLAPPED, "ahead"), (BUFFERED, "buffered")):
             both = lab.run_ranks(trains, move, 12, timeout=120)

@@ -1,5 +1,7 @@
-"""How much of the time that neighbours take DynPipe's planner regains, and how soon, in virtual time: in simulated
-pipelines single devices are slowed down for a while. And what a re-plan costs, processor time.
+"""The time that DynPipe's planner regains if neighbors slow down devices, in virtual time.
+
+Single devices of simulated pipelines are slowed down for some time. Other functions measure the processor time of a
+re-plan and the errors of the paper's formulas.
 """
 
 from __future__ import annotations
@@ -35,21 +37,26 @@ from tests.strategies.dynpipe.neighbourhood import (
 Array = npt.NDArray[np.float64]
 LOOK = 10
 EPOCH = 400
-"""Batches after which restarts may re-partition."""
+"""The number of batches after which a restart may re-partition."""
 RESTART = 6.7
-"""Seconds of a checkpoint, an end and a start: of GPT-2 with 1.5 billion parameters, as published."""
+"""The published seconds of a checkpoint, an end and a start, for GPT-2 with 1.5 billion parameters."""
 ONSET = 207
 
 
 class Trace(NamedTuple):
-    """A slow-down; `steady` where it stays as it is for a while."""
+    """A slowdown of ranks over time.
+
+    Attributes:
+        slowdown: the function that returns the factors.
+        steady: whether the factors stay the same for longer periods.
+    """
 
     slowdown: Slowdown
     steady: bool = True
 
 
 def during(rank: int, factor: float, start: int, stop: int) -> Trace:
-    """One rank takes that many times as long in some batches."""
+    """Return a trace in which one rank takes `factor` times as long in the batches from `start` to `stop`."""
 
     def of(of_rank: int, first: int, batches: int) -> Array:
         now = np.arange(first, first + batches)
@@ -60,7 +67,10 @@ def during(rank: int, factor: float, start: int, stop: int) -> Trace:
 
 
 def spots(ranks: int, mean: float, seed: int) -> Trace:
-    """Some rank, chosen at random, has a neighbour, one after another, each for a random time, with pauses."""
+    """Return a trace in which at most one rank has a neighbor.
+
+    Random ranks have neighbors one after another, each for a random time and with pauses.
+    """
     rng = np.random.default_rng(seed)
     ends = np.cumsum(rng.exponential(mean, 200).astype(int) + 40)
     who, much = rng.integers(0, ranks, 200), rng.uniform(1.5, 3.0, 200)
@@ -74,7 +84,7 @@ def spots(ranks: int, mean: float, seed: int) -> Trace:
 
 
 def changing(ranks: int, mean: float, seed: int) -> Trace:
-    """Every rank has a neighbour half of the time, each for a random time."""
+    """Return a trace in which each rank has a neighbor half of the time. Neighbors change at random times."""
     rng = np.random.default_rng(seed)
     count = 6000 // max(1, int(mean)) + 60
     until = np.cumsum(rng.exponential(mean, (ranks, count)), axis=1)
@@ -88,7 +98,7 @@ def changing(ranks: int, mean: float, seed: int) -> Trace:
 
 
 def toggling(rank: int, factor: float, period: int) -> Trace:
-    """A neighbour that comes and goes."""
+    """Return a trace in which a neighbor of one rank comes and goes after every `period` batches."""
 
     def of(of_rank: int, first: int, batches: int) -> Array:
         there = (np.arange(first, first + batches) // period % 2 == 1) & (of_rank == rank)
@@ -102,8 +112,9 @@ class Run:
     """A training under one trace.
 
     Attributes:
-        seconds: of each batch, of moves and restarts too.
+        seconds: seconds of each batch, including moves and restarts.
         waits: seconds of moves and restarts.
+        moves: the number of moves and restarts.
     """
 
     seconds: list[float]
@@ -116,7 +127,15 @@ Decide = Callable[[int, Plan, tuple[Observation, ...], Before], Plan | None]
 
 
 def train(world: Neighbourhood, batches: int, every: int, decide: Decide, wait: Callable[[Plan, Plan], float]) -> Run:
-    """Batch by batch, with a decision after every few."""
+    """Simulate a training with decisions at regular intervals.
+
+    Args:
+        world: the pipeline and its slowdowns.
+        batches: the number of batches.
+        every: the number of batches between two decisions.
+        decide: returns a new plan, or None to keep the current one.
+        wait: returns the seconds of a change between two plans.
+    """
     plan, run = world.plan(), Run([])
     seen: tuple[Observation, ...] = ()
     before: Before = ()
@@ -134,7 +153,7 @@ def train(world: Neighbourhood, batches: int, every: int, decide: Decide, wait: 
 
 
 def best_plan(world: Neighbourhood, plan: Plan, first: int, batches: int) -> Plan:
-    """The fastest partition for these batches, known beforehand."""
+    """Return the plan with the fastest partition for a range of batches, given their slowdowns."""
     situation = Situation(world.profile, plan, world.observe_window(plan, first, batches), world.deployment)
     windows = WindowReplay([situation], world.order(plan))
     change = find_partition(windows, partitions_of(windows, world.deployment))
@@ -147,8 +166,19 @@ SYSTEMS = "never", "restart", "dynpipe", "oracle"
 def trained(
     world: Neighbourhood, batches: int, steady: bool, systems: Sequence[str] = SYSTEMS, epoch: int = EPOCH
 ) -> dict[str, Run]:
-    """These systems under the trace of `world`; restarts come at the end of an epoch. The oracle knows all slow-downs
-    beforehand, but not which operations are rare slow ones; its layers move at once, and for nothing."""
+    """Return the simulated trainings of several systems under the trace of `world`.
+
+    "never" keeps the even partition. "restart" re-partitions at the end of an epoch. "dynpipe" uses DynPipe's planner.
+    "oracle" knows all slowdowns in advance, except for which operations are slow in traces with rare slow operations,
+    and its moves take no time.
+
+    Args:
+        world: the pipeline and its slowdowns.
+        batches: the number of batches.
+        steady: whether the slowdowns stay the same for longer periods.
+        systems: names of systems.
+        epoch: the number of batches in an epoch.
+    """
     planner = DynPlanner()
     even = world.plan()
     known: dict[tuple[float, ...], Plan] = {}
@@ -189,7 +219,10 @@ def trained(
 
 
 def steps_to_recover(run: Run, oracle: Run, onset: int, until: int) -> int:
-    """Batches from a change until all later ones, up to the next change, are within 10 % of the best possible."""
+    """Return the number of batches from a change until steps are close to optimal.
+
+    From then on, and until the next change, all steps are within 10 % of the oracle's steps.
+    """
     last = onset
     for n in range(onset, until - LOOK):
         if run.seconds[n] > 1.1 * oracle.seconds[n]:
@@ -198,13 +231,13 @@ def steps_to_recover(run: Run, oracle: Run, onset: int, until: int) -> int:
 
 
 def traces(cases: Sequence[tuple[str, int, int]], batches: int) -> Output:
-    """Yield a table for each schedule, number of stages and number of layers."""
+    """Yield a table for each combination of schedule, number of stages and number of layers."""
     for case in cases:
         yield from traces_of(*case, batches)
 
 
 def traces_of(name: str, ranks: int, layers: int, batches: int) -> Output:
-    """A line for each trace, and the figures of them."""
+    """Yield a line for each trace, and the numbers of all of them."""
     schedule = make_schedule(name)
     assert isinstance(schedule, Schedule)
     rng = np.random.default_rng(5)
@@ -250,12 +283,12 @@ def traces_of(name: str, ranks: int, layers: int, batches: int) -> Output:
 
 
 def changing_neighbours(stays: Sequence[int], seeds: int) -> Output:
-    """What following neighbours of all ranks costs or brings, by how long they stay."""
+    """Yield the relative change of the total time by moves, for neighbors that stay for different times."""
     profile = layered_model(
         (np.random.default_rng(5).uniform(0.7, 1.3, 16) * 5e-3).tolist(), edge=2e5, weights=4 * 10**6
     )
     found = {}
-    yield "\nneighbours of all four ranks at random, 1600 batches: seconds, over those without moves"
+    yield "\nrandom neighbors of all four ranks, 1600 batches: change of the total time by moves"
     yield f"{'':8} {'each stays':>12} {'mean':>7} {'worst':>7}  moves"
     for name in ("1f1b", "dynpipe"):
         schedule = make_schedule(name)
@@ -276,7 +309,7 @@ def changing_neighbours(stays: Sequence[int], seeds: int) -> Output:
 
 
 def replan(ranks: int = 8, blocks: int = 16, repeats: int = 5) -> Output:
-    """Yield the median processor seconds of a re-plan that goes through everything."""
+    """Yield the median processor seconds of a complete re-plan."""
     schedule = make_schedule("dynpipe")
     assert isinstance(schedule, Schedule)
     profile = layered_model((np.random.default_rng(1).uniform(0.8, 1.2, blocks) * 5e-3).tolist())
@@ -297,7 +330,7 @@ def replan(ranks: int = 8, blocks: int = 16, repeats: int = 5) -> Output:
 
 
 def formulas(count: int) -> Output:
-    """How far the formulas are from the simulator, on random pipelines of 3 to 8 stages."""
+    """Yield the errors of the paper's formulas on random pipelines of 3 to 8 stages."""
     rng = np.random.default_rng(0)
     errors: dict[str, list[float]] = {"E4/E5 as printed": [], "E4/E5 corrected": [], "bound": []}
     for stages in range(3, 9):
@@ -306,7 +339,7 @@ def formulas(count: int) -> Output:
             errors["E4/E5 as printed"].append(paper_seconds(p, c, printed=True) / true - 1)
             errors["E4/E5 corrected"].append(paper_seconds(p, c) / true - 1)
             errors["bound"].append(least_seconds(p, c) / true - 1)
-    yield f"\nseconds of an iteration, {6 * count} random pipelines of 3 to 8 stages, against the simulator"
+    yield f"\nseconds of an iteration, {6 * count} random pipelines of 3 to 8 stages, compared with the simulator"
     for name, found in errors.items():
         yield f"{name:18} mean error {np.abs(found).mean():6.1%}  from {min(found):+.0%} to {max(found):+.0%}"
     yield {"printed_error": round(float(np.abs(errors["E4/E5 as printed"]).mean()), 4)}

@@ -1,9 +1,10 @@
-"""How well slow-downs by neighbours are predicted, and what that is worth to a planner.
+"""The accuracy of predicted slowdowns by neighbors, and the benefit of these predictions for a planner.
 
-Stages of five kinds train on one core of this machine while processes compete with them, of six kinds and several
-intensities, and under quotas. The ratio of a step's time to that alone is predicted from what a monitor sees of the
-machine, and from the stage. Whole kinds are held out, for a predictor is for neighbours and stages that it has not
-seen. The plain formula needs no learning: (run + wait) / run of the computing thread, by Linux's scheduler.
+Stages of five kinds are trained on one core of this machine while processes of six kinds and several intensities
+compete with them, also under CPU quotas. The predicted value is the ratio between the time of a step and its time
+without neighbors. The inputs are the monitor's measurements of the machine and properties of the stage. Whole kinds of
+neighbors and stages are held out, because a predictor is applied to neighbors and stages that are not in its training
+data. The plain formula needs no training: it is (run + wait) / run of the computing thread, from Linux's scheduler.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from lightning_pipes.strategies.dynpipe.interference.forest import Forest
 from lightning_pipes.strategies.dynpipe.interference.predictor import CorrectedFormula, Formula, Model, formula_of
 from lightning_pipes.tune.interference import collect_windows
 
-# ---- Predictors that the forest is compared with (S V-A): a mean, the formula with a factor, trees, a line, a
-# network.
+# ---- The predictors that the forest is compared with (S V-A): a mean, the formula with a factor, trees, linear
+# regression, and a neural network.
 
 
 class Constant(Model):
-    """The mean of what it has learned."""
+    """Predicts the mean of the training data."""
 
     name: ClassVar[str] = "constant"
 
@@ -45,7 +46,10 @@ class Constant(Model):
 
 
 class Scaled(Model):
-    """The formula, times one factor that is learned: what caches and the sibling of a core cost everybody."""
+    """The formula multiplied by a constant, which is learned.
+
+    The constant represents the slowdown by shared caches and by the sibling of a core.
+    """
 
     name: ClassVar[str] = "formula x constant"
 
@@ -72,7 +76,7 @@ class Trees(Model):
 
 @dataclass
 class Learned(Model):
-    """One of scikit-learn's, behind columns that are filled, compressed and scaled."""
+    """An estimator of scikit-learn, after imputation, a logarithm and standardization of the columns."""
 
     estimator: Any
     name: ClassVar[str] = "learned"
@@ -89,12 +93,12 @@ class Learned(Model):
         return self
 
     def predict(self, rows: Array) -> Array:
-        # Beyond its data a line leads anywhere; a forest never says more than the most that it has seen.
+        # A forest never extrapolates beyond the range of its training data, but a linear model may.
         return np.asarray(np.exp(np.clip(self._pipe.predict(rows), *self._range)))
 
 
 class Linear(Learned):
-    """Linear regression, with a little shrinking."""
+    """Ridge regression with a small penalty."""
 
     name: ClassVar[str] = "linear"
 
@@ -120,23 +124,24 @@ class Network(Learned):
 MODELS: tuple[type[Model], ...] = (Trees, CorrectedFormula, Formula, Scaled, Linear, Network, Constant)
 
 
-# ---- What pipelines lose that are cut by predicted slow-downs, and not by true ones.
+# ---- The time that pipelines lose if they are cut by predicted slowdowns instead of true ones.
 
 DEVICES, BLOCKS, MICROBATCHES = 4, 12, 8
 BUSY = 0.5
-"""The share of devices that have a neighbour."""
+"""The share of devices that have a neighbor."""
 _OF_DEVICE = len(NAMES) - len(STAGE)
 _CUTS = [(0, *cut, BLOCKS) for cut in combinations(range(1, BLOCKS), DEVICES - 1)]
 
 
 @dataclass(frozen=True)
 class _Problem:
-    """Blocks, each like one of the stages that were measured, on devices with neighbours.
+    """Blocks on devices with neighbors. Each block behaves like one of the measured stages.
 
     Attributes:
-        alone: seconds of each block.
-        blocks: the number of the stage that each is like.
-        windows: of each device, of the setting that it is in: axis 0 is stages, axis 1 the two windows.
+        alone: seconds of each block without neighbors.
+        blocks: the number of the measured stage that each block corresponds to.
+        windows: for each device, the numbers of the windows of its setting. Axis 0 is stages, and axis 1 is the two
+            windows.
     """
 
     alone: Array
@@ -145,12 +150,19 @@ class _Problem:
 
 
 def regrets(data: Dataset, fitted: Mapping[str, Model | None], problems: int, seed: int = 0) -> dict[str, Array]:
-    """For each predictor the share by which a step of the partition that it has chosen is longer than one of the best,
-    problem by problem. What is seen is of one window, and the truth is what stages take in the other one.
+    """Return the relative increase of a step's time over the best partition, for each predictor and problem.
 
-    All know what the stages take that run now; None takes each device to slow down any stage as much. "never" stays
-    with the partition that is even without neighbours. "hindsight" knows what each stage took in the first window:
-    what is lost by it is the unrest of the machine.
+    Predictors use the first window of each setting. The true times of stages come from the second window.
+
+    All predictors know the times of the current stages. The predictor None assumes that a device slows down all stages
+    equally. "never" keeps the partition that is even without neighbors. "hindsight" uses the times of all stages in the
+    first window, so its loss is caused by the variation between the two windows.
+
+    Args:
+        data: the measured windows.
+        fitted: the predictors by name.
+        problems: the number of random problems.
+        seed: the seed of the problems.
     """
     chance = np.random.default_rng(seed)
     found: dict[str, list[float]] = {name: [] for name in ("never", "hindsight", *fitted)}
@@ -169,11 +181,11 @@ def regrets(data: Dataset, fitted: Mapping[str, Model | None], problems: int, se
 
 
 def _settings(data: Dataset) -> dict[bool, list[np.ndarray]]:
-    """The windows of every setting; without neighbours, and with."""
+    """Return the windows of each setting, for settings without neighbors (True) and with neighbors (False)."""
     found: dict[bool, list[np.ndarray]] = {True: [], False: []}
     for number in np.unique(data.settings):
         windows = np.flatnonzero(data.settings == number)
-        order = np.lexsort(data.rows[windows, _OF_DEVICE:].T)  # by stage, two each
+        order = np.lexsort(data.rows[windows, _OF_DEVICE:].T)  # two windows for each stage
         found[data.neighbours[windows[0]] == NONE].append(windows[order].reshape(-1, 2))
     return found
 
@@ -188,7 +200,7 @@ def _drawn(chance: np.random.Generator, settings: Mapping[bool, Sequence[np.ndar
 
 
 def _step(times: Array) -> float:
-    """Seconds of a batch: one micro-batch goes through all stages, the others follow at the slowest one's pace."""
+    """Return the seconds of a batch whose micro-batches follow each other at the pace of the slowest stage."""
     return float(times.sum() + (MICROBATCHES - 1) * times.max())
 
 
@@ -206,8 +218,11 @@ def _truth(data: Dataset, problem: _Problem, cut: tuple[int, ...], when: int) ->
 
 
 def _predicted(data: Dataset, problem: _Problem, now: tuple[int, ...], measured: Array, model: Model | None) -> Array:
-    """Seconds of every stage of every partition: what a stage takes alone, times the measured factor of the stage that
-    is on the device now, times the predictor's ratio of the two, where it knows both."""
+    """Return the predicted seconds of every stage of every partition.
+
+    This is the time of the stage without neighbors, multiplied by the measured slowdown of the stage that is on the
+    device now, and by the ratio between the predictions for both stages if the predictor is familiar with both.
+    """
     alone = np.array([_alone(problem, cut) for cut in _CUTS])
     factors = measured / _alone(problem, now)
     if model is None:
@@ -233,8 +248,11 @@ def _known(model: Model, rows: Array) -> np.ndarray:
 
 
 def _row(data: Dataset, problem: _Problem, now: tuple[int, ...], device: int, start: int, stop: int) -> Array:
-    """The device as seen beside the largest block that it has now, and blocks with the mean of their numbers, which
-    are bytes a second."""
+    """Return the features of a device and of a stage of several blocks on it.
+
+    The monitor's measurements are those for the largest block that is on the device now. The features of blocks, which
+    are rates in bytes per second, are averaged.
+    """
     here, windows = slice(now[device], now[device + 1]), problem.windows[device][:, 0]
     largest = problem.blocks[here][int(np.argmax(problem.alone[here]))]
     stage = np.average(
@@ -247,14 +265,14 @@ SPLITS = ("random", "neighbour kind", "stage kind")
 
 
 def random_parts(data: Dataset) -> Iterator[tuple[str, Dataset, Dataset]]:
-    """Five random splits as (name, training set, test set)."""
+    """Yield five random splits as (name, training set, test set)."""
     part = np.random.default_rng(0).permutation(len(data)) % 5
     for n in range(5):
         yield str(n), data.select_rows(part != n), data.select_rows(part == n)
 
 
 def scored(data: Dataset) -> dict[str, dict[str, PredictionScore]]:
-    """Scores of every model, by how data were split."""
+    """Return the scores of every model, by the kind of split."""
     found: dict[str, dict[str, PredictionScore]] = {}
     for split in SPLITS:
         found[split] = {}
@@ -269,8 +287,10 @@ def scored(data: Dataset) -> dict[str, dict[str, PredictionScore]]:
 
 
 def known_share(data: Dataset) -> dict[str, float]:
-    """With kinds of neighbours held out, the share of windows that the forest says it knows, and the mean errors of
-    those and of the others."""
+    """Return the share of windows that the forest is familiar with, and the mean errors of these and other windows.
+
+    Kinds of neighbors are held out.
+    """
     errors, known = [], []
     for _, learned, held in data.without_each(data.neighbours):
         model = CorrectedFormula().fit(learned.rows, learned.ratios)
@@ -281,8 +301,10 @@ def known_share(data: Dataset) -> dict[str, float]:
 
 
 def planned(data: Dataset, problems: int) -> dict[str, np.ndarray]:
-    """The share of a step that plans lose, beside kinds of neighbours that no predictor has learned from; problem by
-    problem, by predictor."""
+    """Return the share of a step that plans lose with each predictor, for each problem.
+
+    The neighbors are of kinds that are not in the predictors' training data.
+    """
     kinds = sorted({*data.neighbours.tolist()} - {NONE})
     lost: dict[str, list[np.ndarray]] = {}
     for part in (kinds[::2], kinds[1::2]):
@@ -295,7 +317,7 @@ def planned(data: Dataset, problems: int) -> dict[str, np.ndarray]:
 
 
 def replan_seconds(predictor: Predictor) -> float:
-    """Seconds to ask for all partitions of 16 blocks on 8 devices at once."""
+    """Return the seconds of one call that predicts all partitions of 16 blocks on 8 devices."""
     devices = [{"host.compute_run_share": 0.5, "host.compute_wait_share": n / 16} for n in range(8)]
     rows = [
         (devices[place], HostedStage(b - a, 8, 0.01 * (b - a), 0.02 * (b - a), 1e6 * (b - a), 3e6, 1e6 * a, 1e4))
@@ -308,7 +330,7 @@ def replan_seconds(predictor: Predictor) -> float:
 
 
 def say(text: str, done: float) -> None:
-    """Print how far the measurement is."""
+    """Print the progress of the measurement."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -331,11 +353,11 @@ def predictor(few: bool = False, seconds: float = 0.2, problems: int = 200, data
 
 
 def report(data: Dataset, problems: int) -> Output:
-    """Yield all tables, and the headline."""
+    """Yield all tables and the headline numbers."""
     low, middle, high = np.quantile(data.ratios, (0.05, 0.5, 0.95))
     kinds = sorted({*data.neighbours.tolist()} - {NONE})
-    yield f"{len(data)} windows of {', '.join(sorted({*data.stages.tolist()}))}, beside {', '.join(kinds)}"
-    yield f"steps took {middle:.2f} times as long as alone (5 to 95 %: {low:.2f} to {high:.2f})\n"
+    yield f"{len(data)} windows of {', '.join(sorted({*data.stages.tolist()}))}, next to {', '.join(kinds)}"
+    yield f"steps took {middle:.2f} times as long as without neighbors (5 to 95 %: {low:.2f} to {high:.2f})\n"
     scores = scored(data)
     yield "R2 / mean absolute error of the ratio" + "".join(f"{split + ' held out':>28}" for split in SPLITS)
     for model in MODELS:
@@ -345,35 +367,35 @@ def report(data: Dataset, problems: int) -> Output:
     formula, both = held["formula"], held["formula x forest"]
     plain = [held[name] for name in ("formula", "formula x constant")]
     adds = all(both.r2 > each.r2 and both.mae < each.mae for each in plain)
-    better = "better" if adds else "no better"
-    yield f"\nbeside kinds of neighbours that it has not seen the forest makes the formula {better}:"
+    better = "improves" if adds else "does not improve"
+    yield f"\nfor kinds of neighbors outside of its training data, the forest {better} the formula:"
     yield (
         f"R2 {formula.r2:.2f} (times a constant {plain[1].r2:.2f}) to {both.r2:.2f}, "
         f"error {formula.mae:.3f} ({plain[1].mae:.3f}) to {both.mae:.3f}"
     )
     knows = known_share(data)
     yield (
-        f"it says that it knows {knows['share']:.0%} of them, with an error of {knows['mae']:.3f}; of the others "
+        f"it is familiar with {knows['share']:.0%} of them, with an error of {knows['mae']:.3f}; error of the others "
         f"{knows['mae of others']:.3f}"
     )
     regret = planned(data, problems)
-    yield "\na step of the partition chosen is longer than of the best, kinds of neighbours held out:"
+    yield "\na step of the chosen partition is longer than a step of the best one by, with kinds of neighbors held out:"
     names = {
         "never": "never re-planned",
-        "measured": "by measured times alone",
-        "hindsight": "by what all stages took in other seconds",
+        "measured": "by measured times only",
+        "hindsight": "by times of all stages in another window",
     }
     for name, lost in regret.items():
         yield f"  {names.get(name, f'by measured times and {name}'):42}{lost.mean():.1%}"
     saved = regret["measured"] - regret["formula x forest"]
     error = float(saved.std() / len(saved) ** 0.5)
     helps = saved.mean() > 2 * error
-    yield f"formula x forest saves {saved.mean():.2%} of a step, give or take {error:.2%}"
+    yield f"formula x forest saves {saved.mean():.2%} of a step, with a standard error of {error:.2%}"
     seconds = replan_seconds(data.train_predictor())
     yield f"\npredictions for all 6435 partitions of 16 blocks on 8 devices: {seconds:.2f} s"
     yield (
-        f"on this machine a forest tells {'more' if adds else 'no more'} than the formula, and planners "
-        f"{'gain by it' if helps else 'gain nothing by it: measured times have in them what it tells'}"
+        f"on this machine a forest predicts {'better' if adds else 'no better'} than the formula, and planners "
+        f"{'gain by it' if helps else 'gain nothing by it, because measured times contain the same information'}"
     )
     yield {
         "formula_r2": round(formula.r2, 3),

@@ -1,10 +1,12 @@
-"""Batches that training takes on S stages whose weights are stashed, measured, beside T(S) of DynPipe's theory with
-constants that were estimated in a few steps, and beside the curve through some of the measurements.
+"""The number of batches until a target with S stages and weight stashing, measured and predicted.
 
-A network of linear layers on handwritten digits, each layer in a stage as far from the end as there are stages after
-it; the gradient of a batch is taken by weights as old as a pipeline without flushes has them, in one process. Counted
-are batches until the mean squared gradient of the last ones has fallen to a target. At last with momentum: weights as
-they are, and extrapolated by it to the update of their batch (`predict=True`).
+The measurements are compared with T(S) of DynPipe's theory, whose constants are estimated in a few steps, and with a
+curve that is fitted to some of the measurements.
+
+The model consists of linear layers and is trained on handwritten digits in one process. The gradient of a batch uses
+weights that are as old as in a pipeline without flushes, in which each layer belongs to a stage. A training ends when
+the mean squared gradient of the last batches is at most the target. The last table compares training with momentum on
+stale weights with training on weights that are extrapolated to the update of their batch (`predict=True`).
 """
 
 from __future__ import annotations
@@ -29,14 +31,14 @@ from lightning_pipes.strategies.dynpipe import Constants, Iterations
 LAYERS, WIDTH, ROWS = 8, 64, 64
 RATE = 0.5
 SHARE = 0.01
-"""The target: so much of the squared gradient at the start."""
+"""The target as a share of the mean squared gradient at the start."""
 MOMENTUM, RATES = 0.9, (0.01, 0.03, 0.05)
 MOST = 4000
-"""Batches after which a run has failed to get there."""
+"""The number of batches after which a run has failed to reach the target."""
 MEAN = 20
-"""Batches whose squared gradients are averaged."""
+"""The number of batches whose squared gradients are averaged."""
 FITTED = (1, 4)
-"""Numbers of stages whose runs give the fitted curve; the others are predicted by it."""
+"""The numbers of stages to which the curve is fitted. It predicts all other numbers."""
 
 
 def data() -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,7 +48,7 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def batches(seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Without end, shuffled anew each epoch."""
+    """Yield batches without end, in a new random order in each epoch."""
     x, y = data()
     generator = torch.Generator().manual_seed(seed)
     while True:
@@ -62,7 +64,7 @@ def network(seed: int) -> list[nn.Linear]:
 
 
 def loss_of(weights: Sequence[torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Of weights and biases in turn, layers with a path around them."""
+    """Return the loss, given weights and biases in turn. Inner layers have a residual connection."""
     for n in range(0, len(weights), 2):
         out = F.linear(x, weights[n], weights[n + 1])
         x = out if n in (0, len(weights) - 2) else x + out.relu()
@@ -70,14 +72,14 @@ def loss_of(weights: Sequence[torch.Tensor], x: torch.Tensor, y: torch.Tensor) -
 
 
 def lags(stages: int) -> list[int]:
-    """Batches by which the weights of each layer are old: as many as there are stages after its own."""
+    """Return the age of each layer's weights in batches, which is the number of stages after its stage."""
     return [stages - 1 - layer * stages // LAYERS for layer in range(LAYERS)]
 
 
 def taken(
     stages: int, target: float, seed: int, rate: float = RATE, momentum: float = 0.0, predict: bool = False
 ) -> float:
-    """Batches until the target; infinite where it is not reached."""
+    """Return the number of batches until the target, or infinity if it is not reached."""
     now = [p.detach().clone() for layer in network(seed) for p in layer.parameters()]
     still = [torch.zeros_like(w) for w in now]
     old: deque[tuple[list[torch.Tensor], list[torch.Tensor]]] = deque([(now, still)], maxlen=stages)
@@ -103,7 +105,7 @@ def taken(
 
 
 class Digits(pl.LightningModule):
-    """The network of a seed in a Trainer, for the callback that estimates the constants."""
+    """The model in a LightningModule, for the callback that estimates the constants."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -117,7 +119,7 @@ class Digits(pl.LightningModule):
 
 
 def estimated(seed: int, steps: int = 20) -> Constants:
-    """The constants by the first steps."""
+    """Return the constants of the theory, estimated in the first steps."""
     probe = GradientProbe()
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -131,7 +133,10 @@ def estimated(seed: int, steps: int = 20) -> Constants:
 
 
 def most_stages(iterations: Iterations) -> float:
-    """Return the number of stages at which the number of batches becomes infinite; infinite without a penalty."""
+    """Return the number of stages at which the predicted number of batches becomes infinite.
+
+    It is infinite if the prediction has no penalty for stages.
+    """
     return iterations.penalty ** (-1 / 3) if iterations.penalty else math.inf
 
 
@@ -156,10 +161,10 @@ def staleness(seeds: int) -> Output:
     others = {s: t for s, t in reached.items() if s not in FITTED}
     worst = max(abs(fitted(stages) / took - 1) for stages, took in others.items())
     failed = [s for s in measured if s not in reached]
-    yield f"the curve through {FITTED} stages is off by up to {worst:.0%} on others that get there; never: {failed}"
+    yield f"the curve for {FITTED} stages is off by up to {worst:.0%} for others; not reached with {failed}"
     yield f"the bound of the theory is finite below {most_stages(theory):.2f} stages at this rate"
     keys: dict[str, float] = {}
-    yield f"with a momentum of {MOMENTUM}: batches as they are, and predicted"
+    yield f"with a momentum of {MOMENTUM}: batches with stale weights, and with predicted weights"
     for rate in RATES:
         for stages in (2, 4, 8):
             both = [

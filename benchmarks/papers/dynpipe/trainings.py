@@ -1,5 +1,8 @@
-"""Trainings beside neighbours that come and go, for benchmarks/dynpipe.py: layers that compute, beside processes that
-compete with them, and layers that sleep for their time, longer while a neighbour is said to be there."""
+"""Trainings next to neighbors that come and go, for benchmarks/dynpipe.py.
+
+Real layers compute while other processes compete with them. Emulated layers sleep for their time, and sleep longer
+while a trace specifies a neighbor.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,12 @@ from tests.strategies.dynpipe.neighbourhood import visiting_slowdown
 
 ROWS, WIDTH = 8, 16
 REAL_ROWS, REAL_SHAPE = 2, (32, 96)
-"""Of a real micro-batch: samples, and the shape of one, tokens by width."""
+"""The number of samples in a real micro-batch, and the shape (tokens, width) of a sample."""
 LAYER = 4.0e-3
-"""Seconds of an emulated layer's forward for a whole batch; backward takes twice as long."""
+"""Forward seconds of an emulated layer for a whole batch. A backward takes twice as long."""
 ASYNCHRONOUS = "pipedream", "dynpipe"
 
-_slow = 1.0  # by how much layers of this process take longer now
+_slow = 1.0  # the current slowdown of the layers of this process
 
 
 class _Sleep(torch.autograd.Function):
@@ -54,7 +57,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class Emulated(nn.Module):
-    """A linear layer that takes the time of a larger one."""
+    """A small linear layer that takes the time of a larger one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +69,7 @@ class Emulated(nn.Module):
 
 
 def real_block() -> nn.Module:
-    """A transformer's block, small enough for one core."""
+    """Return a transformer block that is small enough for one core."""
     return nn.TransformerEncoderLayer(96, 4, 384, dropout=0.0, batch_first=True, norm_first=True)
 
 
@@ -86,20 +89,26 @@ class Lit(pl.LightningModule):
 
 @dataclass(frozen=True)
 class Case:
-    """A training with a neighbour.
+    """A training with a neighbor.
 
     Attributes:
-        schedule, replan: of the strategy.
-        ranks: of the pipeline, one stage each.
-        layers: of the model.
-        steps: training batches.
-        slow: by how much the layers of stage `at` take longer, by the batch from which on they do.
-        visitors: load, stay and seed of `visitors`, where neighbours come to all stages.
-        real: two ranks compute, and processes compete with that of stage `at` where `slow` is not 1.
-        monitor: with an InterferenceMonitor.
-        layout: the layers at which stages begin; even by default.
-        resume: the checkpoint that it goes on from.
-        folder: where it leaves one.
+        schedule: the schedule of the strategy.
+        ranks: the number of ranks, with one stage each.
+        layers: the number of layers of the model.
+        steps: the number of training batches.
+        slow: pairs of the first batch and the factor by which the layers of stage `at` take longer from then on.
+        at: the stage with the neighbor.
+        real: whether the layers compute on two ranks. Processes then compete with stage `at` while its factor is not 1.
+        replan: whether the strategy re-plans. The schedule `dynpipe` always does.
+        monitor: whether to use an InterferenceMonitor.
+        kind: the kind of a real neighbor.
+        stop: the number of steps after which the training ends. By default, all batches are trained.
+        layout: the layers at which stages begin. By default, the partition is even.
+        resume: the checkpoint to continue from, or an empty string.
+        folder: the folder for a checkpoint at the end, or an empty string.
+        every: the number of batches between two observations.
+        windows: the number of consecutive observations in which a move has to save time.
+        visitors: the load, the stay and the seed of `visiting_slowdown`, if neighbors come to all stages.
     """
 
     schedule: str
@@ -121,7 +130,7 @@ class Case:
     visitors: tuple[float, float, int] | None = None
 
     def factor(self, stage: int, step: int) -> float:
-        """By how much a stage is slowed down in that batch."""
+        """Return the factor by which a stage is slowed down in a batch."""
         if self.visitors is not None:
             load, stay, seed = self.visitors
             return float(visiting_slowdown(self.ranks, load, stay, seed)(stage, step, 1)[0, 0])
@@ -135,14 +144,14 @@ class Case:
 
 
 def microbatches(case: Case) -> int:
-    """Of a batch."""
+    """Return the number of micro-batches in a batch."""
     if case.schedule in ASYNCHRONOUS:
         return 1
     return 4 * case.ranks if case.real else case.ranks
 
 
 class Trace(pl.Callback):
-    """Times of batches on this rank; and the neighbour's doings."""
+    """Records the batches of this rank, and starts and stops its neighbors."""
 
     def __init__(self, case: Case, rank: int) -> None:
         self.case, self.core, self.stage = case, rank, case.ranks - 1 - rank  # the last stage is on rank 0
@@ -168,26 +177,26 @@ class Trace(pl.Callback):
         self.ended.append(time.monotonic())
         self.processor.append(time.process_time())
         self.losses.append(float(outputs["loss"]))
-        if trainer.strategy.current_run.windows:  # of a schedule that flushes
+        if trainer.strategy.current_run.windows:  # only with a schedule that flushes
             events = trainer.strategy.current_run.windows[-1].events
             self.busy.append(sum(e.end - e.start for e in events if e.instruction.kind in (Kind.F, Kind.B)) / 1e9)
         self.layers.append([tuple(span) for span in trainer.strategy.current_run.local_layers.holdings.layers])
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         global _slow
-        _slow = 1.0  # else the next training would measure its layers beside this one's neighbour
+        _slow = 1.0  # the next training measures its layers without a neighbor
         self._beside.close()
 
 
 def make_blocks(case: Case) -> tuple[pl.LightningModule, DataLoader[Any]]:
-    """Return layers that sleep, or transformer blocks, and noise."""
+    """Return a module with layers that sleep or with transformer blocks, and a loader of random samples."""
     shape, rows = (REAL_SHAPE, REAL_ROWS * microbatches(case)) if case.real else ((WIDTH,), ROWS)
     data = torch.randn(rows * case.steps, *shape, generator=torch.Generator().manual_seed(0))
     return Lit(case.layers, case.real), DataLoader(TensorDataset(data), batch_size=rows)
 
 
 def train(rank: int, case: Case) -> dict[str, Any]:
-    """Times, layers of stages, the last loss and a hash of the weights."""
+    """Train, and return the records of this rank and a hash of the final weights."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     if case.real:
@@ -219,7 +228,7 @@ def train(rank: int, case: Case) -> dict[str, Any]:
 
 
 def several(rank: int, cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """Trainings one after the other in the same processes."""
+    """Run several trainings one after another in the same processes."""
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     return [train(rank, case) for case in cases]
