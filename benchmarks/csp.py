@@ -32,12 +32,13 @@ RANK = 3
 
 
 class Cost(NamedTuple):
-    """Microseconds, medians over the stream.
+    """The processor time of decisions in microseconds.
 
     Attributes:
-        decision: to be told what has arrived, to choose, and to be told that it has run.
-        entering: to take one more subnet in.
-        queued: subnets that wait on the stage, on average.
+        decision: the mean time of a decision: receiving what has arrived, choosing an instruction, and recording that
+            it has run.
+        entering: the median time to add a subnet.
+        queued: the mean number of subnets that wait on the stage.
     """
 
     decision: float
@@ -63,10 +64,10 @@ class Arrivals(Mailbox):
 def measured(space: str = "NLP.c1", microbatches: int = 8, subnets: int = 150, depth: int = 30) -> Cost:
     """Run a stream through the order of one rank, and return the processor time of its decisions.
 
-    This is the real path in one process: `StreamOrder` receives the messages that have arrived, chooses an instruction,
-    and is notified that it has run, with everything that this sets free. Nothing is computed or sent; sends are taken
-    when they are ready. A decision is one forward, backward or step. Every input is there from the start, so that the
-    queue is always as long as `depth`; gradients arrive when all forwards of a subnet have run.
+    The measured code is the code that a training runs, in one process: `StreamOrder` receives the messages that have
+    arrived, chooses an instruction, and is notified that it has run, which makes other instructions ready. Nothing is
+    computed or sent, and sends end immediately. A decision is one forward, backward or step. All inputs are available
+    from the start, so the queue is always as long as `depth`. Gradients arrive when all forwards of a subnet have run.
     """
     placed = fixed(space_of(space).draw(subnets, 0), STAGES)
     layers = [Span(int(a), int(b)) for a, b in zip(placed.cuts[0, :-1], placed.cuts[0, 1:], strict=True)]
@@ -103,7 +104,7 @@ def measured(space: str = "NLP.c1", microbatches: int = 8, subnets: int = 150, d
             left[i.batch] -= 1
             if not left[i.batch]:
                 mailbox.come += [j for j in batch_instructions(plan, RANK, 0, i.batch) if j.kind is Kind.RB]
-    whole = decisions[: len(decisions) * 3 // 4]  # the queue runs dry at the end
+    whole = decisions[: len(decisions) * 3 // 4]  # the queue becomes empty at the end
     return Cost(
         sum(whole) / len(whole) / 1e3,
         sorted(entering)[len(entering) // 2] / 1e3,
@@ -112,7 +113,7 @@ def measured(space: str = "NLP.c1", microbatches: int = 8, subnets: int = 150, d
 
 
 def decision_us(microbatches: int = 8, runs: int = 3, subnets: int = 150) -> Cost:
-    """The fastest of some runs."""
+    """Return the result of the fastest of several runs."""
     return min(measured(microbatches=microbatches, subnets=subnets) for _ in range(runs))
 
 
@@ -121,7 +122,7 @@ def decision(quick: bool) -> Report:
 
     The key `decision_us` is for eight micro-batches.
     """
-    report = Report(["M   us a decision   us to take a subnet in   queued"])
+    report = Report(["M   us a decision   us to add a subnet       queued"])
     for m in (1, MICROBATCHES, 2 * MICROBATCHES):
         found = decision_us(m, subnets=80 if quick else 150)
         report.lines.append(f"{m:2} {found.decision:15.1f} {found.entering:23.1f} {found.queued:10.1f}")

@@ -41,19 +41,21 @@ BULKS = (4, 8, 16, 32)
 CONTEXTS = 3
 CSP, BSP = SYSTEMS["CSP"], SYSTEMS["BSP"]
 PAPER = {"NLP.c1": 0.39, "NLP.c2": 0.57, "NLP.c3": 0.68, "CV.c1": 0.43, "CV.c2": 0.58, "CV.c3": 0.68}
-"""Bubbles of its Table 2, one task a subnet."""
+"""The bubbles of the paper's Table 2, with one task for each subnet."""
 WITHOUT_PREDICTOR = 32 / 192 * 1.13 / 0.54
-"""Samples a second without swapping, as a share of those with it: the batch that then fits on NLP.c1, and how long it
-takes, by Table 2."""
+"""Samples per second without swapping, relative to swapping with a predictor.
+
+This follows from the batch that fits on NLP.c1 without swapping, and from its time, by Table 2.
+"""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Subnets of each space: of one seed to choose by, and of others to measure with.
+    """Random subnets of each space. The seeds differ from the seed for the choice of settings.
 
     Attributes:
-        subnets: how many of each seed.
-        seeds: to measure with.
+        subnets: the number of subnets for each seed.
+        seeds: the seeds.
     """
 
     subnets: int
@@ -61,16 +63,16 @@ class Samples:
 
     @classmethod
     def of(cls, quick: bool) -> Samples:
-        """A third of the subnets, and one seed, if it has to be quick."""
+        """Return samples with three seeds, or with a third of the subnets and one seed for a quick run."""
         return cls(300, (1,)) if quick else cls(900, (1, 2, 3))
 
     def ran(self, name: str, system: System, rules: Rules, stages: int = STAGES) -> Means:
-        """Means over the seeds."""
+        """Run a system on a space, and return the means over the seeds."""
         found = [system.run(SPACES[name].draw(self.subnets, seed), stages, rules) for seed in self.seeds]
         return Means(mean(r.bubble for r in found), mean(r.lost for r in found), mean(r.throughput for r in found))
 
     def bound(self, name: str, rules: Rules) -> float:
-        """Mean of the least bubble that shared layers alone force."""
+        """Return the mean over the seeds of the smallest possible bubble because of shared layers."""
         drawn = (SPACES[name].draw(self.subnets, seed) for seed in self.seeds)
         return mean(least_bubble(balanced(subnets, STAGES), rules) for subnets in drawn)
 
@@ -81,14 +83,14 @@ class Samples:
         cut: Callable[[Subnets, int], Placed],
         rules: Rules | None = None,
     ) -> float:
-        """Mean of subnets a second, one after another, each with the M that is fastest."""
+        """Return the mean subnets per second one after another, with the fastest number of micro-batches."""
         placed = [cut(SPACES[name].draw(100, seed), STAGES) for seed in self.seeds]
         every = (replace(rules or Rules(), microbatches=m) for m in (2, 4, 8, 16, 24, 32))
         return max(mean(one_by_one(each, given, schedule) for each in placed) for given in every)
 
 
 class Means(NamedTuple):
-    """Of a system on a space."""
+    """The mean results of a system on a space."""
 
     bubble: float
     lost: float
@@ -96,7 +98,7 @@ class Means(NamedTuple):
 
 
 def spaces(quick: bool) -> Report:
-    """Bubbles and throughput of all systems on all spaces."""
+    """Report the bubble and the throughput of all systems on all spaces."""
     report, samples = Report(), Samples.of(quick)
     report.lines += [
         "8 stages             bubble:                   subnets a second:                              one by one:"
@@ -108,9 +110,9 @@ def spaces(quick: bool) -> Report:
         report.lines.append(_space(name, samples, report.keys))
     report.lines.append(
         f"BSP: bulks of 8, all forwards first, the same M; best: the fastest of bulks {', '.join(map(str, BULKS))},\n"
-        "which hold so many batches on every stage; BSP,1: one task a subnet, as in the paper; VPipe: BSP with 3\n"
-        "contexts on a device, no prediction; one by one: each with its fastest M, zb is zero_bubble; fixed: without\n"
-        "mirroring, too; stale: of 1000 layers that the printed rule reads."
+        "which hold this number of batches on every stage; BSP,1: one task a subnet, as in the paper; VPipe: BSP\n"
+        "with 3 contexts on a device, no prediction; one by one: each with its fastest M, zb is zero_bubble; fixed:\n"
+        "also without mirroring; stale: stale reads of the printed rule, per 1000 layers."
     )
     speeds = [report.keys[f"throughput_{name}"] for name in SPACES if name.startswith("NLP")]
     report.keys["rises_with_choices"] = float(speeds == sorted(speeds, reverse=True))
@@ -161,10 +163,10 @@ def _printed(name: str, samples: Samples, rules: Rules) -> tuple[float, float]:
 
 
 def split(quick: bool) -> Report:
-    """A backward in two parts beside a whole one, for CSP and for BSP, with the M that is best for CSP in each case.
+    """Compare split backwards with whole ones, for CSP and BSP, with the best M for CSP in each case.
 
-    `vs_bsp_c1` is CSP over BSP with as many micro-batches, both with a whole backward, or both with a split one where
-    that is more.
+    `vs_bsp_c1` is the throughput of CSP relative to BSP with the same number of micro-batches. It is the larger one of
+    the ratios with whole and with split backwards.
     """
     report, samples = Report(), Samples.of(quick)
     report.lines += [
@@ -186,13 +188,17 @@ def split(quick: bool) -> Report:
         short = name.split(".")[1] if name.startswith("NLP") else name
         report.keys |= {f"vs_bsp_{short}": max(ratios.values()), f"vs_bsp_{short}_both_split": ratios[True]}
     report.lines.append(
-        "BSP: bulks of 8, all forwards first, the same M; each part takes half of a backward, and 0.2 ms."
+        "BSP: bulks of 8, all forwards first, the same M; each part takes half of a backward plus 0.2 ms."
     )
     return report
 
 
 def bounds(quick: bool) -> Report:
-    """By number of micro-batches: what shared layers alone forbid, and the most that any order could gain over BSP."""
+    """Report bounds by number of micro-batches.
+
+    These are the smallest possible bubble because of shared layers, and the largest possible gain of any order over
+    BSP.
+    """
     report, samples = Report(), Samples.of(quick)
     report.lines.append("NLP.c1: M   bubble  bound  CSP/BSP, bulks of 8, the same M   at most, with the bound's bubble")
     most = 0.0
@@ -208,13 +214,13 @@ def bounds(quick: bool) -> Report:
 
 
 def costs(quick: bool) -> Report:
-    """NLP.c1 where tasks, messages or updates cost more, M chosen for each."""
+    """Report the results for NLP.c1 if tasks, messages or updates cost more, with the best M for each case."""
     report, samples = Report(), Samples.of(quick)
     report.lines.append("NLP.c1, M chosen for each:                           M  bubble  lost  CSP/BSP  CSP/one by one")
     ethernet = round(15.76 / 0.867)
     for what, rules in (
         ("as above", Rules()),
-        ("0.6 ms a task, as the engine needs on busy cores", Rules(overhead=600_000)),
+        ("0.6 ms a task, the engine's time on busy cores", Rules(overhead=600_000)),
         ("2 ms a task", Rules(overhead=2_000_000)),
         ("updates with Adam's moments, over PCIe", Rules(moving=6)),
         (
@@ -234,7 +240,7 @@ def costs(quick: bool) -> Report:
 
 
 def scaling(quick: bool) -> Report:
-    """4 to 16 stages, M chosen for each number."""
+    """Report the results for 4 to 16 stages, with the best M for each number."""
     report, samples = Report(), Samples.of(quick)
     report.lines.append(
         "stages   NLP.c1: M  bubble  lost  utilisation  subnets/s   (paper: bubble .39 on 8, .42 on 16)"
@@ -251,7 +257,7 @@ def scaling(quick: bool) -> Report:
 
 
 def swaps(quick: bool) -> Report:
-    """Layers that take turns on devices with room for three contexts: hits, stalls, and what they cost."""
+    """Report the hits, stalls and costs of layers that take turns on devices with room for three contexts."""
     report = Report()
     n = 60 if quick else 150
     report.lines.append(
@@ -272,7 +278,7 @@ def swaps(quick: bool) -> Report:
                 "exact, 10 % off": swapped(placed, rules, CONTEXTS, exact, jitter=0.1, seed=1),
             }
             report.lines += _hits(name, m, cases, plain.makespan)
-            if name == "NLP.c1":  # the last M is the chosen one
+            if name == "NLP.c1":  # keeps the results of the last M, which is the chosen one
                 report.keys |= {
                     "hit_rate": cases["algorithm 3"].switch_hit_rate,
                     "hit_rate_all_tasks": cases["algorithm 3"].hit_rate,
@@ -283,8 +289,8 @@ def swaps(quick: bool) -> Report:
                     "stall_exact": cases["exact"].stall,
                 }
     report.lines.append(
-        f"Without a predictor all layers would have to fit, and the batch be smaller: {WITHOUT_PREDICTOR:.2f} of the "
-        "samples a second (Table 2, NLP.c1)."
+        f"Without a predictor all layers have to fit, so the batch is smaller: {WITHOUT_PREDICTOR:.2f} of the samples "
+        "a second (Table 2, NLP.c1)."
     )
     return report
 
@@ -299,7 +305,7 @@ def _hits(name: str, m: int, cases: dict[str, Swaps], plain: int) -> Iterable[st
 
 
 def mirroring(subnets: int) -> Output:
-    """Yield the gains by stages and micro-batches, with the swap times of the paper."""
+    """Yield the gain of a cut for each subnet by stages and micro-batches, with the swap times of the paper."""
     for name in PAPER:
         drawn, gains = SPACES[name].draw(subnets, seed=1), {}
         for stages, microbatches in product((4, 8), (1, 4, 8)):

@@ -29,11 +29,11 @@ from lightning_pipes.testing.ranks import run_ranks
 BLOCKS, CANDIDATES, WIDTH, ROWS = 12, 16, 384, 64
 HIDDEN = (256, 512, 768, 1024)
 WARM = 8
-"""Batches that are not counted."""
+"""The number of batches that do not count."""
 
 
 class Residual(nn.Module):
-    """A candidate; they differ in width."""
+    """A candidate with a given hidden width."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Residual(nn.Module):
 
 
 class Search(L.LightningModule):
-    """One subnet a batch."""
+    """A module that trains one subnet in each batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,21 +53,21 @@ class Search(L.LightningModule):
         self.net = Supernet(*blocks, nn.Linear(WIDTH, 10), shared="frozen")
 
     def layers_of_batch(self, batch: Any) -> Any:
-        """Those of its subnet."""
+        """Return the layers of the batch's subnet."""
         return self.net.layers_of(batch[-1])
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Classifies."""
+        """Return the loss of the classification."""
         (x, y), subnet = batch
         return F.cross_entropy(self.net((x, subnet)), y)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Adam."""
+        """Return Adam."""
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
 class Clock(Callback):
-    """Seconds from the end of batch `WARM` to the end of training."""
+    """Measures the seconds from the end of batch `WARM` to the end of training."""
 
     began = seconds = 0.0
 
@@ -80,14 +80,14 @@ class Clock(Callback):
 
 
 def batches(subnets: int, rows: int) -> Any:
-    """Random inputs, classified by a linear map."""
+    """Return batches of random inputs, whose labels are given by a linear map."""
     generator = torch.Generator().manual_seed(0)
     x, teacher = (torch.randn(n, m, generator=generator) for n, m in ((ROWS * subnets, WIDTH), (WIDTH, 10)))
     return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, (x @ teacher).argmax(1)), rows)
 
 
 def fit(rank: int, name: str, subnets: int) -> float:
-    """Subnets a second, by one way to train them."""
+    """Return the subnets per second of one way to train them."""
     hush()
     processes = 1 if name == "one process" else 2
     torch.set_num_threads(2 // processes)
@@ -113,7 +113,7 @@ def fit(rank: int, name: str, subnets: int) -> float:
 
 
 def peers(subnets: int, rounds: int, ways: Sequence[str]) -> Output:
-    """Yield the subnets a second of each way: the median, least and most, and the best csp over it."""
+    """Yield the median, least and largest subnets per second of each way, and the ratio of the best csp to it."""
     yield f"{describe_machine()}, {platform.python_version()}, torch {torch.__version__}, lightning {L.__version__}\n"
     found: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
@@ -122,9 +122,9 @@ def peers(subnets: int, rounds: int, ways: Sequence[str]) -> Output:
             found[name].append(run(name, subnets, timeout=300)[0])
     rate = {name: statistics.median(values) for name, values in found.items()}
     csp, flushed = (max(rate[name] for name in ways if name.startswith(each)) for each in ("csp", ("1f1b", "zero")))
-    yield f"{BLOCKS} blocks of {CANDIDATES}, {ROWS} rows: subnets/s, median (least to most), best csp over it"
+    yield f"{BLOCKS} blocks of {CANDIDATES}, {ROWS} rows: subnets/s, median (least to most), ratio of the best csp"
     for name, values in found.items():
         yield f"{name:16} {rate[name]:7.1f} ({min(values):.1f} to {max(values):.1f}) {csp / rate[name]:6.2f}"
-    yield "Left out: more than two processes; NNI itself, whose strategies run such a loop."
+    yield "Left out: more than two processes; NNI itself, whose strategies run the same loop as DDP here."
     others = {"vs_one_by_one": flushed, "vs_ddp": rate["ddp"], "vs_one_process": rate["one process"]}
     yield {key: round(csp / value, 3) for key, value in others.items()}

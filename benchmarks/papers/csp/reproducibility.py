@@ -1,11 +1,14 @@
-"""The same supernet trained on 1, 2, 4 and 8 stages: which systems give the same weights (NASPipe, Zhao et al. 2022,
-Table 3), what a search finds with them, how the loss falls (Figure 4), and in what order subnets use a layer (Table 4).
+"""A supernet that is trained by several systems on 1, 2, 4 and 8 stages (NASPipe, Zhao et al. 2022).
 
-Handwritten digits, really trained, a process a stage: twelve blocks of eight candidates each, with Adam, dropout and
-LayerNorm, a first and a last layer that all subnets share. A fifth of the images is held out: evolution searches there
-for the subnet of highest accuracy, with the weights of the supernet. CSP is run with `shared` as it
-says; BSP in bulks of as many subnets as there are stages, ASP as PipeDream does, both with the shared layers as they
-come.
+The results show which systems give the same weights (Table 3), the accuracy of a search with these weights, the loss
+(Figure 4), and the order in which subnets use a layer (Table 4).
+
+The supernet is really trained on handwritten digits, with one process for each stage. It has twelve blocks of eight
+candidates with dropout and LayerNorm, and a first and a last layer that all subnets share. The optimizer is Adam. A
+fifth of the images is held out; an evolution searches for the subnet with the highest accuracy on these images, with
+the weights of the supernet. CSP uses the values of `shared` that the names of its variants contain. BSP has bulks with
+as many subnets as there are stages, and ASP is the schedule of PipeDream. Both update the shared layers without a fixed
+order.
 """
 
 from __future__ import annotations
@@ -34,9 +37,9 @@ from lightning_pipes.testing.ranks import run_ranks
 WIDTH, BLOCKS, CANDIDATES, ROWS = 16, 12, 8, 16
 PIXELS, DIGITS = 64, 10
 SMOOTHED = 40
-"""Losses that are averaged for the picture."""
+"""The number of losses that are averaged for the picture."""
 TRIED, GENERATION, PARENTS = 200, 25, 5
-"""Subnets that the search tries, those of a generation, and the best that have descendants."""
+"""The number of subnets that the search tries, the size of a generation, and the number of its parents."""
 SYSTEMS = {
     "CSP sequential": "sequential",
     "CSP delayed by 16": "delayed",
@@ -78,8 +81,14 @@ class Candidate(nn.Module):
 
 
 class Found(NamedTuple):
-    """One training: its losses, a hash of all weights, the accuracy of the best subnet that a search found, and its
-    record."""
+    """The results of one training.
+
+    Attributes:
+        losses: the losses of the batches, as hexadecimal text.
+        weights: a hash of all weights.
+        accuracy: the accuracy of the best subnet that a search found.
+        record: the record of the training.
+    """
 
     losses: list[str]
     weights: str
@@ -95,7 +104,7 @@ def trained(system: str, stages: int, subnets: int) -> Found:
 
 
 def train(rank: int, system: str, stages: int, subnets: int, folder: str) -> tuple[str, float]:
-    """On one rank: a hash of all weights in the end, and the accuracy of a search with them on rank 0."""
+    """Train on one rank, and return a hash of the final weights and, on rank 0, the accuracy of a search."""
     warnings.simplefilter("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -128,7 +137,7 @@ def train(rank: int, system: str, stages: int, subnets: int, folder: str) -> tup
 
 
 def search(net: Supernet, x: torch.Tensor, y: torch.Tensor) -> float:
-    """Return the accuracy of the best subnet that evolution finds; the least accuracy counts as the highest loss."""
+    """Return the accuracy of the best subnet that evolution finds. Its loss is one minus the accuracy."""
     net.eval()
     stream, best = SubnetStream(Evolution(net.space, GENERATION, PARENTS, seed=2)), 0.0
     for _ in range(TRIED):
@@ -141,12 +150,15 @@ def search(net: Supernet, x: torch.Tensor, y: torch.Tensor) -> float:
 
 
 def smoothed(losses: Sequence[str]) -> list[float]:
-    """The mean of each `SMOOTHED` losses in a row."""
+    """Return the moving average over `SMOOTHED` losses."""
     return [statistics.fmean(map(float.fromhex, losses[n - SMOOTHED : n])) for n in range(SMOOTHED, len(losses) + 1)]
 
 
 def crowded(record: TrainingRecord) -> tuple[str, int]:
-    """The candidate that three subnets in a row use closest after each other, and where in its accesses they are."""
+    """Return the candidate that three subnets use within the smallest number of batches.
+
+    The second value is the position of these uses in the accesses of the candidate.
+    """
 
     def spread(name: str) -> tuple[int, int]:
         users = sorted({access.batch for access in record.accesses[name]})
@@ -158,7 +170,7 @@ def crowded(record: TrainingRecord) -> tuple[str, int]:
 
 
 def draw(losses: Mapping[str, Mapping[str, list[float]]], path: Path) -> None:
-    """Draw the losses of each system by stages into a file, with one scale for all systems."""
+    """Draw the losses of each system by number of stages into a file, with the same scale for all systems."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(14, 8), layout="constrained")
@@ -167,12 +179,18 @@ def draw(losses: Mapping[str, Mapping[str, list[float]]], path: Path) -> None:
             axis.plot(range(SMOOTHED, SMOOTHED + len(values)), values, label=name)
         axis.set(title=title, xlabel="subnets", ylabel="loss")
         axis.legend(frameon=False)
-    figure.suptitle(f"Loss of a supernet on digits, the mean of {SMOOTHED} subnets")
+    figure.suptitle(f"Loss of a supernet on digits, averaged over {SMOOTHED} subnets")
     figure.savefig(path, dpi=110)
 
 
 def convergence(subnets: int, counts: Sequence[int], picture: str = "") -> Output:
-    """Yield losses, hashes and searches of all systems on several numbers of stages; draw the losses into `picture`."""
+    """Yield losses, hashes and searches of all systems on several numbers of stages.
+
+    Args:
+        subnets: the number of subnets.
+        counts: the numbers of stages.
+        picture: a file for a picture of the losses, or an empty string.
+    """
     keys: dict[str, float] = {}
     wrong = 0
     losses: dict[str, dict[str, list[float]]] = {}

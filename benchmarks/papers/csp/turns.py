@@ -1,8 +1,8 @@
-"""Layers of a supernet that take turns on a device, in a real run: how many tasks find theirs there, and what waits.
+"""Layers of a supernet that take turns on a device in a real training: hits and waiting times.
 
-Each of three stages has four choice blocks of 24 candidates, which sleep for what they would compute, and room for
-three or four times what a subnet has there. States are really copied, over an emulated link on which a layer's takes as
-long beside its computation as those of NASPipe's Table 5 do, or three times as long.
+Each of three stages has four choice blocks with 24 candidates, which sleep instead of computing, and memory for the
+layers of three or four subnets. The states are really copied over an emulated link. Relative to its computation, a
+layer takes as long to copy as the layers in NASPipe's Table 5, or three times as long.
 """
 
 from __future__ import annotations
@@ -26,17 +26,20 @@ from lightning_pipes.testing.ranks import run_ranks
 
 STAGES, BLOCKS, CANDIDATES, WIDTH = 3, 12, 24, 64
 FORWARD, BACKWARD, MICROBATCHES = 0.004, 0.008, 2
-"""Seconds of a micro-batch."""
+"""Seconds of a micro-batch, and the number of micro-batches."""
 STATE = 52736
-"""Bytes of a candidate with Adam's moments, as they lie on the device."""
+"""Bytes of a candidate with Adam's moments on the device."""
 ON_DEMAND = "on_demand"
 LINK, SLOW = 16e6, 5e6
-"""Bytes per second: a layer moves in 3.3 ms, 14 % of its forward and backward of 24 ms (Table 5: 8 to 17 %, separable
-convolutions 6 to 20 %), and in 10.5 ms."""
+"""Bytes per second.
+
+A layer moves in 3.3 ms or 10.5 ms. The former is 14 % of its forward and backward of 24 ms (Table 5: 8 to 17 %,
+separable convolutions 6 to 20 %).
+"""
 
 
 class Candidate(nn.Module):
-    """Has weights, and sleeps."""
+    """A layer with weights that sleeps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +51,7 @@ class Candidate(nn.Module):
 
 
 class Search(L.LightningModule):
-    """One subnet a batch."""
+    """A module that trains one subnet in each batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,21 +59,21 @@ class Search(L.LightningModule):
         self.net = Supernet(*(ChoiceBlock(Candidate() for _ in range(CANDIDATES)) for _ in range(BLOCKS)))
 
     def layers_of_batch(self, batch: Any) -> Any:
-        """Those of its subnet."""
+        """Return the layers of the batch's subnet."""
         return self.net.layers_of(batch[-1])
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Nothing is learnt."""
+        """Return a loss that depends on all weights of the subnet."""
         (x,), subnet = batch
         return self.net((x, subnet)).square().mean()  # type: ignore[no-any-return]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Adam: a state is three times the weights."""
+        """Return Adam, with which a state is three times as large as the weights."""
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
 class Clock(Callback):
-    """Seconds of a training."""
+    """Measures the seconds of a training."""
 
     seconds = 0.0
 
@@ -82,7 +85,17 @@ class Clock(Callback):
 
 
 def fit(rank: int, subnets: int, ways: list[tuple[int, float, str]]) -> list[Any]:
-    """For each way the seconds and what tasks met; 0 contexts: all stay on the device."""
+    """Train in several ways.
+
+    Args:
+        rank: the rank of this process.
+        subnets: the number of subnets.
+        ways: the number of contexts that fit on a device (0 if all layers stay on it), bytes per second, and the
+            predictor.
+
+    Returns:
+        The seconds of each training, and the statistics of its swaps.
+    """
     hush()
     torch.set_num_threads(1)
     found = []
@@ -113,12 +126,12 @@ def fit(rank: int, subnets: int, ways: list[tuple[int, float, str]]) -> list[Any
 
 
 def turns(subnets: int) -> Output:
-    """Yield hits and waiting times by room, link and predictor."""
+    """Yield hits and waiting times by memory, link and predictor."""
     ways = [(0, LINK, "in_turn"), *((3, LINK, each) for each in (ON_DEMAND, *PREDICTORS))]
     ways += [(4, LINK, "in_turn"), *((3, SLOW, each) for each in PREDICTORS)]
     ranks = run_ranks(fit, STAGES, subnets, ways, timeout=1200)
     yield f"{platform.machine()}, torch {torch.__version__}, lightning {L.__version__}; {subnets} subnets, emulated"
-    yield "room for  MB/s  predictor        s  over all | by stage: found there at switches, waiting as a share of time"
+    yield "room for  MB/s  predictor        s  over all | by stage: hits at switches, waiting as a share of time"
     keys: dict[str, float] = {}
     base = ranks[0][0][0]
     for n, (contexts, bandwidth, predictor) in enumerate(ways):
@@ -133,5 +146,5 @@ def turns(subnets: int) -> Output:
             keys[f"hit_rate_{name}"] = round(total.hit_rate, 4)
             keys[f"hit_rate_all_tasks_{name}"] = round(total.hits / total.leases, 4)
             keys[f"stall_share_{name}"] = round(sum(s.stall_ns for s in each) / 1e9 / seconds / STAGES, 4)
-    yield "Left out: what a GPU does while it copies; embeddings and heads, which stay on the device."
+    yield "Left out: the computation of a GPU during copies; embeddings and heads, which stay on the device."
     yield keys

@@ -1,6 +1,6 @@
-"""The event loop of a stream of subnets, on whole nanoseconds: run by Python, or compiled by numba.
+"""The event loop of a stream of subnets in whole nanoseconds, run by Python or compiled by numba.
 
-Subnet y on stage s has number y * stages + s, its micro-batch k the number of that times `microbatches` plus k.
+Subnet y on stage s has the number y * stages + s. Its micro-batch k has this number times `microbatches`, plus k.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -12,42 +12,50 @@ from heapq import heappop, heappush
 from lightning_pipes.sim.loops.jit import JitKernel
 
 FORWARD, BACKWARD, LAYER = 1, 2, 3
-"""Kinds of events: an input or a gradient that arrives, or a layer; below them, 0, a task that ends."""
+"""The kinds of events.
+
+These are the arrivals of an input, of a gradient and of a layer. The number 0 is the end of a task.
+"""
 
 
 def stream(shape, times, waits, rules, ran):
-    """How many tasks never ran; fills `ran`, the start and end of each forward, backward and, where the backward is
-    split, weight gradients.
+    """Run a stream and return the number of tasks that never ran.
 
-    `shape` is subnets, stages and micro-batches; `times` are of a micro-batch forward, backward and weight gradients,
-    by subnet and stage, and of a message, how long it occupies its link and how much later it is there. `waits` are, by
-    subnet and stage, how many layers are awaited, and where the update of a layer goes and how long that takes.
-    `rules` are how far subnets may be apart, the size of a bulk, 0 for none, whether all forwards of a bulk come before
-    its backwards, how many micro-batches each stage may hold, and whether the backward is split.
+    All events of one time are processed before any stage decides. Then the stages for which something has changed
+    decide, in order.
 
-    All that happens at one instant has happened before any stage decides; stages decide in order, those for which
-    something has changed.
+    Args:
+        shape: the numbers of subnets, stages and micro-batches.
+        times: the forward, backward and weight gradient times of a micro-batch by subnet and stage, the time for which
+            a message occupies its link, and its latency.
+        waits: the arrays of `Waits`: the number of layers that each subnet waits for on each stage, the targets of
+            layer updates, and their delays.
+        rules: the largest distance between subnets in progress, the size of a bulk or 0, whether all forwards of a bulk
+            run before its backwards, the number of micro-batches that each stage may hold, and whether the backward is
+            split.
+        ran: six arrays that the function fills with the starts and ends of each forward, of each backward, and of each
+            weight gradient if the backward is split.
     """
     subnets, stages, microbatches = shape
     forward, backward, weights, busy, latency = times
     missing, first, target, delay = waits
     depth, bulk, forwards_first, most, split = rules
     starts_f, ends_f, starts_b, ends_b, starts_w, ends_w = ran
-    here_f = [0] * (subnets * stages)  # inputs that have come
-    here_b = [0] * (subnets * stages)  # gradients
+    here_f = [0] * (subnets * stages)  # arrived inputs
+    here_b = [0] * (subnets * stages)  # arrived gradients
     ran_f = [0] * (subnets * stages)
     ran_b = [0] * (subnets * stages)
     ran_w = [0] * (subnets * stages)
-    oldest = [0] * stages  # all before it are over there
+    oldest = [0] * stages  # all earlier subnets have ended on the stage
     held = [0] * stages
-    begun = [0] * stages  # forwards
-    doing = [-1] * stages  # the task that runs: three times its number, and its kind
-    changed = [True] * stages  # since the stage decided last
-    free_f = [0] * stages  # when the link to the next stage is free
+    begun = [0] * stages  # started forwards
+    doing = [-1] * stages  # the running task: 3 * its number + its kind
+    changed = [True] * stages  # since the last decision of the stage
+    free_f = [0] * stages  # the time at which the link to the next stage is free
     free_b = [0] * stages
     for y in range(subnets):
         here_f[y * stages] = microbatches
-    agenda = [(0, 0, 0)]  # time, 4 * what is numbered + what it is
+    agenda = [(0, 0, 0)]  # (time, order, 4 * number + kind)
     agenda.pop()
     left = (3 if split else 2) * subnets * stages * microbatches
     events = 0
@@ -62,7 +70,7 @@ def stream(shape, times, waits, rules, ran):
             may_return = not forwards_first or begun[s] == until * microbatches
             chosen = -1
             a_forward = -1
-            awaited = -1  # weight gradients, by the subnet
+            awaited = -1  # weight gradients that a later subnet waits for
             others = -1
             for y in range(oldest[s], until):
                 i = y * stages + s
@@ -160,4 +168,4 @@ def stream(shape, times, waits, rules, ran):
 
 
 STREAM = JitKernel(stream, patience=100_000)
-"""Its steps are tasks."""
+"""The compiled event loop. The patience is counted in tasks."""

@@ -1,4 +1,4 @@
-"""Search spaces of the paper's shapes with layers of its times (NASPipe, Tables 1 and 5), and subnets drawn of them."""
+"""Search spaces with the shapes and layer times of the paper (NASPipe, Tables 1 and 5), and subnets drawn from them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from lightning_pipes.ir import InputError, PlanError, check_count, short_repr
 from lightning_pipes.planning.partition import balanced_cuts
 
-# ---- Subnets on stages: which blocks each stage has, and what that takes.
+# ---- Subnets on stages: the blocks and the times of each stage.
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,7 +19,8 @@ class Placed:
     """Subnets with the stage of each block.
 
     Attributes:
-        cuts: the block at which each stage begins, a row for each subnet; the last column is the number of blocks.
+        subnets: the subnets.
+        cuts: the block at which each stage begins, with a row for each subnet. The last column is the number of blocks.
     """
 
     subnets: Subnets
@@ -27,44 +28,47 @@ class Placed:
 
     @property
     def stages(self) -> int:
-        """Stages, each on a rank of its own."""
+        """The number of stages, each of which is on a separate rank."""
         return int(self.cuts.shape[1]) - 1
 
     @cached_property
     def stage_of(self) -> Array:
-        """The stage of each block, a row for each subnet."""
+        """The stage of each block, with a row for each subnet."""
         blocks = np.arange(self.subnets.blocks)
         return np.asarray((blocks[None, :, None] >= self.cuts[:, None, 1:]).sum(axis=2))
 
     @cached_property
     def forward(self) -> Array:
-        """Nanoseconds of each stage's forward of a whole batch, a row for each subnet."""
+        """Nanoseconds of each stage's forward of a whole batch, with a row for each subnet."""
         return _sums(self.subnets.forward, self.cuts)
 
     @cached_property
     def backward(self) -> Array:
-        """The same for backwards."""
+        """Nanoseconds of each stage's backward of a whole batch, with a row for each subnet."""
         return _sums(self.subnets.backward, self.cuts)
 
 
 def balanced(subnets: Subnets, stages: int) -> Placed:
-    """Each subnet cut for itself (S3.2): consecutive blocks, so that the slowest stage is as fast as can be. Of equal
-    ones every cut, from the last to the first, is as far left as can be, and no stage is empty.
+    """Return the subnets with a separate cut for each of them (S3.2).
 
-    A layer may then be on another stage for another subnet, which gets its parameters by layer mirroring (S4.2).
+    A stage consists of consecutive blocks, and the slowest stage is as fast as possible. Of several such cuts, the one
+    is taken in which each border, from the last to the first, is as far left as possible. No stage is empty. A layer
+    may be on different stages for different subnets, and receives its parameters by layer mirroring (S4.2).
 
     Raises:
-        PlanError: fewer blocks than stages.
+        PlanError: there are fewer blocks than stages.
     """
     _check(subnets, stages)
     return Placed(subnets, balanced_cuts(subnets.forward + subnets.backward, stages))
 
 
 def fixed(subnets: Subnets, stages: int) -> Placed:
-    """The same blocks on a stage for all subnets, as many on each as can be: no layer is ever on another stage.
+    """Return the subnets with the same cut for all of them, into stages with equally many blocks.
+
+    A layer is then always on the same stage.
 
     Raises:
-        PlanError: fewer blocks than stages.
+        PlanError: there are fewer blocks than stages.
     """
     _check(subnets, stages)
     cuts = np.array([stage * subnets.blocks // stages for stage in range(stages + 1)], np.int64)
@@ -87,11 +91,13 @@ Array = np.ndarray
 
 
 class Kind(NamedTuple):
-    """A kind of layer, in milliseconds of a whole batch.
+    """A kind of layer, with times in milliseconds for a whole batch.
 
     Attributes:
-        forward, backward: to compute.
-        swap: to copy its parameters to or from the host's memory, over PCIe at 15.76 GB/s.
+        name: the name of the kind.
+        forward: the time of a forward.
+        backward: the time of a backward.
+        swap: the time to copy the parameters to or from the host, over PCIe at 15.76 GB/s.
     """
 
     name: str
@@ -106,22 +112,28 @@ NLP = (
     Kind("LightConv 5x1", 0.68, 1.4, 0.03),
     Kind("8-head attention", 7.9, 13.8, 2.07),
 )
-"""Table 5, for inputs of (192, 1024)."""
+"""Kinds of layers from Table 5, for inputs of (192, 1024)."""
 CV = (
     Kind("Conv 3x3", 7.9, 13.8, 4.6),
     Kind("Sep 3x3", 2.8, 4.0, 0.68),
     Kind("Sep 5x5", 6.7, 9.9, 2.04),
     Kind("Dil 3x3", 2.5, 3.4, 0.58),
 )
-"""Table 5, for inputs of (64, 112, 112)."""
+"""Kinds of layers from Table 5, for inputs of (64, 112, 112)."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """A supernet: in each block a subnet takes one of the choices, whose kinds go round in turn.
+    """A supernet, in which a subnet takes one of the choices in each block.
+
+    Attributes:
+        name: the name of the space.
+        blocks: the number of blocks.
+        choices: the number of choices in each block.
+        kinds: the kinds of the choices, which are repeated in this order.
 
     Raises:
-        InputError: no blocks, choices or kinds.
+        InputError: there are no blocks, choices or kinds.
     """
 
     name: str
@@ -136,12 +148,12 @@ class Space:
             raise InputError(f"space {self.name} needs a kind of layer, got none")
 
     def draw(self, subnets: int, seed: int) -> Subnets:
-        """So many subnets, each choice as likely as any (single path one-shot)."""
+        """Return random subnets, for which all choices have the same probability (single path one-shot)."""
         rng = np.random.default_rng(seed)
         return self.subnets(rng.integers(0, self.choices, (subnets, self.blocks)))
 
     def subnets(self, choices: Array) -> Subnets:
-        """These subnets: a row for each, with its choice in each block."""
+        """Return subnets with given choices. The array has a row for each subnet and a column for each block."""
         columns = [np.array([getattr(kind, what) for kind in self.kinds]) for what in ("forward", "backward", "swap")]
         forward, backward, swap = (
             np.rint(1e6 * column[choices % len(self.kinds)]).astype(np.int64) for column in columns
@@ -151,15 +163,16 @@ class Space:
 
 @dataclass(frozen=True, eq=False)
 class Subnets:
-    """A stream of subnets; all arrays have a row for each, and a column for each block.
+    """A stream of subnets. All arrays have a row for each subnet and a column for each block.
 
     Attributes:
-        choices: the layer that it takes in the block; a layer is a block and a choice.
-        forward, backward: nanoseconds that the layer computes on a whole batch.
-        swap: nanoseconds in which the layer's parameters are copied to or from the host.
+        choices: the choice of the subnet in the block. A layer is identified by a block and a choice.
+        forward: nanoseconds of the layer's forward of a whole batch.
+        backward: nanoseconds of the layer's backward of a whole batch.
+        swap: nanoseconds to copy the layer's parameters to or from the host.
 
     Raises:
-        InputError: arrays of different shapes.
+        InputError: the arrays have different shapes.
     """
 
     choices: Array
@@ -171,7 +184,7 @@ class Subnets:
         shapes = {each.shape for each in (self.choices, self.forward, self.backward, self.swap)}
         if len(shapes) != 1 or self.choices.ndim != 2:
             raise InputError(
-                f"subnets need a row each and a column for each block in all arrays, got shapes {short_repr(shapes)}"
+                f"all arrays need a row for each subnet and a column for each block, got shapes {short_repr(shapes)}"
             )
 
     def __len__(self) -> int:
@@ -179,12 +192,12 @@ class Subnets:
 
     @property
     def blocks(self) -> int:
-        """Blocks of the space."""
+        """The number of blocks."""
         return int(self.choices.shape[1])
 
     @cached_property
     def next_user(self) -> Array:
-        """The subnet that uses the same layer next; -1 where none does."""
+        """The next subnet that uses the same layer, or -1 if there is none."""
         found = np.full(self.choices.shape, -1, np.int64)
         for block in range(self.blocks):
             order = np.argsort(self.choices[:, block], kind="stable")
@@ -195,14 +208,14 @@ class Subnets:
 
     @cached_property
     def last_user(self) -> Array:
-        """The subnet that used the same layer last, whose update it waits for; -1 where none did."""
+        """The last earlier subnet that uses the same layer, whose update has to be awaited, or -1 if there is none."""
         found = np.full(self.choices.shape, -1, np.int64)
         rows, blocks = np.nonzero(self.next_user >= 0)
         found[self.next_user[rows, blocks], blocks] = rows
         return found
 
     def first(self, count: int) -> Subnets:
-        """The first so many of them."""
+        """Return the first `count` subnets."""
         return Subnets(*(each[:count] for each in (self.choices, self.forward, self.backward, self.swap)))
 
 
@@ -213,14 +226,14 @@ SPACES = {
     if choices
     for name in [f"{kind}.c{n}"]
 }
-"""Table 1."""
+"""The spaces of Table 1, by name."""
 
 
 def space_of(name: str) -> Space:
-    """The space of this name, such as "NLP.c1".
+    """Return the space with a name such as "NLP.c1".
 
     Raises:
-        InputError: there is none.
+        InputError: there is no such space.
     """
     if name not in SPACES:
         raise InputError(f"there is no space {short_repr(name)}; there are {', '.join(SPACES)}")

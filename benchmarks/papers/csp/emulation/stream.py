@@ -1,4 +1,4 @@
-"""A stream of subnets in virtual time: when each stage computes what, by the rules of CSP or of another system."""
+"""A stream of subnets in virtual time, with the times at which each stage computes under the rules of a system."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from benchmarks.papers.csp.emulation.spaces import Array, Placed
 from lightning_pipes.ir import DeadlockError, InputError, check_count, check_fields, short_repr
 
 PLENTY = 1 << 40
-"""More micro-batches than any stage holds."""
+"""A number of micro-batches that no stage reaches."""
 FIXED = 200_000
-"""Nanoseconds that a task takes besides its share of the batch: to launch its kernels, and the engine's own work."""
+"""Nanoseconds of a task in addition to its share of the batch.
+
+They represent the launch of kernels and the overhead of the engine.
+"""
 
 
 @dataclass(frozen=True)
@@ -23,20 +26,21 @@ class Rules:
     """The rules of a system.
 
     Attributes:
-        microbatches: pieces of a batch. Each takes its share of the batch's time and `overhead`.
-        depth: subnets from the oldest under way to the newest, on each stage.
-        checks: whether a forward waits for the update of its layers by the subnets before.
-        bulk: subnets between two flushes, of systems that have them; 0 for none.
+        microbatches: the number of micro-batches. Each one takes its share of the batch's time and `overhead`.
+        depth: the number of subnets from the oldest to the newest one in progress, on each stage.
+        checks: whether a forward waits until earlier subnets have updated its layers.
+        bulk: the number of subnets between two flushes, or 0 for a system without flushes.
         forwards_first: whether a stage runs all forwards of a bulk before its backwards.
-        held: micro-batches that each stage may hold between forward and backward; None for no limit.
-        overhead: nanoseconds that each task takes besides.
-        message, latency: nanoseconds in which a link moves the message of a whole batch, and until each is there.
-        moving: how many times the swap time of a layer passes until its update has come to another stage.
-        split: whether backward is in two parts, each of half its time and the whole `overhead`: input gradients, which
-            go back at once, and weight gradients, see `CSP.split_backward`.
+        held: the number of micro-batches that each stage may hold between forward and backward, or None for no limit.
+        overhead: additional nanoseconds of each task.
+        message: nanoseconds for which the message of a whole batch occupies a link.
+        latency: additional nanoseconds until a message arrives.
+        moving: the time until an update reaches another stage, as a multiple of the layer's swap time.
+        split: whether the backward has two parts, each with half of its time and the whole `overhead`: input gradients,
+            which are sent immediately, and weight gradients, see `CSP.split_backward`.
 
     Raises:
-        InputError: a number below its least.
+        InputError: a number is less than its minimum.
     """
 
     microbatches: int = 1
@@ -59,17 +63,17 @@ class Rules:
             if getattr(self, what) < 0:
                 raise InputError(f"{what} can't be below 0, got {short_repr(getattr(self, what))}")
         if self.forwards_first and not self.bulk:
-            raise InputError("forwards_first is for bulks; say how many subnets one has")
+            raise InputError("forwards_first is for bulks; set bulk to the number of subnets in a bulk")
 
 
 class Waits(NamedTuple):
-    """Who waits for whom, flat, numbered by subnet and stage as in `kernel`.
+    """Dependencies between subnets on stages, numbered by subnet and stage as in `kernel`.
 
     Attributes:
-        missing: updates of layers that each waits for.
-        first: where the updates that come from each begin in `target`.
-        target: who gets them.
-        delay: nanoseconds until they are there.
+        missing: for each number, the number of layer updates that it waits for.
+        first: for each number, the position of its updates in `target`.
+        target: the numbers that receive the updates.
+        delay: nanoseconds until each update arrives.
     """
 
     missing: Array
@@ -79,7 +83,7 @@ class Waits(NamedTuple):
 
     @classmethod
     def of(cls, sources: Array, targets: Array, delays: Array, numbers: int) -> Waits:
-        """One wait for each entry: of a target for a source, and so much longer."""
+        """Return dependencies from arrays with one entry for each of them: its source, its target and its delay."""
         order = np.argsort(sources, kind="stable")
         first = np.zeros(numbers + 1, np.int64)
         np.cumsum(np.bincount(sources, minlength=numbers), out=first[1:])
@@ -87,8 +91,12 @@ class Waits(NamedTuple):
 
 
 def by_version(placed: Placed, moving: int) -> Waits:
-    """A forward waits for every layer until it has the update of the last subnet before that uses it, on whatever stage
-    that is (S2.1, Definition 2; the printed rule of a list of finished subnets by stage is unsound here)."""
+    """Return dependencies that keep the order of reads and writes of each layer.
+
+    A forward waits until each of its layers has the update of the last earlier subnet that uses it, on any stage (S2.1,
+    Definition 2). The printed rule, which uses a list of finished subnets for each stage, is unsound if layers move
+    between stages.
+    """
     subnets, stages = placed.subnets, placed.stages
     users, blocks = np.nonzero(subnets.next_user >= 0)
     later = subnets.next_user[users, blocks]
@@ -98,18 +106,21 @@ def by_version(placed: Placed, moving: int) -> Waits:
 
 
 def nothing(placed: Placed) -> Waits:
-    """Nobody waits for layers."""
+    """Return no dependencies."""
     none = np.zeros(0, np.int64)
     return Waits.of(none, none, none, len(placed.subnets) * placed.stages)
 
 
 @dataclass(frozen=True, eq=False)
 class Ran:
-    """When everything ran, in nanoseconds, by subnet, stage and micro-batch.
+    """The times of all tasks of a stream, in nanoseconds, by subnet, stage and micro-batch.
 
     Attributes:
-        forwards, backwards: starts and ends; axis 0 is these two. Where backwards are split those of input gradients.
-        weights: of weight gradients, where backwards are split.
+        placed: the subnets with the stage of each block.
+        rules: the rules of the system.
+        forwards: starts and ends of forwards, in axis 0.
+        backwards: starts and ends of backwards. If backwards are split, these are the times of the input gradients.
+        weights: starts and ends of the weight gradients, or None if backwards are not split.
     """
 
     placed: Placed
@@ -120,34 +131,37 @@ class Ran:
 
     @property
     def tasks(self) -> tuple[Array, ...]:
-        """Starts and ends of each sort of tasks."""
+        """The starts and ends of each kind of task."""
         return (self.forwards, self.backwards, *([] if self.weights is None else [self.weights]))
 
     @cached_property
     def stepped(self) -> Array:
-        """When each subnet's layers are up to date, by subnet and stage."""
+        """The time at which the layers of each subnet are updated, by subnet and stage."""
         return np.asarray(self.tasks[-1][1].max(axis=2))
 
     @cached_property
     def makespan(self) -> int:
-        """When all is over."""
+        """The time at which the last task ends."""
         return int(self.stepped.max(initial=0))
 
     @cached_property
     def steady(self) -> tuple[int, int]:
-        """From when the pipeline is full to when it begins to run dry: after the first tenth of the subnets has left
-        stage 0, and before it has less than a whole `depth`, or a bulk, left to choose from."""
+        """The start and the end of the steady state.
+
+        It begins when the first tenth of the subnets has left stage 0. It ends when stage 0 has less than a whole
+        `depth`, or less than a bulk, of subnets left.
+        """
         ends = np.sort(self.stepped[:, 0])
         n = len(ends)
         left = self.rules.bulk or min(self.rules.depth, n // 3)
-        whole = max(1, self.rules.bulk)  # cut between bulks, where there are any
+        whole = max(1, self.rules.bulk)  # between two bulks, if the system has bulks
         begin, end = -(-(n // 10) // whole) * whole, max(n - left, 1) // whole * whole
         if begin >= end:
             return 0, self.makespan
         return (int(ends[begin - 1]) if begin else 0), int(ends[end - 1])
 
     def busy(self, begin: int, end: int) -> Array:
-        """Nanoseconds that each stage computes between the two instants."""
+        """Return the nanoseconds for which each stage computes between two times."""
         total = np.zeros(self.placed.stages, np.int64)
         for starts, ends in self.tasks:
             total += (np.minimum(ends, end) - np.maximum(starts, begin)).clip(0).sum(axis=(0, 2))
@@ -155,18 +169,18 @@ class Ran:
 
     @property
     def bubble(self) -> float:
-        """The share of the steady state in which stages idle, 0 to 1."""
+        """The share of the steady state for which stages idle, from 0 to 1."""
         begin, end = self.steady
         return 1 - float(self.busy(begin, end).sum()) / (self.placed.stages * (end - begin))
 
     @property
     def lost(self) -> float:
-        """The same with the tasks' `overhead` counted as if idle."""
+        """The same share if the tasks' `overhead` also counts as idle time."""
         begin, end = self.steady
         return 1 - self.useful(begin, end) / (self.placed.stages * (end - begin))
 
     def useful(self, begin: int, end: int) -> float:
-        """Nanoseconds of `busy` on all stages without the tasks' `overhead`."""
+        """Return the nanoseconds of `busy` of all stages together, without the tasks' `overhead`."""
         total = 0.0
         for starts, ends in self.tasks:
             inside = (np.minimum(ends, end) - np.maximum(starts, begin)).clip(0)
@@ -176,22 +190,26 @@ class Ran:
 
     @property
     def throughput(self) -> float:
-        """Subnets a second in the steady state: those that leave stage 0."""
+        """The number of subnets per second that leave stage 0 in the steady state."""
         begin, end = self.steady
         over = self.stepped[:, 0]
         return float(((over > begin) & (over <= end)).sum()) / (end - begin) * 1e9
 
 
 def run(placed: Placed, rules: Rules, waits: Waits | None = None) -> Ran:
-    """When each stage computes what: a task as soon as its stage is free and it is ready; backwards first, then the
-    lowest subnet, see `CSP`.
+    """Emulate a stream and return the times of its tasks.
+
+    A stage starts a ready task as soon as it is free. Backwards have priority, followed by the subnet with the lowest
+    number, see `CSP`.
 
     Args:
-        waits: who waits for whom; by default as `rules.checks` says.
+        placed: the subnets with the stage of each block.
+        rules: the rules of the system.
+        waits: the dependencies. By default, they follow from `rules.checks`.
 
     Raises:
-        InputError: limits for another number of stages.
-        DeadlockError: something never ran.
+        InputError: `rules.held` is for another number of stages.
+        DeadlockError: some tasks never ran.
     """
     n, stages, m = len(placed.subnets), placed.stages, rules.microbatches
     held = rules.held or (PLENTY,) * stages
@@ -214,7 +232,7 @@ def run(placed: Placed, rules: Rules, waits: Waits | None = None) -> Ran:
         ran,
     )
     if left:
-        raise DeadlockError(f"{left} tasks of {n} subnets never ran: they wait for layers that never come")
+        raise DeadlockError(f"{left} tasks of {n} subnets never ran: they wait for layers that never arrive")
     starts_f, ends_f, starts_b, ends_b, starts_w, ends_w = (np.asarray(each).reshape(shape) for each in ran)
     split = np.stack([starts_w, ends_w]) if rules.split else None
     return Ran(placed, rules, np.stack([starts_f, ends_f]), np.stack([starts_b, ends_b]), split)

@@ -1,10 +1,10 @@
-"""A stream of subnets whose layers take turns on devices that hold a few contexts, in virtual time.
+"""A stream of subnets whose layers take turns on devices with room for a few contexts, in virtual time.
 
-As in `stream`, and: a task runs when its layers are there; until those of the first one that is ready are, a later one
-that has its own goes ahead, on which no result depends. Each stage loads one layer at a time from its host and saves
-one at a time to it. Loads for the first task that is ready take the place of one that is only predicted. A layer can
-be loaded when its update has come to the stage's host, and dropped when it is saved; an update that comes while the
-layer is here goes right into it.
+The rules of `stream` apply, with the following additions. A task runs if its layers are on the device. While the layers
+of the first ready task are missing, a later task whose layers are present runs first, which does not affect any result.
+Each stage loads one layer at a time from its host, and saves one layer at a time to it. A load for the first ready task
+replaces a load for a predicted task. A layer can be loaded after its update has arrived at the stage's host, and
+dropped after it has been saved. An update that arrives while the layer is on the device is applied to it directly.
 """
 
 from __future__ import annotations
@@ -33,13 +33,16 @@ from lightning_pipes.sim.predictor import (
 class Swaps:
     """The result of a stream whose layers take turns.
 
+    A hit is a layer that is completely on the device when its task could start.
+
     Attributes:
-        makespan: nanoseconds.
-        tasks: hits and layers asked for, over all tasks: resident and whole when the task was to start.
-        contexts: the same over tasks of another subnet or direction than the one before on the stage.
-        late: layers among those without a hit that were on their way, ahead of the task.
-        stalled: nanoseconds that stages waited for layers.
-        starts: of each forward and backward, by direction, subnet, stage and micro-batch.
+        makespan: the total time in nanoseconds.
+        tasks: the number of hits and the number of required layers, over all tasks.
+        contexts: the same over tasks whose subnet or direction differs from the previous task on the stage.
+        late: the number of layers that were not hits but were being loaded when their task could start.
+        stalled: nanoseconds for which stages waited for layers.
+        stages: the number of stages.
+        starts: the start of each forward and backward, by direction, subnet, stage and micro-batch.
     """
 
     makespan: int
@@ -52,22 +55,22 @@ class Swaps:
 
     @property
     def hit_rate(self) -> float:
-        """The share of layers that were there, over all tasks."""
+        """The share of hits over all tasks."""
         return self.tasks[0] / self.tasks[1]
 
     @property
     def switch_hit_rate(self) -> float:
-        """The same where a stage turns to another subnet or direction."""
+        """The share of hits over tasks whose subnet or direction differs from the previous task."""
         return self.contexts[0] / self.contexts[1]
 
     @property
     def stall(self) -> float:
-        """The share of the stages' time that they waited for layers."""
+        """The share of time for which stages wait for layers."""
         return self.stalled / (self.stages * self.makespan)
 
 
 class Nothing:
-    """Predicts nothing: layers are loaded when they are needed."""
+    """Predicts nothing, so that layers are loaded when they are needed."""
 
     def before(
         self, task: Task, queue: Sequence[WaitingSubnet], told: Sequence[PendingBackward] = ()
@@ -79,19 +82,19 @@ class Nothing:
 
 
 class InTurn:
-    """The prediction of the engine, on every stage by itself: first the subnets of which a stage has run some forwards
-    or backwards and not all; then the first forward that may begin, the first subnet that is to come back, and so on in
-    turn. Whichever it is, its context is there.
+    """The engine's prediction, computed on each stage independently.
 
-    A subnet that has begun comes back after those that began before it: of what is here the others are needed last.
+    First come the subnets for which the stage has run some but not all forwards, or some but not all backwards. Then
+    the first forward that may begin and the first subnet that has to return follow alternately, because either of them
+    may be next. Subnets return in the order in which they began.
 
     Args:
-        microbatches: of a subnet.
+        microbatches: the number of micro-batches of a subnet.
     """
 
     def __init__(self, microbatches: int) -> None:
         self._microbatches = microbatches
-        self._begun: dict[int, int] = {}  # tasks that have run, by subnet, in the order in which they began
+        self._begun: dict[int, int] = {}  # completed tasks by subnet, in the order of their start
 
     def before(
         self, task: Task, queue: Sequence[WaitingSubnet], told: Sequence[PendingBackward] = ()
@@ -111,34 +114,40 @@ class InTurn:
 
 
 def looks_ahead(room: float, context: float) -> int:
-    """Contexts that a predictor should look ahead where a device has room for so much, and a context takes as much on
-    average: those that fit besides the one that runs, and one more, part of which may."""
+    """Return the number of contexts that a predictor should look ahead.
+
+    These are the contexts that fit in addition to the running one, and another one that may fit partly.
+
+    Args:
+        room: the memory for layers.
+        context: the mean size of a context.
+    """
     return max(1, int(room / context))
 
 
 def nothing() -> Make:
-    """Layers are loaded when they are needed."""
+    """Return predictors that predict nothing."""
     return lambda stage: Nothing()
 
 
 def one_step(placed: Placed) -> Make:
-    """The paper's predictor."""
+    """Return the paper's predictors."""
     return lambda stage: StepAheadPredictor(stage == placed.stages - 1)
 
 
 def in_turn(rules: Rules) -> Make:
-    """The prediction of the engine, on each stage by itself."""
+    """Return predictors that predict as the engine does, on each stage independently."""
     return lambda stage: InTurn(rules.microbatches)
 
 
 def ahead(placed: Placed, rules: Rules, contexts: float, plain: Ran | None = None) -> Make:
-    """By the order that the stream has without swaps, and by the times of the profile."""
+    """Return predictors that use the order of the stream without swaps, simulated with the times of the profile."""
     ran = plain or run(placed, rules)
     return lambda stage: SimulatedPredictor(order_of(ran, stage), looks_ahead(contexts, 1.0))
 
 
 def order_of(ran: Ran, stage: int) -> list[Task]:
-    """The tasks of a stage in the order in which they ran."""
+    """Return the tasks of a stage in the order in which they ran."""
     found = []
     for backward, (starts, _) in enumerate((ran.forwards, ran.backwards)):
         for (subnet, k), start in np.ndenumerate(starts[:, stage]):
@@ -147,18 +156,23 @@ def order_of(ran: Ran, stage: int) -> list[Task]:
 
 
 def swapped(placed: Placed, rules: Rules, contexts: float, make: Make, jitter: float = 0.0, seed: int = 0) -> Swaps:
-    """A stream on stages that each have room for so many contexts, or for the largest one; a context is the layers
-    that a subnet needs there, on average.
+    """Emulate a stream on stages with limited memory.
 
     Args:
-        jitter: by what share tasks take longer or shorter than the profile says, at random.
+        placed: the subnets with the stage of each block.
+        rules: the rules of the system.
+        contexts: the memory of each stage, in contexts. A context is the mean size of the layers that a subnet needs on
+            a stage. The memory is at least as large as the largest context.
+        make: returns the predictor of a stage.
+        jitter: the largest relative random deviation of a task's time from the profile.
+        seed: the seed of these deviations.
 
     Raises:
-        InputError: no context, or a backward in two parts.
+        InputError: `contexts` is less than 1, or the backward is split.
     """
     check_count("contexts", int(contexts))
     if rules.split:
-        raise InputError("layers can't leave between the two parts of a backward; take rules without split")
+        raise InputError("layers can't leave the device between the two parts of a backward; use rules without split")
     ran = Swapping(placed, rules, contexts, make, jitter, seed)
     ran.run()
     return Swaps(ran.end, (*ran.tasks,), (*ran.contexts,), ran.late, ran.stalled, ran.stages, ran.starts)

@@ -1,4 +1,4 @@
-"""The event loop of a stream whose layers take turns on devices; see `swapped`."""
+"""The event loop of a stream whose layers take turns on devices, see `swapped`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from benchmarks.papers.csp.emulation.spaces import Placed
 from benchmarks.papers.csp.emulation.stream import Rules
 from lightning_pipes.sim.predictor import PendingBackward, Task, TaskPredictor, WaitingSubnet
 
-# ---- Which layers a stage's device holds, what to load next and what to drop for it.
+# ---- The layers on the device of a stage, the next layer to load, and the layers to drop for it.
 
 Layer = int
 Needs = Mapping[Layer, int]
-"""The version of each layer that a task needs: the subnet that has stepped it last, -1 for none."""
+"""The version of each layer that a task needs. It is the last subnet that has stepped the layer, or -1 if none has."""
 
 
 class Load(NamedTuple):
-    """A layer to load, and those to drop first."""
+    """A layer to load in a certain version, and the layers to drop first."""
 
     layer: Layer
     version: int
@@ -29,54 +29,55 @@ class Load(NamedTuple):
 
 
 class Residents:
-    """The layers on one device, within a budget; it moves nothing by itself.
+    """The layers on one device with limited memory. This class only keeps account of them and moves nothing.
 
     Args:
-        room: what there is for layers, in the unit of their sizes.
-        sizes: of each layer: parameters and optimizer state.
+        room: the memory for layers, in the unit of `sizes`.
+        sizes: the size of each layer, including its optimizer state.
 
     Attributes:
-        loading: the load on its way.
-        used: what the layers take that are held or on their way.
+        room: the memory for layers.
+        loading: the load that is in progress, or None.
+        used: the memory of the layers that are on the device or being loaded.
     """
 
     def __init__(self, room: int, sizes: Mapping[Layer, int]) -> None:
         self.room = room
         self._sizes = sizes
-        self._held: dict[Layer, int] = {}  # versions, the one used longest ago first
+        self._held: dict[Layer, int] = {}  # versions, the least recently used layer first
         self._unsaved: set[Layer] = set()
         self.loading: Load | None = None
         self.used = 0
 
     def holds(self, layer: Layer, version: int) -> bool:
-        """Whether the layer is there, whole, in this version."""
+        """Return whether the layer is completely on the device, in this version."""
         return self._held.get(layer) == version
 
     def missing(self, needs: Needs) -> list[Layer]:
-        """Those of a task that are not there."""
+        """Return the layers of a task that are not on the device."""
         return [layer for layer, version in needs.items() if not self.holds(layer, version)]
 
     def use(self, layers: Iterable[Layer]) -> None:
-        """A task uses them now."""
+        """Record that a task uses these layers now."""
         for layer in layers:
             self._held[layer] = self._held.pop(layer)
 
     def stepped(self, layer: Layer, version: int) -> None:
-        """A layer that is here has a new version, which has to be saved before it is dropped."""
+        """Record a new version of a layer on the device, which has to be saved before the layer is dropped."""
         self._held[layer] = version
         self._unsaved.add(layer)
 
     def renewed(self, layer: Layer, version: int) -> None:
-        """Another stage has stepped the layer, and sent it here: a copy that is here becomes the new version."""
+        """Record that another stage has stepped the layer and sent it, so that a copy on the device is renewed."""
         if layer in self._held:
             self._held[layer] = version
 
     def saved(self, layer: Layer) -> None:
-        """It has been copied to where layers wait."""
+        """Record that the layer has been copied to the host."""
         self._unsaved.discard(layer)
 
     def begin(self, load: Load) -> None:
-        """`load` is on its way."""
+        """Start a load."""
         for layer in load.dropped:
             del self._held[layer]
             self.used -= self._sizes[layer]
@@ -84,28 +85,31 @@ class Residents:
         self.used += self._sizes[load.layer]
 
     def abort(self) -> None:
-        """The one on its way is not loaded."""
-        assert self.loading is not None, "a layer was on its way"
+        """Cancel the load that is in progress."""
+        assert self.loading is not None, "no load is in progress"
         self.used -= self._sizes[self.loading.layer]
         self.loading = None
 
     def end(self) -> None:
-        """The one on its way is there."""
-        assert self.loading is not None, "a layer was on its way"
+        """Complete the load that is in progress."""
+        assert self.loading is not None, "no load is in progress"
         self._held[self.loading.layer] = self.loading.version
         self.loading = None
 
     def next_load(
         self, demanded: Needs, wanted: Sequence[Needs], loadable: Callable[[Layer, int], bool]
     ) -> Load | None:
-        """The next layer to load: of the task that runs or waits to run, then of those that are wanted, the first one
-        first; None where nothing more fits or can be had.
+        """Return the next load, or None if no layer fits or is available.
 
-        What is dropped is never of the task, and for a prediction never of one that is wanted sooner: of the rest what
-        is wanted last, and of that what was used longest ago.
+        The layers of the current task have priority over the layers of predicted tasks, which are loaded in order. No
+        layer is dropped that is needed by the current task, or by a predicted task before the one that the load is for.
+        Among the other layers, those that are needed last are dropped first, and among these the least recently used
+        ones.
 
         Args:
-            loadable: whether a version can be had where layers wait.
+            demanded: the layers of the task that runs or waits to run.
+            wanted: the layers of the predicted tasks, in order.
+            loadable: returns whether a version of a layer is available on the host.
         """
         kept: set[Layer] = set()
         for needs in (demanded, *wanted):
@@ -120,7 +124,7 @@ class Residents:
         return None
 
     def _dropped_for(self, layer: Layer, kept: set[Layer], wanted: Sequence[Needs]) -> tuple[Layer, ...] | None:
-        out = [layer] if layer in self._held else []  # an old version, replaced in its place
+        out = [layer] if layer in self._held else []  # an old version, which the load replaces
         if out and layer in self._unsaved:
             return None
         free = self.room - self.used + sum(self._sizes[each] for each in out)
@@ -131,7 +135,7 @@ class Residents:
             for each in needs:
                 first.setdefault(each, at)
         may = [each for each in self._held if each not in kept and each not in self._unsaved and each != layer]
-        may.sort(key=lambda each: -first.get(each, len(wanted)))  # stable: the one used longest ago first
+        may.sort(key=lambda each: -first.get(each, len(wanted)))  # stable, so the least recently used layer comes first
         for each in may:
             out.append(each)
             free += self._sizes[each]
@@ -141,32 +145,32 @@ class Residents:
 
 
 Make = Callable[[int], TaskPredictor]
-"""The predictor of each stage."""
+"""A function that returns the predictor of a stage."""
 
 
 class Stage:
-    """Where a stage is."""
+    """The current state of a stage."""
 
     def __init__(self, residents: Residents, predictor: TaskPredictor) -> None:
         self.residents = residents
         self.predictor = predictor
         self.oldest = 0
-        self.forwards = 0  # that have begun
+        self.forwards = 0  # the number of forwards that have begun
         self.held = 0  # micro-batches between forward and backward
-        self.task: Task | None = None  # that runs
-        self.due: Task | None = None  # the first that is ready where none runs
+        self.task: Task | None = None  # the task that runs
+        self.due: Task | None = None  # the first ready task, if no task runs
         self.since = -1  # when the stage began to wait for layers
-        self.counted: set[Task] = set()  # those that have not begun
+        self.counted: set[Task] = set()  # counted tasks that have not begun
         self.last: tuple[int, bool] | None = None
         self.wanted: tuple[int, ...] = ()
-        self.load = 0  # number of the load on its way
+        self.load = 0  # the number of the last load
         self.saving: deque[Layer] = deque()
         self.told: dict[int, tuple[PendingBackward, ...]] = {}
         self.telling: tuple[PendingBackward, ...] = ()
 
 
 class Swapping:
-    """The whole stream; `run` it once."""
+    """The emulation of a whole stream. `run` may be called once."""
 
     def __init__(self, placed: Placed, rules: Rules, contexts: float, make: Make, jitter: float, seed: int) -> None:
         self.placed, self.rules = placed, rules
@@ -175,7 +179,7 @@ class Swapping:
         choices = int(subnets.choices.max()) + 1
         layers = subnets.choices + choices * np.arange(subnets.blocks)[None, :]
         self.sizes: dict[Layer, int] = dict(zip(layers.ravel().tolist(), subnets.swap.ravel().tolist(), strict=True))
-        last = subnets.last_user if rules.checks else np.full_like(subnets.choices, -1)  # else any version will do
+        last = subnets.last_user if rules.checks else np.full_like(subnets.choices, -1)  # -1 for any version
         self.needs: list[list[Needs]] = [
             [
                 dict(zip(layers[y, a:b].tolist(), last[y, a:b].tolist(), strict=True))
@@ -187,7 +191,7 @@ class Swapping:
             dict(zip(layers[y].tolist(), subnets.next_user[y].tolist(), strict=True)) for y in range(self.n)
         ]
         self.where = [dict(zip(layers[y].tolist(), placed.stage_of[y].tolist(), strict=True)) for y in range(self.n)]
-        self.hosts: list[dict[Layer, int]] = [{} for _ in range(self.stages)]  # versions
+        self.hosts: list[dict[Layer, int]] = [{} for _ in range(self.stages)]  # the versions on each host
         self.owed = [[Counter(x for x in needs.values() if x >= 0) for needs in each] for each in self.needs]
         self.waits = [[frozenset(owed) for owed in each] for each in self.owed]
         mean = subnets.swap.sum() / self.n / self.stages
@@ -201,10 +205,10 @@ class Swapping:
         noise = 1 + jitter * rng.uniform(-1, 1, shape) if jitter else np.ones(shape)
         times = np.stack([placed.forward, placed.backward])[..., None] // self.m + rules.overhead
         self.times = np.rint(times * noise).astype(np.int64)
-        self.here = [([0] * self.n, [0] * self.n) for _ in range(self.stages)]  # inputs and gradients that have come
+        self.here = [([0] * self.n, [0] * self.n) for _ in range(self.stages)]  # arrived inputs and gradients
         self.here[0] = [self.m] * self.n, [0] * self.n
         self.begun = [([0] * self.n, [0] * self.n) for _ in range(self.stages)]
-        self.over = [[0] * self.n for _ in range(self.stages)]  # backwards
+        self.over = [[0] * self.n for _ in range(self.stages)]  # completed backwards
         self.starts = np.full(shape, -1, np.int64)
         self.free = {(backward, stage): 0 for backward in (False, True) for stage in range(self.stages)}
         self.agenda: list[tuple[int, int, str, int, tuple[int, ...]]] = []
@@ -213,7 +217,7 @@ class Swapping:
         self.tasks, self.contexts = [0, 0], [0, 0]
 
     def run(self) -> None:
-        """From the first event to the last."""
+        """Process all events."""
         touched = {*range(self.stages)}
         while True:
             for stage in sorted(touched):
@@ -232,8 +236,11 @@ class Swapping:
         heappush(self.agenda, (self.now + delay, self.events, what, stage, numbers))
 
     def decide(self, stage: int) -> None:
-        """Starts the first task that is ready and has its layers, if the stage is free; the layers of the first one
-        that is ready are demanded meanwhile. So a stage waits only where no task that it could run has its layers."""
+        """Start a task if the stage is free.
+
+        This is the first ready task whose layers are on the device. In the meantime, the layers of the first ready task
+        are loaded. A stage therefore only waits if it has no ready task whose layers are on the device.
+        """
         at = self.at[stage]
         if at.task is None:
             at.due = None
@@ -252,7 +259,7 @@ class Swapping:
         self.move(stage)
 
     def ready(self, stage: int) -> Iterator[Task]:
-        """In the order of `CSP`."""
+        """Yield the ready tasks of a stage, in the order of `CSP`."""
         at, rules = self.at[stage], self.rules
         until = (at.oldest // rules.bulk + 1) * rules.bulk if rules.bulk else at.oldest + rules.depth
         until = min(until, self.n)
@@ -268,7 +275,7 @@ class Swapping:
                     yield Task(y, bool(backward), k)
 
     def count(self, stage: int, task: Task) -> None:
-        """Counts what is there when a task is due, once for each."""
+        """Count the layers of a task that are on the device when it could start. Each task is counted once."""
         at = self.at[stage]
         if task in at.counted:
             return
@@ -282,7 +289,7 @@ class Swapping:
         self.late += loading is not None and loading.layer in missing
 
     def start(self, stage: int, task: Task) -> None:
-        """Runs it, and asks what comes after it."""
+        """Start a task, and request a prediction of the tasks that follow it."""
         at = self.at[stage]
         self.count(stage, task)
         at.counted.remove(task)
@@ -303,7 +310,7 @@ class Swapping:
         at.telling = said.pending
 
     def queue(self, stage: int) -> list[WaitingSubnet]:
-        """Subnets that have not begun on the stage: those whose input has come, and then those that will."""
+        """Return the subnets that have not begun on a stage, first the ones whose input has arrived."""
         at = self.at[stage]
         until = min(at.oldest + self.rules.depth, self.n)
         unbegun = [y for y in range(at.oldest, until) if not self.begun[stage][0][y]]
@@ -311,7 +318,7 @@ class Swapping:
         return [WaitingSubnet(y, self.waits[y][stage]) for y in unbegun]
 
     def move(self, stage: int) -> None:
-        """Begins the next load, if something is to be loaded."""
+        """Start the next load if there is one."""
         at = self.at[stage]
         residents, host = at.residents, self.hosts[stage]
         first = at.task or at.due
@@ -351,7 +358,7 @@ class Swapping:
         self.here[stage][backward][y] += 1
 
     def updated(self, stage: int, layer: Layer, version: int) -> None:
-        """The update that the next user of a layer waits for has come to its stage."""
+        """Record that the update that the next user of a layer waits for has arrived at its stage."""
         self.hosts[stage][layer] = version
         self.at[stage].residents.renewed(layer, version)
         later = self.next_user[version][layer]
@@ -384,7 +391,7 @@ class Swapping:
                 self.step(stage, y)
 
     def step(self, stage: int, y: int) -> None:
-        """The subnet steps its layers: they are saved, and sent to where they are used next."""
+        """Step the layers of a subnet, save them, and send them to the stages where they are used next."""
         at = self.at[stage]
         idle = not at.saving
         for layer in self.needs[y][stage]:

@@ -1,5 +1,8 @@
-"""CSP and the systems that it is compared with, on the same subnets (NASPipe, S5.1): in the order of computations;
-what they train differs, for only CSP and one subnet after another keep the order of reads and writes."""
+"""CSP and the systems that it is compared with, on the same subnets (NASPipe, S5.1).
+
+The systems differ in the order of computations. They also differ in what they train, because only CSP and one subnet
+after another keep the order of reads and writes.
+"""
 
 from __future__ import annotations
 
@@ -23,21 +26,28 @@ class System:
     """A way to run a stream.
 
     Attributes:
-        cut: from subnets and a number of stages to who computes which blocks.
-        rules: what it makes of the rules of CSP, given the number of stages.
+        cut: returns the stage of each block, given the subnets and the number of stages.
+        rules: returns the rules of this system, given the rules of CSP and the number of stages.
     """
 
     cut: Callable[[Subnets, int], Placed]
     rules: Callable[[Rules, int], Rules] = lambda rules, stages: rules
 
     def run(self, subnets: Subnets, stages: int, rules: Rules) -> Ran:
-        """The stream, with the micro-batches and costs of `rules`."""
+        """Run the stream with the micro-batches and the costs of `rules`."""
         return run(self.cut(subnets, stages), self.rules(rules, stages))
 
 
 def bsp(bulk: int | None = None, forwards_first: bool = True) -> System:
-    """Bulks of so many subnets, one for each stage by default, all with the weights at the bulk's start, and a flush
-    after each (the paper's GPipe, which runs all forwards first); blocks stay on their stages."""
+    """Return a bulk-synchronous system with a flush after each bulk.
+
+    All subnets of a bulk use the weights at its start, and blocks stay on their stages. With `forwards_first`, this is
+    the paper's GPipe.
+
+    Args:
+        bulk: the number of subnets in a bulk. By default, it is the number of stages.
+        forwards_first: whether all forwards of a bulk run before its backwards.
+    """
 
     def rules(rules: Rules, stages: int) -> Rules:
         return replace(rules, checks=False, bulk=bulk or stages, forwards_first=forwards_first)
@@ -46,7 +56,7 @@ def bsp(bulk: int | None = None, forwards_first: bool = True) -> System:
 
 
 def one_f_one_b(rules: Rules, stages: int) -> Rules:
-    """1F1B across subnets, on whatever weights are there (the paper's PipeDream)."""
+    """Return the rules of 1F1B across subnets, which uses the current weights (the paper's PipeDream)."""
     return replace(rules, checks=False, depth=2 * stages, held=tuple(range(stages, 0, -1)))
 
 
@@ -57,12 +67,14 @@ SYSTEMS = {
     "without scheduler": System(balanced, lambda rules, stages: replace(rules, depth=1)),
     "without mirroring": System(fixed),
 }
-"""By name; without scheduler the next subnet enters when the one before has left."""
+"""The systems by name. Without scheduler, a subnet enters when the one before it has left."""
 
 
 def one_by_one(placed: Placed, rules: Rules, schedule: OneFOneB | ZeroBubble) -> float:
-    """Subnets a second, one after another, by a schedule that flushes. A backward in two parts takes half its time in
-    each; messages take no time."""
+    """Return the subnets per second if they run one after another, with a schedule that flushes.
+
+    Each part of a split backward takes half of its time. Messages take no time.
+    """
     subnets, stages, m = placed.subnets, placed.stages, rules.microbatches
     plan = adapt_plan(Plan.even(stages, m), schedule)
     program = schedule.program(plan)
@@ -81,8 +93,11 @@ def one_by_one(placed: Placed, rules: Rules, schedule: OneFOneB | ZeroBubble) ->
 
 
 def by_finished_list(placed: Placed, depth: int) -> Waits:
-    """A forward waits until its stage has finished all earlier subnets that use any of its layers there, on whatever
-    stage these had it: Algorithm 2 as printed."""
+    """Return the dependencies of Algorithm 2 as printed.
+
+    A forward waits until its stage has finished all earlier subnets that use any of its layers on this stage, no matter
+    which stage these subnets had the layer on.
+    """
     n, stages = len(placed.subnets), placed.stages
     sources, targets = [], []
     for y in range(n):
@@ -96,7 +111,7 @@ def by_finished_list(placed: Placed, depth: int) -> Waits:
 
 
 def stale_reads(ran: Ran) -> int:
-    """How many layers a forward has read before they had the update of the last subnet before that uses them."""
+    """Return the number of layers that a forward read without the update of the last earlier subnet that uses them."""
     placed = ran.placed
     users, blocks = np.nonzero(placed.subnets.last_user >= 0)
     last = placed.subnets.last_user[users, blocks]
@@ -106,17 +121,20 @@ def stale_reads(ran: Ran) -> int:
     return int((ran.forwards[0].min(axis=2)[users, there] < updated).sum())
 
 
-# ---- Times that no order of a stream goes below, because subnets share layers.
+# ---- Lower bounds for the times of any order of a stream, which follow from shared layers.
 
 
 def released(placed: Placed, rules: Rules) -> Array:
-    """The earliest that each subnet can have stepped its layers on each stage, as if every subnet had stages of its
-    own: it waits only for layers that earlier ones step, on a stage of its own for its own micro-batches, and for its
-    neighbours. Messages take no time.
+    """Return the earliest time at which each subnet can have stepped its layers on each stage.
 
-    With f and b of one micro-batch, and m of them, stage k's last backward ends no sooner than what follows from any
-    stage j that begins at S_j: m forwards there, then one to the end and back; for j >= k also m forwards and backwards
-    there, or one to the end and back to j and then m backwards, and one backward from there to k.
+    In this bound, every subnet has separate stages. A subnet only waits for layers that earlier subnets step, for its
+    own micro-batches on a stage, and for its neighboring stages. Messages take no time.
+
+    Let f and b be the times of one micro-batch, and m the number of micro-batches. The last backward of stage k can't
+    end before any of the following, for any stage j that begins at S_j. First, j runs m forwards, and the last
+    micro-batch passes to the end and back to k. Second, for j >= k, j runs m forwards and m backwards, and the last
+    backward passes from j to k. Third, for j >= k, one micro-batch passes to the end and back to j, which runs m
+    backwards, and the last backward passes from j to k.
     """
     n, stages, m = len(placed.subnets), placed.stages, rules.microbatches
     forward, backward = (each // m + rules.overhead for each in (placed.forward, placed.backward))
@@ -124,7 +142,7 @@ def released(placed: Placed, rules: Rules) -> Array:
     moving = rules.moving * placed.subnets.swap
     ends = np.zeros((n, stages), np.int64)
     blocks = np.arange(placed.subnets.blocks)
-    later = np.arange(stages)[:, None] >= np.arange(stages)[None, :]  # row j, column k: j comes after k, or is k
+    later = np.arange(stages)[:, None] >= np.arange(stages)[None, :]  # row j, column k: whether j >= k
     for y in range(n):
         f, b = forward[y], backward[y]
         there = np.zeros(stages, np.int64)
@@ -136,10 +154,10 @@ def released(placed: Placed, rules: Rules) -> Array:
         begin = there
         for stage in range(1, stages):
             begin[stage] = max(begin[stage], begin[stage - 1] + f[stage - 1])
-        f_from = np.cumsum(f[::-1])[::-1]  # from each stage to the end
+        f_from = np.cumsum(f[::-1])[::-1]  # from each stage to the last one
         b_from = np.cumsum(b[::-1])[::-1]
         there_and_back = (begin + (m - 1) * f + f_from)[:, None] + b_from[None, :]
-        down = b_from[None, :] - b_from[:, None]  # backwards from k up to, not with, j
+        down = b_from[None, :] - b_from[:, None]  # backwards of stages k to j - 1
         at_once = (begin + m * (f + b))[:, None] + down
         returned = (begin + f_from + b_from + (m - 1) * b)[:, None] + down
         least = np.where(later, np.maximum(at_once, returned), 0)
@@ -148,30 +166,34 @@ def released(placed: Placed, rules: Rules) -> Array:
 
 
 def least_bubble(placed: Placed, rules: Rules) -> float:
-    """The share of the whole stream's time in which stages idle at least, 0 to 1, because of shared layers alone."""
+    """Return the smallest possible share of idle time in the whole stream, from 0 to 1, because of shared layers."""
     m = rules.microbatches
     busy = m * sum(int((each // m + rules.overhead).sum()) for each in (placed.forward, placed.backward))
     return max(0.0, 1 - busy / (placed.stages * int(released(placed, rules).max())))
 
 
-# ---- How many micro-batches, and how far to look ahead, by simulation.
+# ---- The number of micro-batches and the length of the queue, chosen by simulation.
 
 MICROBATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 QUEUE = 30
-"""The paper's."""
+"""The length of the paper's queue."""
 AS_GOOD = 0.01
-"""By what share less throughput is as good: fewer micro-batches and a shorter queue hold less, and kernels of larger
-pieces are never slower."""
+"""The relative loss of throughput that still counts as equal.
+
+Fewer micro-batches and a shorter queue need less memory, and kernels of larger micro-batches are never slower.
+"""
 SAMPLE = 300
-"""Subnets that are drawn of a space."""
+"""The number of subnets that are drawn from a space."""
 
 
 class Choice(NamedTuple):
     """The best settings.
 
     Attributes:
-        throughput: subnets a second that it then has.
-        tried: the same of everything that was tried, by micro-batches and depth.
+        microbatches: the number of micro-batches.
+        depth: the length of the queue.
+        throughput: subnets per second with these settings.
+        tried: subnets per second of all settings, by number of micro-batches and depth.
     """
 
     microbatches: int
@@ -188,18 +210,23 @@ def choose(
     depths: Sequence[int] = (),
     system: System = SYSTEMS["CSP"],
 ) -> Choice:
-    """The fewest micro-batches, and of these the shortest queue, that are as fast as any, in simulation.
+    """Return the settings with the fewest micro-batches that are as fast as the fastest ones in simulations.
 
-    More micro-batches set layers free sooner, for the next subnet that uses them waits until the last one is back; each
-    has a fixed cost.
+    Of these settings, the one with the shortest queue is chosen. With more micro-batches, layers become free earlier,
+    because the next subnet that uses them waits until the last micro-batch has returned. But each micro-batch has a
+    fixed cost.
 
     Args:
-        subnets: a sample of those to come, or the space of which they are drawn.
-        rules: what else counts: fixed costs, messages, limits.
-        depths: by default the number of stages, twice as many, and the paper's queue.
+        subnets: a sample of the subnets, or the space from which they are drawn.
+        stages: the number of stages.
+        rules: the other rules, such as fixed costs, messages and limits.
+        microbatches: the numbers of micro-batches to choose from.
+        depths: the depths to choose from. By default, these are the number of stages, twice this number, and the length
+            of the paper's queue.
+        system: the system that runs the stream.
 
     Raises:
-        InputError: nothing to choose from.
+        InputError: `microbatches` is empty.
     """
     if not microbatches:
         raise InputError(f"nothing to choose from: microbatches is {short_repr(microbatches)}")
