@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from lightning_pipes.cost import Deployment, ModelProfile
 from lightning_pipes.ir import Kind, Policy, Schedule, Span
@@ -39,7 +40,7 @@ class Decision:
         movable: whether layers may move to other stages if the first steps contradict the profile.
         least: the smallest number of samples of a micro-batch that the module allows. The profile may have a larger
             one.
-        pieces: the units that are cut. Empty for layers, which `save_pieces` lists.
+        pieces: the units that are cut, by the part that counts as a layer. Empty for layers, which `save_pieces` lists.
     """
 
     schedule: Schedule | Policy
@@ -61,19 +62,21 @@ class Decision:
 
     def save_pieces(self, path: str) -> None:
         """Write the layers or units of the stages to a file, for `lightning-pipes plan`."""
-        Path(path).write_text(json.dumps([asdict(piece) for piece in self.pieces or self._list_layers()]))
+        placed = {n: stage for stage, span in enumerate(self.layers) for n in range(span.start, span.stop)}
+        found: list[dict[str, Any]] = []
+        for piece in self.pieces or self._list_layers(placed):
+            values = {"stage": placed[piece.layer], **asdict(piece)}
+            begins = bool(found) and found[-1]["stage"] != values["stage"]
+            found.append({**values, "bytes": piece.bytes if begins else None})
+        Path(path).write_text(json.dumps(found))
 
-    def _list_layers(self) -> list[Piece]:
-        placed = [(stage, n) for stage, span in enumerate(self.layers) for n in range(span.start, span.stop)]
+    def _list_layers(self, numbers: Iterable[int]) -> list[Piece]:
         if self.profile is None:
-            return [Piece(stage, str(n)) for stage, n in placed]
+            return [Piece(n, str(n)) for n in numbers]
         profile, rows = self.profile, self.rows or self.profile.least_rows
-        seconds = [sum(profile.seconds(kind, n, rows) for kind in (Kind.F, Kind.B)) for _, n in placed]
-        names = [profile.layers[n].name for _, n in placed]
-        return [
-            Piece(stage, name, each, each / (sum(seconds) or 1))
-            for (stage, _), name, each in zip(placed, names, seconds, strict=True)
-        ]
+        seconds = {n: sum(profile.seconds(kind, n, rows) for kind in (Kind.F, Kind.B)) for n in numbers}
+        whole = sum(seconds.values()) or 1
+        return [Piece(n, profile.layers[n].name, each, each / whole) for n, each in seconds.items()]
 
     @classmethod
     def from_solution(cls, solution: Solution, movable: bool) -> Decision:

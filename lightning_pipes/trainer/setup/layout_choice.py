@@ -65,9 +65,8 @@ class LayoutChoice:
         layout: the layout.
         starts: the part of the layout with which each stage begins.
         end: the end of the step, which runs on whole batches. None if each micro-batch has its own loss.
-        pieces: the units of each stage with their costs, for reports.
+        pieces: the units of each part with their costs, for reports.
         profile: the measured profile of the parts, if they may move or the schedule is chosen.
-        description: a description of the borders of the stages. Empty if no step was recorded.
         plans_cuts: whether a planner may cut a batch differently on stages and links, according to the profile.
         crossing_rows: cuts and joins the values between parts if a planner may do this; None if all stages and links
             have to cut a batch equally.
@@ -87,7 +86,8 @@ class LayoutChoice:
         self.end: BatchEnd | None = None
         self.pieces: tuple[Piece, ...] = ()
         self.profile: ModelProfile | None = None
-        self.description = ""
+        self._describe: Callable[[Sequence[int]], str] = lambda starts: ""
+        self._first_units: tuple[int, ...] = ()
         self.plans_cuts = request.may_cut_unequally and not self._settings.degrees
         self.crossing_rows: CrossingRows | None = None
         self.layout = self._lay_units(request, stages)
@@ -113,8 +113,8 @@ class LayoutChoice:
         seconds = [forward + backward for forward, backward in costs[max(costs)].seconds] if costs else None
         borders = Borders(record, seconds)
         starts, end = self._choose_starts(record, borders, request, stages)
-        self.pieces = borders.list_pieces(starts)
-        self.description = self._describe_cut(record, borders, starts, "time" if seconds else "operations")
+        self._describe = partial(self._describe_cut, record, borders, "time" if seconds else "operations")
+        self._first_units, self.pieces = starts, borders.list_pieces(starts)
         if self._moves_parts or (self.plans_cuts and end is None):
             return self._lay_parts(record, borders, starts, costs)
         if end is None:
@@ -189,6 +189,7 @@ class LayoutChoice:
             kept = self._choose_crossings(layout, [parts.index(start) for start in starts])
             parts, layout = tuple(parts[n] for n in kept), UnitLayout.from_record(merged, tuple(found[n] for n in kept))
         self.starts = tuple(parts.index(start) for start in starts)
+        self._first_units, self.pieces = parts, borders.list_pieces(parts)
         if costs:
             self.profile = self._make_profile(borders, parts, costs, layout)
         elif self._request.chooses:
@@ -252,7 +253,15 @@ class LayoutChoice:
         self.starts = tuple(span.start for span in cut)
         return layout
 
-    def _describe_cut(self, record: StepRecord, borders: Borders, starts: Sequence[int], measure: str) -> str:
+    def describe_cut(self, parts: Sequence[Span]) -> str:
+        """Return a description of the borders of the stages for the log. Empty if no step was recorded.
+
+        Args:
+            parts: the parts of each stage.
+        """
+        return self._describe([self._first_units[span.start] for span in parts]) if self._first_units else ""
+
+    def _describe_cut(self, record: StepRecord, borders: Borders, measure: str, starts: Sequence[int]) -> str:
         """Return a text with the borders of the stages, their shares of the work, and the stages without weights."""
         spans = list(itertools.pairwise((*starts, len(record.units))))
         listed = ", ".join(describe_unit(record, start) for start in starts[1:])

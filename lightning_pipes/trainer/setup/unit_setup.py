@@ -123,8 +123,6 @@ class UnitSetup(ModuleSetup):
         """Return the decision, in which each part is one layer."""
         parts, ranks, request = self._choice.layout.n_parts, self._ranks.grid.n_planned, self._request
         degrees = self._settings.degrees
-        if self._choice.description:
-            rank_zero_info(self._choice.description)
         if self.end is not None:
             rank_zero_info(
                 f"The loss of {type(self._module).__name__}.training_step is computed once for all samples of a batch, "
@@ -149,6 +147,8 @@ class UnitSetup(ModuleSetup):
             if len(cut.distinct_spans) > 1 and self._choice.layout.names:
                 self._crossing_rows = self._choice.find_crossing_rows(request.schedule.name)
         decision = replace(decision, pieces=self._choice.pieces)
+        if description := self._choice.describe_cut(decision.layers):
+            rank_zero_info(description)
         return self._context.connections.agree_on_decision(self._module, decision, lambda: decision)
 
     def _plan_by_profile(self, request: RunRequest, plain: Decision, profile: ModelProfile) -> Decision:

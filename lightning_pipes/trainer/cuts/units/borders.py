@@ -92,21 +92,21 @@ class Borders:
         return (self._before[stop] - self._before[start]) / (self._before[-1] or 1)
 
     def list_pieces(self, starts: Sequence[int]) -> tuple[Piece, ...]:
-        """Return the units with their stages.
+        """Return the units with their parts.
 
         Args:
-            starts: the first unit of each stage.
+            starts: the first unit of each part.
         """
-        stages = [bisect_right(starts, n) - 1 for n in range(len(self._record.units))]
+        parts = [bisect_right(starts, n) - 1 for n in range(len(self._record.units))]
         return tuple(
             Piece(
-                stage,
+                part,
                 unit.name,
                 self._before[n + 1] - self._before[n] if self._has_seconds else None,
                 self.share(n, n + 1),
                 self.bytes(n) if n in starts[1:] else None,
             )
-            for n, (stage, unit) in enumerate(zip(stages, self._record.units, strict=True))
+            for n, (part, unit) in enumerate(zip(parts, self._record.units, strict=True))
         )
 
     def choose(self, stages: int, end: int | None = None) -> tuple[int, ...]:

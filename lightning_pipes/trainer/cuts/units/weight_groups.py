@@ -100,7 +100,7 @@ class WeightGroups:
         return sum(self._sizes[start:stop]) / (sum(self._sizes) or 1)
 
     def list_pieces(self, starts: Sequence[int]) -> tuple[Piece, ...]:
-        """Return the groups with their stages and their shares of all weights.
+        """Return the groups with their stages, which are parts, and their shares of all weights.
 
         Args:
             starts: the first group of each stage.

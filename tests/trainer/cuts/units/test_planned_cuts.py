@@ -5,7 +5,9 @@ The times are those of a virtual clock, so the choice is always the same.
 
 from __future__ import annotations
 
+import json
 import logging
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -96,13 +98,16 @@ class Counts(pl.Callback):
         self.found[plan.jobs[0].rows] = {len(plan.spans(*each)) for each in stages}
 
 
-CASES: list[tuple[type[Skips], dict[str, Any], bool]] = [
-    (Skips, {"schedule": "umpipe"}, True),
-    (Skips, {"schedule": "auto"}, True),
-    (HoldsMean, {"schedule": "umpipe"}, False),
-    (HoldsMean, {"schedule": "auto"}, False),
+CASES: list[tuple[type[Skips], dict[str, Any], bool, list[int]]] = [
+    (Skips, {"schedule": "umpipe"}, True, [4, 5]),
+    (Skips, {"schedule": "auto"}, True, [1, 2, 3, 4, 5]),  # two stages on each rank
+    (HoldsMean, {"schedule": "umpipe"}, False, [4, 5]),
+    (HoldsMean, {"schedule": "auto"}, False, [0, 1, 2, 3, 4, 5]),  # three stages on each rank
 ]
-"""Modules, settings of the strategy, and whether the stages cut a batch differently."""
+"""Modules, settings of the strategy, whether stages cut a batch differently, and the layers at which they begin.
+
+The last two stages of the last case begin behind the layers, and the second one at the second call of the first layer.
+"""
 
 
 def fit(kind: type[Skips], strategy: Any, devices: int) -> tuple[dict[str, Any], dict[int, set[int]]]:
@@ -116,30 +121,38 @@ def fit(kind: type[Skips], strategy: Any, devices: int) -> tuple[dict[str, Any],
     return plain_values({**module.state_dict(), **trainer.callback_metrics}), counts.found
 
 
-def fit_all(rank: int) -> list[tuple[dict[str, Any], dict[int, set[int]], str]]:
-    """Train all cases, and return their results with the text of the log."""
+def fit_all(rank: int, folder: Path) -> list[tuple[dict[str, Any], dict[int, set[int]], str, dict[str, int]]]:
+    """Train all cases, and return their results with the text of the log, and the last stage of each unit by name."""
     quiet()
-    log, found = logging.getLogger("lightning_pipes"), []
-    log.setLevel("DEBUG")
+    found = []
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log.addHandler(handler)
+    for name, level in (("lightning_pipes", "DEBUG"), ("lightning.pytorch.utilities.rank_zero", "INFO")):
+        logging.getLogger(name).setLevel(level)
+        logging.getLogger(name).addHandler(handler)
     with pytest.MonkeyPatch.context() as patch:
         _time.patch(patch)
-        for kind, settings, _ in CASES:
+        for kind, settings, *_ in CASES:
             lines.clear()
-            values, counts = fit(kind, PipelineStrategy(**settings), RANKS)
-            found.append((values, counts, "\n".join(lines)))
+            strategy, file = PipelineStrategy(**settings), folder / f"{rank}.json"
+            values, counts = fit(kind, strategy, RANKS)
+            strategy.decision.save_pieces(str(file))
+            stages = {piece["name"]: piece["stage"] for piece in json.loads(file.read_text())}
+            found.append((values, counts, "\n".join(lines), stages))
     return found
 
 
-def test_stages_cut_a_batch_as_planned() -> None:
+def test_stages_cut_a_batch_as_planned(tmp_path: Path) -> None:
+    """Check the results, the numbers of micro-batches, and that messages and reports have the cut that runs."""
     expected = {kind: fit(kind, "auto", 1)[0] for kind in (Skips, HoldsMean)}
-    for rank, found in enumerate(run_ranks(fit_all, RANKS, timeout=400)):
-        for (kind, settings, is_unequal), (values, counts, lines) in zip(CASES, found, strict=True):
+    for rank, found in enumerate(run_ranks(fit_all, RANKS, tmp_path, timeout=400)):
+        for (kind, settings, is_unequal, borders), (values, counts, lines, of_units) in zip(CASES, found, strict=True):
             where = f"{kind.__name__}, {settings['schedule']}, rank {rank}"
             assert differences(expected[kind], values, 1e-10, where) == []
             assert {*counts} == {ROWS, REST}, where
             assert (len(counts[ROWS]) > 1) == is_unequal, (where, counts)
             assert ("cut a batch equally: Stage" in lines and "from 'mean'" in lines) != is_unequal, where
+            assert [of_units[f"layer{n}"] for n in borders] == [*range(1, len(borders) + 1)], (where, of_units)
+            names = ", ".join(f"'layer{n}'" for n in borders)
+            assert rank > 0 or f"Stages after the first begin at {names}" in lines, (where, lines)
