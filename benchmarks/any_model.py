@@ -10,15 +10,15 @@
 | vision | models of torchvision and timm, if installed, in two stages that are cut by the measured time of units |
 | speed | a GPT in two stages: captured, as nn.Sequential, and by torch's own `pipeline()` |
 
-The zoo contains plain modules, and models of those of transformers, torchvision and timm that are installed. Training
-takes two epochs of two batches in float64 with AdamW, or with SGD for vision models. A model is equal if no loss,
-weight or optimizer state differs by more than 1e-10. Models that draw random numbers are compared with one process of
-the same strategy, which draws them from the same streams. `--quick` takes every fourth model and no vision models.
+The zoo contains plain modules, and models of transformers, torchvision and timm if these are installed. Training takes
+two epochs of two batches in float64 with AdamW, or with SGD for vision models. A model is equal if no loss, weight or
+optimizer state differs by more than 1e-10. Models that draw random numbers are compared with one process of the same
+strategy, which draws them from the same streams. `--quick` takes every fourth model and no vision models.
 
 A family of transformers is equal if it passes two comparisons. First, two stages run in one process, each without the
-weights of the other. Their loss and gradients must equal those of the whole model to 1e-10, with the library's defaults
-and with padded labels. Second, three steps of `Trainer` on two processes with two micro-batches must give the same
-weights as one process, to 1e-10. `--quick` makes the second comparison for a few families only.
+weights of the other. Their loss and gradients must equal the results of the whole model to 1e-10, with the library's
+defaults and with padded labels. Second, three steps of `Trainer` on two processes with two micro-batches must give the
+same weights as one process, to 1e-10. `--quick` makes the second comparison for a few families only.
 
 `--json` also includes the results that benchmarks/lightning_suite.py has saved, because they are not measured here.
 """
@@ -384,8 +384,8 @@ PARTS: Mapping[str, Callable[[bool, Sequence[str] | None], Report]] = {
 def main(arguments: list[str]) -> None:
     """Run the given parts of the benchmark."""
     parser = make_parser(__doc__)
-    parser.add_argument("part", nargs="*", choices=[*PARTS, []], help="all if left out")
-    parser.add_argument("--case", nargs="*", help="models of these names")
+    parser.add_argument("part", nargs="*", choices=[*PARTS, []], help="the parts to run, by default all")
+    parser.add_argument("--case", nargs="*", help="only models with these names")
     given = parser.parse_args(arguments)
     names = given.part or list(PARTS)
     keys = run_parts({name: partial(_run_part, name, given.case) for name in names}, names, given.quick)

@@ -112,7 +112,7 @@ def main() -> int:
         runs.append(demo(*SHORT) if options.quick else demo())
         print(runs[-1], flush=True)
     right = sum(run.right for run in runs)
-    print(f"{right} of {len(runs)} are balanced and within {CLOSE:.0%} of what was predicted")
+    print(f"{right} of {len(runs)} are balanced and within {CLOSE:.0%} of the prediction")
     if options.json:
         print(json.dumps({"runs": [{**asdict(run), "off": run.off} for run in runs], "right": right}))
     return 0 if options.quick or right == len(runs) else 1

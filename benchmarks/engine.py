@@ -408,8 +408,8 @@ def headline(rows: list[Row]) -> dict[str, float]:
 
 def main() -> None:
     """Measure the cells and print the table."""
-    parser = make_parser(__doc__, "S=4, M=16, one cell more, and the GPT; within 120 s")
-    parser.add_argument("--rounds", type=int, default=15, help="steps of every side, which alternate, a cell")
+    parser = make_parser(__doc__, "only S=4 and M=16, another cell, and the GPT; within 120 s")
+    parser.add_argument("--rounds", type=int, default=15, help="the number of steps of each side in a cell")
     options = parser.parse_args()
     if options.quick:
         cells = [Cell("1f1b", 4, 16), Cell("gpipe", 4, 16), Cell("interleaved", 4, 16), Cell("1f1b", 2, 8)]

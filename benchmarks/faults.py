@@ -7,9 +7,9 @@ points that are listed in lightning_pipes.engine.watch.fault_points.
 
 The end of a run is clean if all of the following hold:
 
-- Every other process ends by itself and with an error, within ten seconds of the time at which it can detect the fault.
-  A kill can be detected immediately, and a stop or a cut link after `heartbeat_timeout`. Before separate hosts are
-  connected, detection takes `timeout`.
+- Every other process ends on its own and with an error, within ten seconds of the time at which it can detect the
+  fault. A kill can be detected immediately, and a stop or a cut link after `heartbeat_timeout`. Before separate hosts
+  are connected, detection takes `timeout`.
 - The error messages name the rank, unless the rank had already announced its end.
 - No process remains, and nothing is left in /dev/shm and TMPDIR.
 - A stopped process ends within ten seconds after it is continued. If it runs on a separate host that was not connected
@@ -163,7 +163,7 @@ class Result:
         case: the fault.
         happened: whether the process still existed at the time of the fault.
         wrong: descriptions of everything that was not clean. Empty if the end was clean.
-        bit_equal: whether the weights equal those of an undisturbed run after the job was continued.
+        bit_equal: whether the weights equal the weights of an undisturbed run after the job was continued.
         seconds: the time from when the other processes could detect the fault until the last one ended.
         log: the output of the ranks.
     """
@@ -433,7 +433,7 @@ class Run:
                 there = ", ".join(
                     f"rank {rank_of(env)}" for pid, env in find_processes(self.token).items() if pid in left
                 )
-                wrong.append(f"{there} still there {self.soon:.0f} s after they could know")
+                wrong.append(f"{there} still running {self.soon:.0f} s after the fault could be detected")
                 break
             time.sleep(0.2)
         seconds = max(0.0, time.monotonic() - known)
@@ -444,7 +444,7 @@ class Run:
             # A rank on a separate host may not have been connected yet. It then waits for the others for `timeout`.
             patience = self.soon + (self.timeout if self.case.early and self.case.launcher == "hosts" else 0.0)
             if not wait_until(self.ended, LONG if alone else patience):
-                wrong.append(f"who was stopped is there {patience:.0f} s after it could go on")
+                wrong.append(f"the stopped process is still running {patience:.0f} s after it was continued")
         return wrong, 0.0 if self.case.restarts else seconds
 
     @property
@@ -460,17 +460,17 @@ class Run:
             victim = self.case.victim == (number if self.case.launcher == "hosts" else LAUNCHER)
             victim |= self.case.launcher == "lightning" and self.case.victim == 0
             if not victim and not self.complete and root.returncode == 0:
-                wrong.append("an exit status of 0, and the work is not done")
+                wrong.append("the exit status is 0, but the job is not complete")
         if self.case.restarts and self.roots[0].returncode != 0:
-            wrong.append(f"torchrun did not bring it to its end: exit status {self.roots[0].returncode}")
+            wrong.append(f"torchrun did not complete the job: exit status {self.roots[0].returncode}")
         texts = {path.stem: path.read_text() for path in Path(self.job.folder).glob("*.said")}
         texts.pop(f"rank{self.case.victim}", None)
         aborted = [name for name, text in texts.items() if "Fatal Python error" in text or "terminate called" in text]
         if aborted:
-            wrong.append(f"{', '.join(aborted)} ended by an abort")
+            wrong.append(f"{', '.join(aborted)} aborted")
         waited = not self.complete and not self.case.over
         if waited and any(texts.values()) and not self.named("\n".join(texts.values())):
-            wrong.append("nobody names the rank")
+            wrong.append("no message names the rank")
         if left := list_entries(self.temporary):
             wrong.append(f"left in TMPDIR: {', '.join(sorted(left))}")
         return wrong
@@ -532,12 +532,12 @@ def try_one(case: Case, soon: float, wanted: Mapping[str, str]) -> Result:
                 if case.kind != "study":  # a study does not repeat trials that have ended
                     path.unlink()
             outcomes = watch_ranks(again, case.ranks, replace(run.job, heartbeat=120.0, timeout=1800.0), timeout=LONG)
-            errors = [f"rank {o.rank} does not go on: {o.error}" for o in outcomes if o.error]
+            errors = [f"rank {o.rank} can't continue the job: {o.error}" for o in outcomes if o.error]
             equal = run.job.weights() == wanted
             if errors:
                 log += "\n".join(["", *errors])
         if left_over := [str(path) for path in Path(run.job.folder).rglob("*.saving")]:
-            wrong.append(f"half a checkpoint is left: {', '.join(left_over)}")
+            wrong.append(f"an incomplete checkpoint is left: {', '.join(left_over)}")
         return Result(case, True, tuple(wrong), equal, seconds, log)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -578,17 +578,17 @@ def say(result: Result, total: int, done: int) -> None:
 
 
 def main() -> None:
-    parser = make_parser(__doc__, "8 faults")
+    parser = make_parser(__doc__, "only 8 faults")
     parser.add_argument("--faults", type=int, default=150)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=int, nargs="+", help="the numbers of the faults, which tell all that was said")
-    parser.add_argument("--at-once", type=int, default=2, help="faults at a time")
-    parser.add_argument("--soon", type=float, default=10.0, help="seconds in which all have to end")
+    parser.add_argument("--only", type=int, nargs="+", help="run only faults with these numbers, and print all output")
+    parser.add_argument("--at-once", type=int, default=2, help="the number of faults at a time")
+    parser.add_argument("--soon", type=float, default=10.0, help="seconds within which all processes have to end")
     options = parser.parse_args()
     began = time.monotonic()
     hosts = not namespaces.unavailable_reason()
     if not hosts:
-        print(f"without hosts of their own and cut links: {namespaces.unavailable_reason()}")
+        print(f"without separate hosts and cut links: {namespaces.unavailable_reason()}")
     every = cases(options.seed, hosts)
     if options.quick:
         chosen = few(every)
@@ -615,7 +615,7 @@ def main() -> None:
     clean, equal = sum(not r.wrong for r in done), sum(r.bit_equal for r in done)
     slowest = max((r.seconds for r in done), default=0.0)
     print(f"\n{len(done)} faults: {clean} clean ends, {equal} bit-equal resumes, the slowest end after {slowest:.1f} s")
-    print(f"{time.monotonic() - began:.0f} s in all")
+    print(f"{time.monotonic() - began:.0f} s in total")
     if options.json:
         headline = {"faults": len(done), "clean_ends": clean, "bit_equal_resumes": equal}
         print(json.dumps({**headline, "slowest_end_s": round(slowest, 2)}))

@@ -398,8 +398,8 @@ def gpt_row(steps: int) -> Row | str:
     waited = max(r.waited for r in found)
     if waited > WAITED or high - low > SCATTERED * measured:
         return (
-            f"real, byte GPT, 2 stages: not valid, ranks waited for a core in {waited:.0%} of the time, and the middle "
-            f"half of the steps took {1e3 * low:.0f} to {1e3 * high:.0f} ms; repeat it on a quiet machine"
+            f"real, byte GPT, 2 stages: not valid, ranks waited for a core for {waited:.0%} of the time, and the "
+            f"middle half of the steps took {1e3 * low:.0f} to {1e3 * high:.0f} ms; repeat it on a quiet machine"
         )
     return Row("real, byte GPT, 2 stages", "1f1b", predicted, measured)
 
@@ -471,13 +471,13 @@ def regret_measured(lab: NetLab, overheads: Overheads, quick: bool) -> Iterator[
 
 
 def regret(candidates: Sequence[Candidate]) -> float:
-    """Return by how much the chosen candidate is slower than the best one. A value of 0.02 means 2 %."""
+    """Return the relative difference between the chosen candidate and the best one. A value of 0.02 means 2 %."""
     (chosen,) = [c.measured for c in candidates if c.chosen]
     return chosen / min(c.measured for c in candidates) - 1
 
 
 def regret_simulated(problems: int) -> list[float]:
-    """Return by how much the choice is slower than the best of all options, for each of `problems` random problems."""
+    """Return the relative difference between the choice and the best option, for each of several random problems."""
     found = []
     for seed in range(problems):
         p = random_problem(seed)
@@ -507,7 +507,7 @@ class Partitions:
 
     @property
     def gain(self) -> float:
-        """How much faster the planned cut is than the even one. With a value of 1.2, it takes a sixth less time."""
+        """The speedup of the planned cut over the even one. With a value of 1.2, it takes a sixth less time."""
         return self.even.measured / self.planned.measured
 
     @property
@@ -549,7 +549,7 @@ def on_shaped_links(quick: bool) -> dict[str, float]:
             print(row, flush=True)
         cuts = partitions(lab, overheads, quick)
         print(cuts.even, cuts.planned, sep="\n")
-        print(f"planned cut {cuts.gain:.2f} times as fast, {cuts.beyond_ideal:+.1%} beside work over the sum of speeds")
+        print(f"planned cut {cuts.gain:.2f} times as fast, {cuts.beyond_ideal:+.1%} from work over the sum of speeds")
         regrets = []
         for name, candidates in regret_measured(lab, overheads, quick):
             regrets.append(regret(candidates))
@@ -566,13 +566,13 @@ def on_shaped_links(quick: bool) -> dict[str, float]:
 def main() -> None:
     """Measure the GPT and the emulated layers, and print the results."""
     options = make_parser(__doc__, "fewer cells; within 120 s").parse_args()
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # avoids a warning of torch that hosts have no name server
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # suppresses a warning about hosts without a name server
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
     print(f"{describe_machine()}, {versions}; medians of {steps(options.quick)} steps")
     gpt = gpt_row(9 if options.quick else 21)
     print(gpt)
     if reason := lab_unavailable_reason():
-        print(f"nothing on shaped links: {reason}")
+        print(f"without measurements on shaped links: {reason}")
     headline = {} if reason else on_shaped_links(options.quick)
     simulated = regret_simulated(PROBLEMS)
     print(f"choice in {PROBLEMS} random problems: at most {max(simulated):.2%} slower than the best simulated")

@@ -2,7 +2,7 @@
 
 A GPT over bytes is trained by a plain Trainer, by a Trainer with PipelineStrategy on one device, and as an array of
 siblings. In the array, either all siblings are on the GPU, or only as many as fit into a smaller budget. In the latter
-case, their states are brought to the GPU in advance or on demand. All ways to train take turns in one process.
+case, their states are brought to the GPU in advance or on demand. All variants take turns in one process.
 
 The table shows the milliseconds of a batch (median, least and most), the overhead over the plain Trainer, and the loss.
 
@@ -157,7 +157,7 @@ def main() -> None:
                 last[name] = run(rows)
                 times[name].append(last[name]["ms"])
         base = statistics.median(times["plain Trainer"])
-        print(f"\n{rows} rows of {CONTEXT}: ms a batch, median (least to most), over the plain Trainer; loss")
+        print(f"\n{rows} rows of {CONTEXT}: ms a batch, median (least to most), relative to the plain Trainer; loss")
         for name, all_ms in times.items():
             ms = statistics.median(all_ms)
             key = name.replace(",", "").replace(" ", "_")
@@ -170,7 +170,7 @@ def main() -> None:
                 if what in last[name]:
                     print(f"    {last[name][what]}")
         torch.cuda.empty_cache()
-    print("Left out: several GPUs; one was had.")
+    print("Left out: several GPUs, because only one was available.")
     if arguments.json:
         print(json.dumps(found))
 

@@ -218,10 +218,10 @@ def results(names: Sequence[str], settings: Mapping[str, Any] = SETTINGS) -> Ite
 def main() -> None:
     """Compare the families and print the table."""
     parser = make_parser(__doc__, "twelve families, within 120 s")
-    parser.add_argument("--family", nargs="*", help="these families")
+    parser.add_argument("--family", nargs="*", help="only these families")
     options = parser.parse_args()
     names = options.family or (QUICK if options.quick else families())
-    print("| family | model | default | padded | cut at | what is said |\n| --- | --- | --- | --- | --- | --- |")
+    print("| family | model | default | padded | cut at | messages |\n| --- | --- | --- | --- | --- | --- |")
     found: dict[str, list[Result]] = {}
     for result in results(names):
         found.setdefault(result.family, []).append(result)

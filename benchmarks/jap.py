@@ -255,7 +255,7 @@ def main() -> None:
     alone.add_argument("--simulated", action="store_true", help="only the simulated parts, without processes")
     alone.add_argument("--real", action="store_true", help="only the real GPT")
     alone.add_argument("--schemes", action="store_true", help="only the paper's orders of arrays, executed")
-    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    parser.add_argument("--json", action="store_true", help="print the headline numbers as JSON in the last line")
     options = parser.parse_args()
     parts = [simulated_keys, emulated_keys, real_keys, equal_keys]
     if options.simulated:

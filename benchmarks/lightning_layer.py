@@ -478,8 +478,8 @@ def explain_invalid(overheads: Sequence[float], pairs: int, step: float) -> str:
 
 def main() -> None:
     """Measure the pipeline and the single process, and print the results."""
-    parser = make_parser(__doc__, "20 pairs")
-    parser.add_argument("--pairs", type=int, default=200, help="steps of either kind")
+    parser = make_parser(__doc__, "only 20 pairs")
+    parser.add_argument("--pairs", type=int, default=200, help="the number of pairs of steps")
     options = parser.parse_args()
     pairs = 20 if options.quick else options.pairs
     print(f"{describe_machine()}, torch {torch.__version__}; {pairs} pairs of steps")
@@ -500,7 +500,7 @@ def main() -> None:
             continue
         low, overhead, high = statistics.quantiles(overheads)
         plain, through = (1e3 * statistics.median(side) for side in zip(*steps, strict=True))
-        print(f"{name:12} plain loop {plain:.1f} ms a step, through Lightning {through:.1f} ms: ", end="")
+        print(f"{name:12} plain loop {plain:.1f} ms a step, with Lightning {through:.1f} ms: ", end="")
         print(f"{overhead:.2f} ms more (quartiles {low:.2f} and {high:.2f})", flush=True)
         keys |= {f"{name}_overhead_ms": overhead, f"{name}_step_ms": plain}
     if {"pipeline_step_ms", "units_step_ms"} <= keys.keys():  # each is compared with the same bare engine
@@ -512,16 +512,16 @@ def main() -> None:
     if {"pipeline_step_ms", "one_process_step_ms"} <= keys.keys():
         keys["lightning_ms"] = keys["one_process_overhead_ms"]
         keys["ours_ms"] = keys["pipeline_overhead_ms"] - keys["lightning_ms"]
-        found = f"{keys['lightning_ms']:.2f} ms are Lightning's, {keys['ours_ms']:.2f} ms are ours"
-        print(f"of a step in the pipeline {found}")
+        found = f"Lightning takes {keys['lightning_ms']:.2f} ms and the strategy takes {keys['ours_ms']:.2f} ms"
+        print(f"of a step in the pipeline, {found}")
     else:
-        print("so there is no ours_ms; repeat it on a quiet machine with more cores than ranks")
+        print("ours_ms can't be computed; repeat the measurement on a quiet machine with more cores than ranks")
     layers, units = (run_ranks(calls_rank, RANKS, by_units, timeout=600) for by_units in (False, True))
     keys["units_more_calls"] = max(more - less for less, more in zip(layers, units, strict=True))
-    print(f"a stage by units makes {keys['units_more_calls']:.0f} calls a micro-batch more than by layers")
+    print(f"a stage by units makes {keys['units_more_calls']:.0f} more calls for each micro-batch than by layers")
     between, step = run_ranks(user_rank, RANKS, max(20, pairs // 2), timeout=600)[0]
     keys["user_between_ms"] = 1e3 * between
-    print(f"a user pays {1e3 * between:.2f} ms between two steps of {1e3 * step:.1f} ms, with the optimizer and data")
+    print(f"in a user's training, {1e3 * between:.2f} ms pass between two steps of {1e3 * step:.1f} ms")
     if options.json:
         print(json.dumps(keys))
 

@@ -264,9 +264,9 @@ def main(arguments: list[str]) -> None:
     """Run the tests three times, and print the shares and the failures."""
     parser = make_parser(__doc__, "callbacks alone")
     parser.add_argument("--tests", type=Path, required=True, help="the folder `tests` of a checkout of Lightning")
-    parser.add_argument("--folder", nargs="*", choices=FOLDERS, help="all if left out")
-    parser.add_argument("--only", default="", help="tests whose names match, as with pytest -k")
-    parser.add_argument("--save", action="store_true", help="keep the shares for benchmarks/any_model.py")
+    parser.add_argument("--folder", nargs="*", choices=FOLDERS, help="folders of tests_pytorch, by default all")
+    parser.add_argument("--only", default="", help="only tests whose names match, as with pytest -k")
+    parser.add_argument("--save", action="store_true", help="save the shares for benchmarks/any_model.py")
     given = parser.parse_args(arguments)
     tests = given.tests.resolve()
     if not (tests / "tests_pytorch").is_dir():

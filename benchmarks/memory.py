@@ -13,8 +13,8 @@ construction of the model to the end of training. The table shows the larger pea
 
 The start-up time is the time from the start of `python script.py` to the end of the first step. It is divided into four
 parts on rank 0: imports, the time until all ranks are connected, the time until training begins (layers are measured,
-tried and cut), and the first step. Processor seconds are those of rank 0, with all threads. They hardly depend on other
-programs on the machine. Our modules are compiled to bytecode first, because pip also compiles the peers.
+tried and cut), and the first step. Processor seconds are the total of all threads of rank 0. They hardly depend on
+other programs on the machine. Our modules are compiled to bytecode first, because pip also compiles the peers.
 
 Left out: GPUs, where the allocator of CUDA has its own peaks, and models that do not fit into one process.
 
@@ -323,7 +323,7 @@ def list_phases(runs: list[dict[str, float]], prefix: str) -> list[float]:
 def main() -> None:
     """Run the peers in turn and print the tables."""
     parser = make_parser(__doc__, f"one round, without {set(PEERS) - set(QUICK)}")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each peer, in turns")
+    parser.add_argument("--rounds", type=int, default=3, help="the number of runs of each peer, in turns")
     parser.add_argument("--peer", choices=PEERS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.peer:

@@ -43,12 +43,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     running = commands.add_parser("run", help="run a command on every host")
-    running.add_argument("-n", type=int, default=2, help="hosts")
-    running.add_argument("--bandwidth", type=float, help="bytes of messages per second, of every link and direction")
-    running.add_argument("--burst", type=int, default=BURST, help="bytes that pass at full speed after idleness")
+    running.add_argument("-n", type=int, default=2, help="the number of hosts")
+    running.add_argument("--bandwidth", type=float, help="bytes of messages per second, for every link and direction")
+    running.add_argument("--burst", type=int, default=BURST, help="bytes that pass at full speed after a link was idle")
     running.add_argument("argv", nargs="+")
-    commands.add_parser("check", help="whether there can be a laboratory here")
-    commands.add_parser("clean", help="kill what laboratories have left whose owner ended")
+    commands.add_parser("check", help="print whether a laboratory can be created here")
+    commands.add_parser("clean", help="kill processes of laboratories whose owner has ended")
     options = parser.parse_args()
     if options.command == "clean":
         print(f"killed {len(kill_orphans())} processes")
@@ -56,7 +56,7 @@ def main() -> int:
     if options.command == "run":
         return run(options.n, options.bandwidth, options.burst, options.argv)
     reason = lab_unavailable_reason()
-    print(reason or "there can be a laboratory here")
+    print(reason or "a laboratory can be created here")
     return int(bool(reason))
 
 

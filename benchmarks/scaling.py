@@ -251,8 +251,8 @@ def planning() -> dict[str, float]:
 def main() -> None:
     """Print the tables, or the times of planning."""
     parser = make_parser(__doc__, "the first case only, up to 16 ranks")
-    parser.add_argument("--png", help="where to write the picture")
-    parser.add_argument("--planning", action="store_true", help="how long it takes to choose, in place of the tables")
+    parser.add_argument("--png", help="the file for the picture")
+    parser.add_argument("--planning", action="store_true", help="only measure the time to choose a schedule")
     options = parser.parse_args()
     if options.planning:
         keys = planning()

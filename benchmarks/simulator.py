@@ -186,8 +186,8 @@ def installed(package: str) -> str:
 
 def main() -> None:
     """Measure all simulations and print the table."""
-    parser = make_parser(__doc__, "fewer repeats: a few seconds")
-    parser.add_argument("--large", type=int, metavar="RANKS", help="plan for so many ranks instead")
+    parser = make_parser(__doc__, "fewer repetitions, within a few seconds")
+    parser.add_argument("--large", type=int, metavar="RANKS", help="only measure a plan for this number of ranks")
     options = parser.parse_args()
     if options.large:
         print(json.dumps(measure_large(options.large)))

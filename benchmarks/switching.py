@@ -363,7 +363,7 @@ def main() -> None:
         f"{os.cpu_count()} shared cores, torch {torch.__version__}, Lightning {L.__version__}, Python "
         f"{platform.python_version()}; {STAGES} emulated stages, {FORWARD * 1e3:.0f} ms forward and "
         f"{BACKWARD * 1e3:.0f} ms backward, {SIBLINGS} siblings on {SLOTS} slots, states of {STATE >> 20} MiB in "
-        f"{PIECES} tensors, {LINK / 1e9:.0f} GB/s asked for, {SLOW_LINK / 1e9} on the slow link; {rounds} rounds"
+        f"{PIECES} tensors, {LINK / 1e9:.0f} GB/s configured, {SLOW_LINK / 1e9} on the slow link; {rounds} rounds"
     )
     with tempfile.TemporaryDirectory() as folder:
         found = report(run_ranks(rank_main, STAGES, rounds, switches, folder, timeout=1200))

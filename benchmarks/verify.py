@@ -2,9 +2,9 @@
 
     python benchmarks/verify.py [--quick] [--modules 200] [--first-seed 0] [--json]
 
-The faults are those of tests/trainer/verify/faults.py. Each one is trained on two ranks, also in quick mode: with a
-module that is cut in the layers of a container, and with the same module cut by units, unless both are then equal to
-one process.
+The faults are defined in tests/trainer/verify/faults.py. Each one is trained on two ranks, also in quick mode. The
+module is cut between layers of a container, and the same module is cut by units, unless this cut makes it equal to one
+process.
 
 False alarms are counted on random modules of tests/fuzz, which are verified with a warning only and end with the same
 weights, logs and metrics as one plain process. A run can be divided into several runs by the seeds of the modules.
@@ -147,7 +147,7 @@ def count_alarms(wanted: int, first_seed: int) -> Alarms:
 def main() -> None:
     """Find the faults, count the false alarms, measure the cost, and print the table."""
     parser = make_parser(__doc__, f"{QUICK_MODULES} modules instead of {MODULES}, within 120 s")
-    parser.add_argument("--modules", type=int, help="how many equal modules are verified")
+    parser.add_argument("--modules", type=int, help="the number of equal modules to verify")
     parser.add_argument("--first-seed", type=int, default=0, help="the seed of the first module")
     options = parser.parse_args()
     modules = options.modules if options.modules is not None else QUICK_MODULES if options.quick else MODULES

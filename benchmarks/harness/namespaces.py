@@ -140,7 +140,7 @@ class Hosts:
         process = self._popen(["unshare", "--net", "sh", "-c", "echo; exec sleep infinity"], {}, stdout=subprocess.PIPE)
         assert process.stdout is not None
         if not process.stdout.readline():
-            raise PermissionError("network namespaces can't be made here: root and Linux are needed")
+            raise PermissionError("network namespaces can't be created here: root and Linux are needed")
         process.stdout.close()
         return process.pid
 
@@ -161,7 +161,7 @@ def unavailable_reason() -> str:
     if sys.platform != "linux":
         return "hosts need the network namespaces of Linux"
     if missing := [tool for tool in ("ip", "nsenter", "unshare") if not shutil.which(tool)]:
-        return f"hosts need what is not installed here: {', '.join(missing)}"
+        return f"hosts need tools that are not installed here: {', '.join(missing)}"
     try:
         with Hosts(2):
             return ""

@@ -37,7 +37,7 @@ def make_parser(doc: str | None, quick: str | None = None) -> argparse.ArgumentP
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=quick)
-    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    parser.add_argument("--json", action="store_true", help="print the headline numbers as JSON in the last line")
     return parser
 
 
