@@ -19,8 +19,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.harness.report import make_parser
-from lightning_pipes.sim.shown.compare import BottleneckRank
-from lightning_pipes.sim.shown.record import RunRecord
+from lightning_pipes.sim.records.compare import BottleneckRank
+from lightning_pipes.sim.records.record import RunRecord
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "train.py"
 BALANCED = [3]

@@ -15,7 +15,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from lightning_pipes.ir import Instruction
 from lightning_pipes.sim import Timeline
-from lightning_pipes.sim.shown.render import draw_window
+from lightning_pipes.sim.records.render import draw_window
 
 BLOCKS = 40
 """The number of blocks of a rank that the picture shows individually."""

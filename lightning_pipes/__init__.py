@@ -8,7 +8,7 @@ is imported.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lightning_pipes.harmless import load_trainer_with_lightning
+from lightning_pipes.import_hook import load_trainer_with_lightning
 
 if TYPE_CHECKING:
     from lightning_pipes.arrays.array import JobArray

@@ -11,9 +11,9 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from lightning_pipes.harmless import harmless
+from lightning_pipes.import_hook import warn_on_error
 
-with harmless("hydra/launcher=job_array"):
+with warn_on_error("hydra/launcher=job_array"):
     from lightning_pipes.tune import sweep_settings
     from lightning_pipes.tune.messages import as_settings_error
 

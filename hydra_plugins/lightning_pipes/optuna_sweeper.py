@@ -9,9 +9,9 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from lightning_pipes.harmless import harmless
+from lightning_pipes.import_hook import warn_on_error
 
-with harmless("hydra/sweeper=optuna"):
+with warn_on_error("hydra/sweeper=optuna"):
     from lightning_pipes.tune import sweep_settings
     from lightning_pipes.tune.messages import as_settings_error
 

@@ -8,9 +8,9 @@ This module does not use `from __future__ import annotations`, because Hydra run
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-from lightning_pipes.harmless import harmless
+from lightning_pipes.import_hook import warn_on_error
 
-with harmless("the configuration schemas"):
+with warn_on_error("the configuration schemas"):
     from lightning_pipes.tune import run_name, schema
 
     schema.register()

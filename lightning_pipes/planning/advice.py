@@ -18,9 +18,9 @@ from lightning_pipes.planning.formatting import (
     strategy_arguments,
     strategy_line,
 )
-from lightning_pipes.planning.what_if import SimulatedTrial, WhatIf
-from lightning_pipes.sim.shown.compare import BottleneckRank
-from lightning_pipes.sim.shown.record import RunRecord
+from lightning_pipes.planning.run_model import RunModel, SimulatedTrial
+from lightning_pipes.sim.records.compare import BottleneckRank
+from lightning_pipes.sim.records.record import RunRecord
 
 WORTH_IT = 0.03
 """The share of a step that a change must save to be proposed."""
@@ -98,7 +98,7 @@ def advise_run(record: RunRecord, progress: Progress = lambda what, done: None) 
     if record.siblings > 1:  # siblings fill each other's bubbles: only a slow stage slows them all down
         return Advice(f"{slowest}{_less_to_do(slowest, record.plan)}. {record.sibling_note}.")
     try:
-        model = WhatIf(record)
+        model = RunModel(record)
         now = model.now
     except PipelineError as error:
         return Advice(f"{slowest}. No change was simulated: {error}", notes=tuple(_notes(record)))
@@ -126,7 +126,7 @@ def advise_run(record: RunRecord, progress: Progress = lambda what, done: None) 
     )
 
 
-def _candidates(model: WhatIf) -> Iterator[tuple[str, str, Callable[[], SimulatedTrial | None]]]:
+def _candidates(model: RunModel) -> Iterator[tuple[str, str, Callable[[], SimulatedTrial | None]]]:
     """Yield the changes to simulate: the reason, a label, and a function that simulates the change."""
     m = model.now.n_microbatches
     yield "partition", "other cuts", model.with_best_cuts
@@ -147,7 +147,7 @@ def _first(*attempts: Callable[[], SimulatedTrial | None]) -> SimulatedTrial | N
     return next((trial for trial in (attempt() for attempt in attempts) if trial is not None), None)
 
 
-def _together(model: WhatIf, tried: Iterable[_Tried]) -> SimulatedTrial | None:
+def _together(model: RunModel, tried: Iterable[_Tried]) -> SimulatedTrial | None:
     """Return the trial that combines the best schedule, the best number of micro-batches and the best cuts."""
     tried = list(tried)
     best = {
@@ -170,7 +170,7 @@ def _best(tried: Iterable[_Tried]) -> _Tried | None:
     return min(as_good, key=lambda each: each.trial.held, default=None)
 
 
-def _proposed(model: WhatIf, slowest: BottleneckRank, tried: Iterable[_Tried]) -> _Tried | None:
+def _proposed(model: RunModel, slowest: BottleneckRank, tried: Iterable[_Tried]) -> _Tried | None:
     """Return the change to propose.
 
     A single change is preferred to a combination if it is nearly as fast. If one stage is slow, other cuts are
@@ -188,7 +188,7 @@ def _proposed(model: WhatIf, slowest: BottleneckRank, tried: Iterable[_Tried]) -
     return best
 
 
-def _explain_proposal(model: WhatIf, proposed: SimulatedTrial, fastest: _Tried) -> str:
+def _explain_proposal(model: RunModel, proposed: SimulatedTrial, fastest: _Tried) -> str:
     """Return a sentence that explains why the fastest change is not the proposed one."""
     more = 1 - fastest.trial.step_seconds / proposed.step_seconds
     if fastest.trial.held > proposed.held:
@@ -205,11 +205,11 @@ def _differs(trial: SimulatedTrial, now: SimulatedTrial) -> bool:
     return (trial.schedule, trial.fit.plan) != (now.schedule, now.fit.plan)
 
 
-def _gain(model: WhatIf, trial: SimulatedTrial) -> float:
+def _gain(model: RunModel, trial: SimulatedTrial) -> float:
     return 1 - trial.step_seconds / model.now.step_seconds
 
 
-def _sentence(model: WhatIf, slowest: BottleneckRank, best: _Tried | None) -> tuple[str, SimulatedTrial | None]:
+def _sentence(model: RunModel, slowest: BottleneckRank, best: _Tried | None) -> tuple[str, SimulatedTrial | None]:
     """Return the sentence of the advice and the trial that it proposes."""
     now = model.now
     gain = _gain(model, best.trial) if best else 0.0
@@ -235,7 +235,7 @@ def _less_to_do(slowest: BottleneckRank, plan: Plan) -> str:
     return f": give it less to do{f' (now partition={cuts})' if cuts else ''}" if slowest.is_uneven else ""
 
 
-def _about_cuts(model: WhatIf, slowest: BottleneckRank, trial: SimulatedTrial) -> str:
+def _about_cuts(model: RunModel, slowest: BottleneckRank, trial: SimulatedTrial) -> str:
     moved = describe_moves(model.now.fit.plan.layers, trial.fit.plan.layers)
     cuts = [span.start for span in trial.fit.plan.layers[1:]]
     what = (
@@ -244,15 +244,15 @@ def _about_cuts(model: WhatIf, slowest: BottleneckRank, trial: SimulatedTrial) -
     return f"{slowest}: {what}"
 
 
-def _about_microbatches(model: WhatIf, slowest: BottleneckRank, trial: SimulatedTrial) -> str:
+def _about_microbatches(model: RunModel, slowest: BottleneckRank, trial: SimulatedTrial) -> str:
     return f"{_idle(model, slowest)}: take {trial.n_microbatches} micro-batches instead of {model.now.n_microbatches}"
 
 
-def _about_several(model: WhatIf, slowest: BottleneckRank, trial: SimulatedTrial) -> str:
+def _about_several(model: RunModel, slowest: BottleneckRank, trial: SimulatedTrial) -> str:
     return f"{_idle(model, slowest)}: take {_change(model, trial).what}"
 
 
-def _about_schedule(model: WhatIf, slowest: BottleneckRank, trial: SimulatedTrial) -> str:
+def _about_schedule(model: RunModel, slowest: BottleneckRank, trial: SimulatedTrial) -> str:
     free = 1 - model.with_free_links() / model.now.step_seconds
     why = _idle(model, slowest)
     if slowest.link and free > _gain(model, trial) / 2:
@@ -261,12 +261,12 @@ def _about_schedule(model: WhatIf, slowest: BottleneckRank, trial: SimulatedTria
     return f"{why}: choose schedule {schedule_label(trial.schedule)}"
 
 
-def _idle(model: WhatIf, slowest: BottleneckRank) -> str:
+def _idle(model: RunModel, slowest: BottleneckRank) -> str:
     idle = f"anks idle {model.bubble:.1%} of the time"
     return f"{slowest}, and r{idle}" if slowest.is_uneven else f"R{idle}"
 
 
-def _assumed(model: WhatIf, trial: SimulatedTrial) -> str:
+def _assumed(model: RunModel, trial: SimulatedTrial) -> str:
     if model.layers_known or trial.n_microbatches == model.now.n_microbatches:
         return ""
     return (
@@ -276,7 +276,7 @@ def _assumed(model: WhatIf, trial: SimulatedTrial) -> str:
     )
 
 
-def _change(model: WhatIf, trial: SimulatedTrial) -> Change:
+def _change(model: RunModel, trial: SimulatedTrial) -> Change:
     now = model.now
     what = []
     if trial.schedule != now.schedule:
@@ -301,7 +301,7 @@ def _change(model: WhatIf, trial: SimulatedTrial) -> Change:
     )
 
 
-def _limits(model: WhatIf) -> Iterator[str]:
+def _limits(model: RunModel) -> Iterator[str]:
     """Yield sentences on the limits of the simulation."""
     if not model.layers_known:
         yield (
@@ -313,7 +313,7 @@ def _limits(model: WhatIf) -> Iterator[str]:
         yield "Bytes are not known, so a change that holds more micro-batches may not fit."
 
 
-def _simulation_notes(model: WhatIf) -> Iterator[str]:
+def _simulation_notes(model: RunModel) -> Iterator[str]:
     """Yield a sentence if the simulated step of the unchanged run differs from the measured step by more than 10 %."""
     measured = model.measured_seconds
     off = model.now.step_seconds / measured - 1 if measured else 0.0

@@ -1,8 +1,8 @@
 """Simulation of programs and policies in virtual time, and timelines of simulated and measured runs."""
 
 from lightning_pipes.sim.loops.kernel import load_kernel
-from lightning_pipes.sim.shown.compare import TimelineComparison, compare_timelines
-from lightning_pipes.sim.shown.render import save_chrome_trace, save_png
+from lightning_pipes.sim.records.compare import TimelineComparison, compare_timelines
+from lightning_pipes.sim.records.render import save_chrome_trace, save_png
 from lightning_pipes.sim.simulator import (
     CompiledSimulation,
     Spread,

@@ -18,7 +18,7 @@ from lightning_pipes.planning.fit import Fit, fit_layers
 from lightning_pipes.planning.partition import even_partition
 from lightning_pipes.planning.planner import even_plan
 from lightning_pipes.sim import simulate
-from lightning_pipes.sim.shown.record import RunRecord
+from lightning_pipes.sim.records.record import RunRecord
 
 
 def tiny_plan(stages: int, microbatches: int, ranks: Sequence[int] | None = None) -> Plan:

@@ -2,10 +2,10 @@
 
 from lightning_pipes.planning.replanning import GradientSample
 from lightning_pipes.planning.staleness import Constants, Iterations
-from lightning_pipes.strategies.dynpipe.choosing import choose_stages
 from lightning_pipes.strategies.dynpipe.meshes import Pricing
 from lightning_pipes.strategies.dynpipe.planner import DynPlanner
 from lightning_pipes.strategies.dynpipe.schedule import DynPipe
+from lightning_pipes.strategies.dynpipe.stage_search import choose_stages
 
 __all__ = [
     "Constants",

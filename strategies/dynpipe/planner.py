@@ -25,8 +25,8 @@ from lightning_pipes.strategies.dynpipe.repartition import (
     partitions_of,
     partitions_that_free,
 )
-from lightning_pipes.strategies.dynpipe.situation import Situation
-from lightning_pipes.strategies.dynpipe.work import estimate_work
+from lightning_pipes.strategies.dynpipe.slowdown import SlowdownModel
+from lightning_pipes.strategies.dynpipe.work_estimation import estimate_work
 
 RELIEF = 1.5
 """The multiple of the low mark that has to be free on all devices before batches overlap again."""
@@ -219,7 +219,7 @@ class DynPlanner(EvenPlanner):
 
     def _windows(self, looks: Sequence[tuple[Plan, Observation]], problem: Problem, order: Program) -> WindowReplay:
         assert problem.profile is not None
-        each = [Situation(problem.profile, plan, look, problem.deployment, self.predictor) for plan, look in looks]
+        each = [SlowdownModel(problem.profile, plan, look, problem.deployment, self.predictor) for plan, look in looks]
         return WindowReplay(each, order)
 
     def _changed(self, looks: Sequence[Observation], problem: Problem) -> bool:

@@ -23,7 +23,7 @@ from lightning_pipes.strategies.dynpipe.partitions import (
     list_neighbours,
     spans_of,
 )
-from lightning_pipes.strategies.dynpipe.situation import Situation
+from lightning_pipes.strategies.dynpipe.slowdown import SlowdownModel
 
 Array = npt.NDArray[np.float64]
 SIMULATED = 64
@@ -67,13 +67,13 @@ class WindowReplay:
     """Replay of measured windows with other partitions of the layers.
 
     Args:
-        situations: one for each window, the oldest first.
+        models: one for each window, the oldest first.
         order: the program of the plan. For a schedule that does not flush, this is the endless program.
     """
 
-    def __init__(self, situations: Sequence[Situation], order: Program) -> None:
-        self._situations, self.order = situations, order
-        self.now = situations[-1]
+    def __init__(self, models: Sequence[SlowdownModel], order: Program) -> None:
+        self._models, self.order = models, order
+        self.now = models[-1]
         self._overhead = self.now.seen.costs.overhead
         self.old = self._each(self.now.now)
 
@@ -84,16 +84,16 @@ class WindowReplay:
 
     def mean_step(self, cuts: Cuts) -> Array:
         """Return the seconds of a step with each partition, averaged over all windows."""
-        each = [self._seconds(s.seen.batches, s.stage_durations(cuts)) for s in self._situations]
+        each = [self._seconds(s.seen.batches, s.stage_durations(cuts)) for s in self._models]
         return np.asarray(np.mean(each, axis=0))
 
     def mean_durations(self, cuts: Cuts) -> Durations:
-        """Return the durations of one batch (see `Situation.mean_durations`), averaged over all windows."""
-        each = [situation.mean_durations(cuts) for situation in self._situations]
+        """Return the durations of one batch (see `SlowdownModel.mean_durations`), averaged over all windows."""
+        each = [model.mean_durations(cuts) for model in self._models]
         return {key: np.mean([means[key] for means in each], axis=0) for key in each[0]}
 
     def estimate_steps(self, means: Durations) -> Array:
-        """Return the seconds of a step with the given durations of one batch (see `Situation.mean_durations`)."""
+        """Return the seconds of a step with the given durations of one batch (see `SlowdownModel.mean_durations`)."""
         batches = self.now.plan.n_stages + 2 if self.order.is_endless else 1
         return self._seconds(batches, means)
 
@@ -103,9 +103,9 @@ class WindowReplay:
         Windows with the same number of batches are simulated together.
         """
         found: dict[int, float] = {}
-        for batches in {each.seen.batches for each in self._situations}:
-            same = [n for n, each in enumerate(self._situations) if each.seen.batches == batches]
-            tables = [self._situations[n].stage_durations(cuts) for n in same]
+        for batches in {each.seen.batches for each in self._models}:
+            same = [n for n, each in enumerate(self._models) if each.seen.batches == batches]
+            tables = [self._models[n].stage_durations(cuts) for n in same]
             together = {key: np.concatenate([each[key] for each in tables]) for key in tables[0]}
             found |= dict(zip(same, self._seconds(batches, together).tolist(), strict=True))
         return tuple(found[n] for n in range(len(found)))
@@ -204,7 +204,7 @@ def step_bounds(means: Durations, plan: Plan, endless: bool) -> Array:
     E5 of the paper replaces this by half of the sum over all stages but the last, for any number of stages.
 
     Args:
-        means: the durations of one batch; see `Situation.mean_durations`.
+        means: the durations of one batch; see `SlowdownModel.mean_durations`.
         plan: the plan that specifies ranks and micro-batches.
         endless: whether the schedule does not flush.
     """
@@ -235,7 +235,7 @@ def _by_stage(means: Durations, plan: Plan, kinds: Sequence[Kind]) -> Array:
     return found
 
 
-def _partitions(now: Situation, deployment: Deployment | None, search: Search) -> Cuts:
+def _partitions(now: SlowdownModel, deployment: Deployment | None, search: Search) -> Cuts:
     plan, profile = now.plan, now.profile
     n, at = len(profile.layers), cuts_of(plan.layers)
     k = search.top_k or affordable_blocks(plan.n_stages, n)
@@ -258,7 +258,7 @@ def _slowest(plan: Plan, deployment: Deployment | None) -> float:
 
 
 def _fitting(
-    cuts: Cuts, now: Situation, order: Program, deployment: Deployment | None, reserve: float
+    cuts: Cuts, now: SlowdownModel, order: Program, deployment: Deployment | None, reserve: float
 ) -> npt.NDArray[np.bool_]:
     """Return for each partition whether it fits into memory.
 
@@ -282,7 +282,7 @@ def _fitting(
     return keep
 
 
-def _bytes_by_rank(cuts: Cuts, now: Situation, order: Program) -> Array:
+def _bytes_by_rank(cuts: Cuts, now: SlowdownModel, order: Program) -> Array:
     """Return the bytes that each device needs. Axis 0 is partitions, and axis 1 is ranks."""
     plan = now.plan
     held = held_rows(order.unroll(2 * plan.n_stages) if order.is_endless else order, plan)

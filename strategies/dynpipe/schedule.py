@@ -14,12 +14,12 @@ from lightning_pipes.cost.units import parse_bytes, parse_setting
 from lightning_pipes.ir import InputError, check_count, check_number, check_type
 from lightning_pipes.planning.replanning import HostedStage, Interference
 from lightning_pipes.planning.staleness import Constants, Iterations
-from lightning_pipes.strategies.dynpipe.choosing import StageChoice, choose_stages
 from lightning_pipes.strategies.dynpipe.interference.dataset import Dataset, cross_validated
 from lightning_pipes.strategies.dynpipe.interference.predictor import CorrectedFormula, Formula, Predictor
 from lightning_pipes.strategies.dynpipe.meshes import Pricing
 from lightning_pipes.strategies.dynpipe.planner import DynPlanner, MemoryGuard
 from lightning_pipes.strategies.dynpipe.repartition import Search
+from lightning_pipes.strategies.dynpipe.stage_search import StageChoice, choose_stages
 from lightning_pipes.strategies.pipedream import PipeDream
 
 

@@ -15,8 +15,8 @@ from lightning_pipes.planning.fit import Fit, evaluate_plan, fit_layers, improve
 from lightning_pipes.planning.planner import EvenPlanner, Planner, Problem
 from lightning_pipes.sim import makespan
 from lightning_pipes.strategies.interleaved import Interleaved
+from lightning_pipes.strategies.umpipe.branch_and_bound import bound_choices, evolve_choices
 from lightning_pipes.strategies.umpipe.fitting import Choices, fit_choices, value_choice
-from lightning_pipes.strategies.umpipe.flushed import bound_choices, evolve_choices
 from lightning_pipes.strategies.umpipe.network import align_spans, spans_of_size
 from lightning_pipes.strategies.umpipe.overlapped import Merge
 from lightning_pipes.strategies.umpipe.pricing import CutOption, drifted_costs, link_times, room_of, stage_options

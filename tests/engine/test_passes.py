@@ -23,8 +23,8 @@ from lightning_pipes.planning.bounds import least_step
 from lightning_pipes.planning.measured import Averages, StepSample
 from lightning_pipes.planning.memory import peak_bytes, stage_peak
 from lightning_pipes.sim import simulate
-from lightning_pipes.sim.shown.record import plan_data
-from lightning_pipes.sim.shown.record import plan_of as plan_of_data
+from lightning_pipes.sim.records.record import plan_data
+from lightning_pipes.sim.records.record import plan_of as plan_of_data
 from lightning_pipes.testing.generators import random_costs, random_plan
 from lightning_pipes.testing.reference import Loopback
 from tests.engine.pipes import WIDTH, assert_close, batch, body, cut, gradients, layers, make_stages, squared_error

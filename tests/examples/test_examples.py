@@ -17,7 +17,7 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_pipes.sim.shown.record import RunRecord
+from lightning_pipes.sim.records.record import RunRecord
 from lightning_pipes.testing.ranks import scale_timeout
 from tests.launch.example import ROOT, run_in_ranks
 

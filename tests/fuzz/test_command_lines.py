@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_pipes.sim.shown.record import FILE
+from lightning_pipes.sim.records.record import FILE
 from lightning_pipes.testing.generators import record_of
 from lightning_pipes.tune.cli import main
 from tests.fuzz.values import deadline

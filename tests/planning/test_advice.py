@@ -11,9 +11,9 @@ from lightning_pipes.cost.layer import at_rows
 from lightning_pipes.ir import Cut, Kind
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.advice import advise_run
-from lightning_pipes.planning.what_if import WhatIf
+from lightning_pipes.planning.run_model import RunModel
 from lightning_pipes.sim import simulate
-from lightning_pipes.sim.shown.record import RunRecord
+from lightning_pipes.sim.records.record import RunRecord
 from lightning_pipes.strategies.umpipe.planner import spans_of
 from lightning_pipes.testing.generators import make_layer, record_of
 
@@ -95,7 +95,7 @@ def test_a_slow_device_gets_fewer_layers():
     record = record_of([2] * 12, 3, 12)
     slower = {k: tuple((r, 1.5 * t) for r, t in v) if k[1] == 1 else v for k, v in record.costs.seconds.items()}
     record = replace(record, costs=replace(record.costs, seconds=slower))
-    model = WhatIf(record)
+    model = RunModel(record)
     assert [device.speed for device in model.cluster.devices] == pytest.approx([1 / 1.02, 1 / 1.53, 1 / 1.02])
     cut = model.with_best_cuts().fit.plan.layers
     assert [span.rows for span in cut] == [5, 3, 4] or [span.rows for span in cut] == [4, 3, 5]
@@ -234,7 +234,7 @@ def test_a_short_last_micro_batch_says_little_of_larger_ones(short):
     times = {key: ((4, short * at_rows(t, 7)), (7, at_rows(t, 7))) for key, t in record.costs.seconds.items()}
     kept = {key: t for key, t in times.items() if key[0] in (Kind.F, Kind.B)}
     plan = replace(record.plan, jobs=(cut,))
-    model = WhatIf(
+    model = RunModel(
         replace(record, measured=replace(record.measured, plan=plan), costs=replace(record.costs, seconds=kept))
     )
     whole = model.with_same_cuts(None, 1)

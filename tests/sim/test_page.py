@@ -15,7 +15,7 @@ from lightning_pipes.ir import Kind
 from lightning_pipes.planning.advice import Advice, advise_run
 from lightning_pipes.sim import compare_timelines, simulate
 from lightning_pipes.sim.page import page
-from lightning_pipes.sim.shown.compare import BottleneckRank
+from lightning_pipes.sim.records.compare import BottleneckRank
 from lightning_pipes.strategies.kfkb import KFKB
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing.generators import record_of, uniform

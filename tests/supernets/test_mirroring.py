@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.harness import namespaces
 from lightning_pipes import PipelineStrategy
-from lightning_pipes.sim.shown.training_record import TrainingRecord
+from lightning_pipes.sim.records.training_record import TrainingRecord
 from lightning_pipes.strategies.csp import CSP
 from lightning_pipes.supernets import SubnetStream
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks

@@ -13,7 +13,7 @@ from lightning_pipes import PipelineStrategy
 from lightning_pipes.cost.layer import LayerProfile
 from lightning_pipes.cost.profile import ModelProfile
 from lightning_pipes.planning.advice import advise_run
-from lightning_pipes.sim.shown.record import RunRecord
+from lightning_pipes.sim.records.record import RunRecord
 from lightning_pipes.testing.ranks import run_ranks
 from tests.trainer.lit import Lit
 from tests.trainer.reports.runs import fit

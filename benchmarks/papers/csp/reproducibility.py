@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from benchmarks.harness.report import QUIET, Output
 from lightning_pipes import PipelineStrategy, ReproducibilityLog
-from lightning_pipes.sim.shown.training_record import TrainingRecord, compare_runs
+from lightning_pipes.sim.records.training_record import TrainingRecord, compare_runs
 from lightning_pipes.supernets import ChoiceBlock, Evolution, SubnetStream, Supernet, Uniform, bulk_synchronous
 from lightning_pipes.testing.ranks import run_ranks
 

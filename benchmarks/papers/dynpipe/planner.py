@@ -21,10 +21,10 @@ from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.planner import planner_of
 from lightning_pipes.planning.replanning import MAX_OBSERVATIONS, Observation
 from lightning_pipes.strategies.dynpipe import DynPlanner
-from lightning_pipes.strategies.dynpipe.choosing import paper_seconds, true_seconds
 from lightning_pipes.strategies.dynpipe.planner import move_seconds
 from lightning_pipes.strategies.dynpipe.repartition import WindowReplay, find_partition, partitions_of
-from lightning_pipes.strategies.dynpipe.situation import Situation
+from lightning_pipes.strategies.dynpipe.slowdown import SlowdownModel
+from lightning_pipes.strategies.dynpipe.stage_search import paper_seconds, true_seconds
 from tests.strategies.dynpipe.iteration_bound import least_seconds
 from tests.strategies.dynpipe.neighbourhood import (
     Neighbourhood,
@@ -154,8 +154,8 @@ def train(world: Neighbourhood, batches: int, every: int, decide: Decide, wait: 
 
 def best_plan(world: Neighbourhood, plan: Plan, first: int, batches: int) -> Plan:
     """Return the plan with the fastest partition for a range of batches, given their slowdowns."""
-    situation = Situation(world.profile, plan, world.observe_window(plan, first, batches), world.deployment)
-    windows = WindowReplay([situation], world.order(plan))
+    model = SlowdownModel(world.profile, plan, world.observe_window(plan, first, batches), world.deployment)
+    windows = WindowReplay([model], world.order(plan))
     change = find_partition(windows, partitions_of(windows, world.deployment))
     return plan if change is None or change.new[0] >= change.old[0] else replace(plan, layers=change.layers)
 

@@ -22,7 +22,7 @@ from lightning_pipes.engine.monitor.nvidia import CudaSource, GpmSource, NvmlSou
 from lightning_pipes.engine.monitor.source import Row, Source, SourceError, host_sources
 from lightning_pipes.ir import check_number
 from lightning_pipes.ir.clock import read_seconds
-from lightning_pipes.sim.shown.training_record import Curves
+from lightning_pipes.sim.records.training_record import Curves
 
 OVERHEAD = 0.005
 """The share of a core that sampling may take. If a sample costs more, samples are taken less often."""

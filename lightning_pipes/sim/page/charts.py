@@ -9,10 +9,10 @@ from typing import Any
 
 from lightning_pipes.cost.units import bytes_text, seconds_text
 from lightning_pipes.ir import SENDS, Kind, Span
-from lightning_pipes.sim.shown.compare import BottleneckRank
-from lightning_pipes.sim.shown.memory_use import memory_curves
-from lightning_pipes.sim.shown.record import RunRecord
-from lightning_pipes.sim.shown.training_record import Curves
+from lightning_pipes.sim.records.compare import BottleneckRank
+from lightning_pipes.sim.records.memory_use import memory_curves
+from lightning_pipes.sim.records.record import RunRecord
+from lightning_pipes.sim.records.training_record import Curves
 from lightning_pipes.sim.timeline import WORDS, Labels, Timeline
 
 FIRST = 6

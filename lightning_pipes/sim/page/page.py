@@ -12,9 +12,9 @@ from typing import Protocol
 from lightning_pipes.cost.units import bytes_text, seconds_text
 from lightning_pipes.ir import Kind
 from lightning_pipes.sim.page.charts import SENT, charts, picture_json, timelines
-from lightning_pipes.sim.shown.compare import BottleneckRank
-from lightning_pipes.sim.shown.memory_use import estimate_alternatives
-from lightning_pipes.sim.shown.record import RunRecord
+from lightning_pipes.sim.records.compare import BottleneckRank
+from lightning_pipes.sim.records.memory_use import estimate_alternatives
+from lightning_pipes.sim.records.record import RunRecord
 from lightning_pipes.sim.simulator import SLOW, Spread, draw_spread
 from lightning_pipes.sim.timeline import WORDS, Timeline
 

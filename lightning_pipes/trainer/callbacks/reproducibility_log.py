@@ -14,7 +14,7 @@ import torch
 from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.ir import PipelineError, check_count
-from lightning_pipes.sim.shown.training_record import FOLDER
+from lightning_pipes.sim.records.training_record import FOLDER
 from lightning_pipes.trainer.loop.host import PipelineCallback
 from lightning_pipes.trainer.loop.run import StageListener
 

@@ -27,7 +27,7 @@ from lightning_pipes.ir.instruction import NO_SPAN
 from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
 from lightning_pipes.planning.replanning import MAX_OBSERVATIONS, FreeBytes, Observation
 from lightning_pipes.sim import Event
-from lightning_pipes.sim.shown.training_record import Curves
+from lightning_pipes.sim.records.training_record import Curves
 from lightning_pipes.trainer.plan.plans import Plans
 from lightning_pipes.trainer.ranks.holdings import positions_of_ranks
 from lightning_pipes.trainer.ranks.notices import Notices

@@ -16,9 +16,9 @@ from lightning_pipes.cost.units import seconds_text
 from lightning_pipes.ir import LayerUse, Plan, PlanError, Policy, Program
 from lightning_pipes.planning.memory import peak_bytes
 from lightning_pipes.sim import simulate
-from lightning_pipes.sim.shown.memory_use import describe_peaks, estimate_alternatives
-from lightning_pipes.sim.shown.record import FILE, RunRecord
-from lightning_pipes.sim.shown.training_record import Curves
+from lightning_pipes.sim.records.memory_use import describe_peaks, estimate_alternatives
+from lightning_pipes.sim.records.record import FILE, RunRecord
+from lightning_pipes.sim.records.training_record import Curves
 from lightning_pipes.sim.timeline import Event, Timeline
 from lightning_pipes.trainer.reports.stage_bytes import StageBytes, with_bytes
 

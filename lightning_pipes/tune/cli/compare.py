@@ -10,7 +10,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from lightning_pipes.ir import InputError
-from lightning_pipes.sim.shown.training_record import TrainingRecord, compare_runs, natural_key
+from lightning_pipes.sim.records.training_record import TrainingRecord, compare_runs, natural_key
 from lightning_pipes.tune.cli.command import Command, print_json
 
 

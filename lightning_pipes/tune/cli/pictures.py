@@ -10,7 +10,7 @@ from lightning_pipes.planning.advice import Advice, advise_run
 from lightning_pipes.planning.formatting import Progress
 from lightning_pipes.sim import save_png
 from lightning_pipes.sim.page import page
-from lightning_pipes.sim.shown.record import RunRecord
+from lightning_pipes.sim.records.record import RunRecord
 
 
 def write_pictures(

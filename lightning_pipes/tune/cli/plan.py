@@ -32,9 +32,9 @@ from lightning_pipes.planning.formatting import (
 )
 from lightning_pipes.planning.staleness import Iterations
 from lightning_pipes.sim import Timeline, simulate
-from lightning_pipes.sim.shown.compare import BottleneckRank
-from lightning_pipes.sim.shown.memory_use import most_held
-from lightning_pipes.sim.shown.record import RunRecord
+from lightning_pipes.sim.records.compare import BottleneckRank
+from lightning_pipes.sim.records.memory_use import most_held
+from lightning_pipes.sim.records.record import RunRecord
 from lightning_pipes.tune.cli.command import PICTURES, Command, drawing_width, format_table, print_json
 from lightning_pipes.tune.cli.pictures import write_pictures
 from lightning_pipes.tune.cli.sources import (

@@ -15,8 +15,8 @@ from lightning_pipes.planning.advice import advise_run
 from lightning_pipes.planning.formatting import progress_bar
 from lightning_pipes.sim import compare_timelines
 from lightning_pipes.sim.page import page
-from lightning_pipes.sim.shown.compare import BottleneckRank
-from lightning_pipes.sim.shown.record import RunRecord
+from lightning_pipes.sim.records.compare import BottleneckRank
+from lightning_pipes.sim.records.record import RunRecord
 from lightning_pipes.tune.cli.command import Command, print_json
 from lightning_pipes.tune.cli.pictures import check_writable
 from lightning_pipes.tune.cli.sources import load_profile

@@ -16,7 +16,7 @@ from lightning_pipes.planning.formatting import progress_bar, schedule_label, sc
 from lightning_pipes.planning.partition import partition_at
 from lightning_pipes.planning.planner import Problem, solve_plan
 from lightning_pipes.sim import simulate
-from lightning_pipes.sim.shown.record import RunRecord
+from lightning_pipes.sim.records.record import RunRecord
 from lightning_pipes.tune.cli.command import PICTURES, Command, drawing_width, print_json
 from lightning_pipes.tune.cli.pictures import write_pictures
 from lightning_pipes.tune.cli.sources import (

@@ -18,6 +18,7 @@ from lightning_pipes.strategies.umpipe.search.chain import (
     chains_of_network,
     evaluate_genes,
 )
+from lightning_pipes.strategies.umpipe.search.greedy import choose_locally, descend_globally
 from lightning_pipes.strategies.umpipe.search.kernel import CHUNKS
 
 BEAMS = (4, 32, 256, 2048)
@@ -275,26 +276,3 @@ class _Search:
             return np.array([chain.rows])
         ends = [np.arange(s, chain.rows + s, s).clip(None, chain.rows) for s in chain.sizes[self.allowed[k]]]
         return np.unique(np.concatenate(ends))
-
-
-def choose_locally(chain: Chain) -> tuple[Times, int]:
-    """Return the genes of `kernel.choose_locally`, and the time at which the batch has left the chain."""
-    genes = np.zeros(chain.processes, np.int64)
-    ready, left, rest = np.zeros((3, chain.rows + 1), np.int64)
-    run = CHUNKS.select(chain.processes * int(chain.counts.sum())).run
-    run.choose_locally(chain.rows, chain.sizes, chain.times, genes, ready, left, rest)
-    return genes, int(evaluate_genes(chain, genes[None])[0])
-
-
-ROUNDS = 50
-"""The maximum number of rounds of global greedy. It stops after a round without a change, usually after 3 to 6."""
-
-
-def descend_globally(chain: Chain, start: Times, rounds: int = ROUNDS) -> tuple[Times, int]:
-    """Return the genes of `kernel.descend_by_process`, and the time at which the batch has left the chain."""
-    genes = np.array(start, np.int64)
-    ready, left = np.zeros((2, chain.rows + 1), np.int64)
-    rests = np.zeros((chain.processes + 1, chain.rows + 1), np.int64)
-    run = CHUNKS.select(5 * chain.processes * int(chain.counts.sum())).run
-    run.descend_by_process(chain.rows, chain.sizes, chain.times, genes, rounds, ready, left, rests)
-    return genes, int(evaluate_genes(chain, genes[None])[0])

@@ -12,8 +12,8 @@ from lightning_pipes.ir import InputError
 from lightning_pipes.planning.advice import Advice
 from lightning_pipes.sim.page import page
 from lightning_pipes.sim.page.charts import charts
-from lightning_pipes.sim.shown.record import RunRecord
-from lightning_pipes.sim.shown.training_record import Curves
+from lightning_pipes.sim.records.record import RunRecord
+from lightning_pipes.sim.records.training_record import Curves
 from lightning_pipes.testing.generators import record_of
 
 WAIT, NEVER, ZERO = "host.compute_wait_share", "gpu.power_watts", "host.throttled_cores"

@@ -8,7 +8,7 @@ from lightning_pipes.planning.replanning import Observation
 from lightning_pipes.strategies.dynpipe.history import History
 from lightning_pipes.strategies.dynpipe.partitions import all_partitions
 from lightning_pipes.strategies.dynpipe.repartition import WindowReplay
-from lightning_pipes.strategies.dynpipe.situation import Situation
+from lightning_pipes.strategies.dynpipe.slowdown import SlowdownModel
 from tests.strategies.dynpipe.neighbourhood import Neighbourhood, constant_slowdown, layered_model
 
 EVEN, MOVED = (Span(0, 4), Span(4, 8)), (Span(0, 5), Span(5, 8))
@@ -24,7 +24,7 @@ def history(*looks: tuple[tuple[Span, ...], float]) -> History:
         plan = world.plan(layers)
         every.append((plan, world.observe_window(plan, 0, 20)))
     plan, look = every[-1]
-    windows = WindowReplay([Situation(world.profile, plan, look, world.deployment)], world.order(plan))
+    windows = WindowReplay([SlowdownModel(world.profile, plan, look, world.deployment)], world.order(plan))
     return History(windows, all_partitions(range(1, 8), 2, 8), every)
 
 

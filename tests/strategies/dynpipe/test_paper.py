@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from lightning_pipes.strategies.dynpipe.choosing import extend_pipeline, paper_seconds, true_seconds
+from lightning_pipes.strategies.dynpipe.stage_search import extend_pipeline, paper_seconds, true_seconds
 from tests.strategies.dynpipe.iteration_bound import least_seconds
 
 

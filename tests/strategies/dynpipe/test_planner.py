@@ -21,7 +21,7 @@ from lightning_pipes.sim import makespan
 from lightning_pipes.strategies.dynpipe import DynPipe, DynPlanner
 from lightning_pipes.strategies.dynpipe.planner import move_seconds
 from lightning_pipes.strategies.dynpipe.repartition import WindowReplay
-from lightning_pipes.strategies.dynpipe.situation import Situation
+from lightning_pipes.strategies.dynpipe.slowdown import SlowdownModel
 from tests.cases import for_each
 from tests.strategies.dynpipe.neighbourhood import (
     Neighbourhood,
@@ -220,9 +220,9 @@ def test_what_is_rare_counts(name: str, share: float, factor: float) -> None:
 def predict(problem: Problem, plan: Plan, other: Plan) -> float:
     """Return the seconds of a step with another partition, predicted from all windows of `plan`."""
     assert problem.profile is not None
-    situations = [Situation(problem.profile, plan, seen, problem.deployment) for seen in problem.observations]
+    models = [SlowdownModel(problem.profile, plan, seen, problem.deployment) for seen in problem.observations]
     assert isinstance(problem.schedule, Schedule)
-    return float(np.mean(WindowReplay(situations, problem.schedule.program(plan)).predict_change(other.layers).new))
+    return float(np.mean(WindowReplay(models, problem.schedule.program(plan)).predict_change(other.layers).new))
 
 
 def shared_core(others: int, since: int, seed: int, work: float, quantum: float = 3e-3) -> Slowdown:

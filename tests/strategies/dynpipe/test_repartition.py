@@ -12,7 +12,7 @@ from lightning_pipes.ir import Kind
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.strategies.dynpipe.partitions import all_partitions, spans_of
 from lightning_pipes.strategies.dynpipe.repartition import WindowReplay, step_bounds
-from lightning_pipes.strategies.dynpipe.situation import Situation
+from lightning_pipes.strategies.dynpipe.slowdown import SlowdownModel
 from tests.cases import for_each
 from tests.strategies.dynpipe.neighbourhood import Neighbourhood, constant_slowdown, layered_model
 
@@ -36,10 +36,10 @@ def test_no_partition_is_faster_than_its_bound(name: str, ranks: int, slow: floa
     at = world(name, ranks, 7, slow)
     plan = at.plan()
     every = all_partitions(range(1, 9), plan.n_stages, 9)
-    situation = Situation(at.profile, plan, at.observe_window(plan, 0, 12), at.deployment)
-    windows = WindowReplay([situation], at.order(plan))
+    model = SlowdownModel(at.profile, plan, at.observe_window(plan, 0, 12), at.deployment)
+    windows = WindowReplay([model], at.order(plan))
     endless = not at.schedule.flushes
-    bounds = step_bounds(situation.mean_durations(every), plan, endless)
+    bounds = step_bounds(model.mean_durations(every), plan, endless)
     true = windows.mean_step(every)
     assert (bounds <= true * (1.02 if endless else 1 + 1e-6)).all()  # batches of a stream take different times
     assert (true / bounds).mean() < 1.6
@@ -54,9 +54,9 @@ def test_another_partition_is_priced_as_it_turns_out() -> None:
     for name in ("1f1b", "interleaved", "dynpipe"):
         at = world(name, 2, 3)
         plan = at.plan()
-        situation = Situation(at.profile, plan, at.observe_window(plan, 0, 4), at.deployment)
+        model = SlowdownModel(at.profile, plan, at.observe_window(plan, 0, 4), at.deployment)
         every = all_partitions(range(1, 9), plan.n_stages, 9)[:20]
-        predicted = WindowReplay([situation], at.order(plan)).mean_step(every)
+        predicted = WindowReplay([model], at.order(plan)).mean_step(every)
         for cuts, seconds in zip(every, predicted, strict=True):
             other = at.plan(spans_of(cuts))
             assert seconds == pytest.approx(float(at.steps(other, 0, 4).mean()), rel=1e-6)
@@ -65,7 +65,7 @@ def test_another_partition_is_priced_as_it_turns_out() -> None:
 def test_slowdowns_are_those_of_the_devices() -> None:
     at = world("1f1b", 3, 5)
     plan = at.plan()
-    found = Situation(at.profile, plan, at.observe_window(plan, 0, 4), at.deployment).stage_slowdowns()
+    found = SlowdownModel(at.profile, plan, at.observe_window(plan, 0, 4), at.deployment).stage_slowdowns()
     assert found == pytest.approx([float(at.slowdown(rank, 0, 1).item()) for rank in range(3)])
 
 
@@ -74,5 +74,5 @@ def test_a_stage_that_recomputes_runs_its_forward_again() -> None:
     plan = replace(at.plan(), recompute=(True, False))
     seen = at.observe_window(at.plan(), 0, 2)
     twice = {**seen.operations, (Kind.B, 0): seen.operations[Kind.B, 0] + seen.operations[Kind.F, 0]}
-    situation = Situation(at.profile, plan, replace(seen, operations=twice), at.deployment)
-    assert situation.stage_slowdowns()[0] == pytest.approx(float(at.slowdown(0, 0, 1).item()))
+    model = SlowdownModel(at.profile, plan, replace(seen, operations=twice), at.deployment)
+    assert model.stage_slowdowns()[0] == pytest.approx(float(at.slowdown(0, 0, 1).item()))

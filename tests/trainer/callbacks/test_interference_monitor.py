@@ -20,7 +20,7 @@ from lightning_pipes.engine.monitor.source import Source
 from lightning_pipes.ir import B, F, Instruction, Kind, PipelineError, Plan, PlanError, Span
 from lightning_pipes.planning.planner import EvenPlanner, Problem
 from lightning_pipes.planning.replanning import Observation
-from lightning_pipes.sim.shown.record import RunRecord
+from lightning_pipes.sim.records.record import RunRecord
 from lightning_pipes.sim.timeline import Event
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.strategies.pipedream import PipeDream

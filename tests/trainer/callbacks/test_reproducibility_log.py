@@ -10,7 +10,7 @@ import pytest
 
 from lightning_pipes import ReproducibilityLog
 from lightning_pipes.ir import PipelineError
-from lightning_pipes.sim.shown.training_record import FOLDER, TrainingRecord, compare_runs
+from lightning_pipes.sim.records.training_record import FOLDER, TrainingRecord, compare_runs
 from lightning_pipes.supernets import Uniform
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.tune.cli import main

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning_pipes import PipelineStrategy, TimelineLogger
 from lightning_pipes.ir import COMPUTE, B, F, Instruction, Kind, PipelineError, Span
 from lightning_pipes.sim import simulate
-from lightning_pipes.sim.shown.compare import BottleneckRank
+from lightning_pipes.sim.records.compare import BottleneckRank
 from lightning_pipes.sim.timeline import Event
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing.generators import uniform

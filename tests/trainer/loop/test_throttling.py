@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.cost import LayerProfile, ModelProfile
-from lightning_pipes.sim.shown.training_record import Curves
+from lightning_pipes.sim.records.training_record import Curves
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.plan.layer_profiler import LayerProfiler
 from lightning_pipes.trainer.plan.trial import Trials

@@ -24,7 +24,7 @@ from lightning_pipes.cost import CostModel, Link
 from lightning_pipes.cost.units import bytes_text, seconds_text
 from lightning_pipes.ir import B, F, Kind, Plan, Program, Span
 from lightning_pipes.sim import draw_spread, simulate
-from lightning_pipes.sim.shown.record import RunRecord
+from lightning_pipes.sim.records.record import RunRecord
 from lightning_pipes.sim.timeline import Event
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.testing.ranks import run_ranks

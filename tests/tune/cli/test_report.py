@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_pipes.sim.shown.record import FILE
+from lightning_pipes.sim.records.record import FILE
 from lightning_pipes.testing.generators import record_of
 from tests.tune.cli.calls import Say, found, refused
 

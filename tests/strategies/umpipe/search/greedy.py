@@ -8,7 +8,7 @@ import numpy as np
 
 from lightning_pipes.strategies.umpipe.network import Network, Scheme, Times
 from lightning_pipes.strategies.umpipe.search.chain import CutTables, SchemeSolution, chains_of_network, evaluate_genes
-from lightning_pipes.strategies.umpipe.search.exact import ROUNDS, choose_locally, descend_globally
+from lightning_pipes.strategies.umpipe.search.greedy import MAX_GREEDY_ROUNDS, choose_locally, descend_globally
 
 
 def evaluate_schemes(network: CutTables, schemes: Sequence[Scheme]) -> Times:
@@ -47,7 +47,7 @@ def local_greedy(network: CutTables) -> SchemeSolution:
     return _of([choose_locally(chain) for chain in chains_of_network(network)])
 
 
-def global_greedy(network: CutTables, start: Scheme | None = None, rounds: int = ROUNDS) -> SchemeSolution:
+def global_greedy(network: CutTables, start: Scheme | None = None, rounds: int = MAX_GREEDY_ROUNDS) -> SchemeSolution:
     """Return the scheme of the paper's GG (A6): rounds of coordinate descent.
 
     Each process in order takes the option that is best if all others stay as they are. No bound is computed, so the

@@ -21,33 +21,33 @@ from importlib.util import find_spec
 from types import ModuleType
 
 _log = logging.getLogger("lightning_pipes")
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 @contextmanager
-def harmless(what: str) -> Iterator[None]:
+def warn_on_error(feature: str) -> Iterator[None]:
     """Log an exception in the block, once per message, and continue after the block.
 
     Args:
-        what: the name of the feature that can't be used after an exception.
+        feature: the name of the feature that can't be used after an exception.
     """
     try:
         yield
     except Exception as error:  # any exception, because it would end the program
-        text = f"{what} of lightning_pipes can't be used: {type(error).__name__}: {error}"
-        if text not in _told:
-            _told.add(text)
+        text = f"{feature} of lightning_pipes can't be used: {type(error).__name__}: {error}"
+        if text not in _warned:
+            _warned.add(text)
             _log.warning(text)
             _log.debug("It was raised here:", exc_info=True)
 
 
-_LIGHTNING = "lightning.pytorch"
-_WHAT = "strategies 'pipeline_...'"
+_LIGHTNING_MODULE = "lightning.pytorch"
+_FEATURE = "strategies 'pipeline_...'"
 
 
 def load_trainer_with_lightning() -> None:
     """Import `lightning_pipes.trainer` now if Lightning is already imported, or otherwise right after Lightning."""
-    if _LIGHTNING in sys.modules:
+    if _LIGHTNING_MODULE in sys.modules:
         _load_trainer()
     else:
         sys.meta_path.insert(0, _Finder())
@@ -59,12 +59,12 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != _LIGHTNING:
+        if fullname != _LIGHTNING_MODULE:
             return None
         with suppress(ValueError):  # another thread imports Lightning at the same time
             sys.meta_path.remove(self)
         spec = None  # Python continues with the next finder
-        with harmless(_WHAT):
+        with warn_on_error(_FEATURE):
             spec = _then_load_trainer(find_spec(fullname))
         return spec
 
@@ -83,5 +83,5 @@ def _then_load_trainer(spec: ModuleSpec | None) -> ModuleSpec | None:
 
 
 def _load_trainer() -> None:
-    with harmless(_WHAT):
+    with warn_on_error(_FEATURE):
         import_module("lightning_pipes.trainer")

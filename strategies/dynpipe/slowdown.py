@@ -16,7 +16,7 @@ from lightning_pipes.strategies.dynpipe.partitions import Cuts
 Array = npt.NDArray[np.float64]
 
 
-class Situation:
+class SlowdownModel:
     """The factors by which operations took longer on each device than in the profile.
 
     The mean factors include the effect of neighbors. The factors of single operations also include rare slow

@@ -11,7 +11,7 @@ import pytest
 from lightning_pipes.cost import CostModel, Link
 from lightning_pipes.ir import F, Kind, Plan, PlanError, Span
 from lightning_pipes.sim import simulate
-from lightning_pipes.sim.shown.record import (
+from lightning_pipes.sim.records.record import (
     FILE,
     RunRecord,
     costs_data,

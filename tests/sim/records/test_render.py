@@ -7,7 +7,7 @@ import pytest
 
 from lightning_pipes.cost import CostModel
 from lightning_pipes.sim import Timeline, compare_timelines, save_chrome_trace, save_png, simulate
-from lightning_pipes.sim.shown import render
+from lightning_pipes.sim.records import render
 from lightning_pipes.strategies.interleaved import Interleaved
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.strategies.pipedream import PipeDream

@@ -12,7 +12,8 @@ import pytest
 from lightning_pipes.cost import Cluster, Link
 from lightning_pipes.ir import InputError
 from lightning_pipes.planning.staleness import Iterations
-from lightning_pipes.strategies.dynpipe.choosing import (
+from lightning_pipes.strategies.dynpipe.meshes import DeviceMesh, Pricing, list_meshes
+from lightning_pipes.strategies.dynpipe.stage_search import (
     Pipeline,
     StageChoice,
     StageOption,
@@ -20,7 +21,6 @@ from lightning_pipes.strategies.dynpipe.choosing import (
     paper_seconds,
     true_seconds,
 )
-from lightning_pipes.strategies.dynpipe.meshes import DeviceMesh, Pricing, list_meshes
 from tests.cases import for_each
 from tests.strategies.dynpipe.iteration_bound import least_seconds
 from tests.strategies.dynpipe.neighbourhood import layered_model
@@ -98,7 +98,7 @@ def test_it_finds_what_a_search_through_everything_finds(n: int, slow: float) ->
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("slow", [1e4, 1e6])
 def test_the_first_that_is_simulated_has_the_lowest_bound(n: int, slow: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_pipes.strategies.dynpipe.choosing.SIMULATED", 1)
+    monkeypatch.setattr("lightning_pipes.strategies.dynpipe.stage_search.SIMULATED", 1)
     of = pricing(slow=slow)
     best = choose_stages(of, stages=[n]).options[0].best
     if best is not None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_pipes.ir import InputError
-from lightning_pipes.sim.shown.training_record import FOLDER, TrainingRecord, compare_runs
+from lightning_pipes.sim.records.training_record import FOLDER, TrainingRecord, compare_runs
 
 
 def written(folder: Path, name: str, *lines: dict[str, Any] | str) -> Path:

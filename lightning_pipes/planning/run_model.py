@@ -25,8 +25,8 @@ from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.fit import Fit, evaluate_plan, fit_layers, step_seconds
 from lightning_pipes.planning.planner import Problem, solve_plan
 from lightning_pipes.sim import simulate
-from lightning_pipes.sim.shown.memory_use import most_held
-from lightning_pipes.sim.shown.record import RunRecord
+from lightning_pipes.sim.records.memory_use import most_held
+from lightning_pipes.sim.records.record import RunRecord
 
 FAR = 2
 """The ratio of the sizes of two micro-batches above which their times are used to separate fixed and proportional
@@ -60,7 +60,7 @@ class SimulatedTrial:
         return len(self.fit.plan.spans(Kind.F, 0))
 
 
-class WhatIf:
+class RunModel:
     """Simulates changes of a recorded run.
 
     If the profile of the layers is known, the speed of every device is the ratio of the profiled times of its stages to

@@ -27,8 +27,8 @@ from lightning_pipes.ir import (
     short_repr,
 )
 from lightning_pipes.ir.checks import check_json_fields, field_types, read_object
-from lightning_pipes.sim.shown.memory_use import describe_peaks, estimate_alternatives
-from lightning_pipes.sim.shown.training_record import Curves, curves_of
+from lightning_pipes.sim.records.memory_use import describe_peaks, estimate_alternatives
+from lightning_pipes.sim.records.training_record import Curves, curves_of
 from lightning_pipes.sim.timeline import Event, Timeline
 
 FORMAT = 2

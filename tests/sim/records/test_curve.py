@@ -9,7 +9,7 @@ from lightning_pipes.ir import verify
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.planner import even_plan
 from lightning_pipes.sim import simulate
-from lightning_pipes.sim.shown.memory_use import memory_curves, most_held
+from lightning_pipes.sim.records.memory_use import memory_curves, most_held
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing.generators import uniform
 from tests.cases import for_each

@@ -15,7 +15,7 @@ from lightning_pipes.ir import Plan, Span
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.planner import planner_of
 from lightning_pipes.planning.replanning import Observation
-from lightning_pipes.strategies.dynpipe.work import estimate_work
+from lightning_pipes.strategies.dynpipe.work_estimation import estimate_work
 from tests.strategies.dynpipe.neighbourhood import Neighbourhood, Slowdown, constant_slowdown, layered_model
 
 TRUE = layered_model([0.01] * 12)

@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
+from lightning_pipes.strategies.umpipe.branch_and_bound import bound_choices, evolve_choices
 from lightning_pipes.strategies.umpipe.fitting import Choices, fit_choices, value_choice
-from lightning_pipes.strategies.umpipe.flushed import bound_choices, evolve_choices
 from lightning_pipes.strategies.umpipe.overlapped import Merge
 from lightning_pipes.strategies.umpipe.pricing import CutOption
 
