@@ -20,7 +20,7 @@ ROOMS = {  # of a layer, from the bottom; a room is a folder or a file
         "predictor",
         "loops",
         "simulator",
-        "shown",
+        "records",
         "page",
     ],
     "engine": [
