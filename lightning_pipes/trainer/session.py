@@ -37,7 +37,6 @@ from lightning_pipes.engine.watch.shared_store import (
     hold_port,
     keep_store,
     run_store,
-    single_process_store,
 )
 from lightning_pipes.engine.watch.trust import secret_for_children
 from lightning_pipes.trainer import private_lightning as private
@@ -240,7 +239,7 @@ class SessionStart:
                 self._settings.process_group_backend or dist.get_default_backend_for_device(device),
                 timeout=timeout,
                 device_id=device if device.type != "cpu" else None,
-                store=keep_store(watch.sub_store()) if self._grid.size > 1 else single_process_store(),
+                store=keep_store(watch.sub_store()) if self._grid.size > 1 else dist.HashStore(),
             )
         )
         fault_point("process_group.made")

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import psutil
-from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lightning_pipes.engine.watch.process_exit import SerialCaller, give_up
 from lightning_pipes.engine.watch.rendezvous import attempt_store, store_host, wait_for_host
@@ -100,11 +100,6 @@ def _call_while_answering(
 def current_store() -> Any:
     """Return the store of `run_store`, or None if the processes used a different rendezvous."""
     return _store
-
-
-def single_process_store() -> HashStore:
-    """Return a store for a single process, which does not need a port."""
-    return HashStore()
 
 
 def keep_store(store: Any) -> Any:

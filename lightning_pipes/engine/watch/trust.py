@@ -192,10 +192,6 @@ class SignedStore(Store):
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         return [self.get(key) for key in keys]
 
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
-
     def check(self, keys: Sequence[str]) -> bool:
         names = [self._prefix + key for key in keys]
         if not self._store.check(names):
@@ -236,15 +232,12 @@ class SignedStore(Store):
     def has_extended_api(self) -> bool:
         return False
 
-    def num_keys(self) -> int:
-        return int(self._store.num_keys())
-
     def clone(self) -> SignedStore:
         made = SignedStore(self._store.clone(), self.seal, self._prefix)
         self._clones.append(made)  # if torch is the caller, it keeps only the C++ part of the store
         return made
 
-    deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815 - as torch calls them
+    deleteKey = delete_key  # noqa: N815 - as torch calls it
 
     def _signed(self, name: str, value: str | bytes) -> bytes:
         return self.seal.sign(value.encode() if isinstance(value, str) else bytes(value), name)

@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from lightning_pipes.engine.watch import trust
 from lightning_pipes.engine.watch.failure import FailureWatch
-from lightning_pipes.engine.watch.shared_store import run_store, single_process_store, store_on_loopback
+from lightning_pipes.engine.watch.shared_store import run_store, store_on_loopback
 from lightning_pipes.engine.watch.trust import SECRET, ForgedError, Seal, SignedStore, seal_of, seal_store, sub_store_of
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import run_ranks, scale_timeout
@@ -134,11 +134,6 @@ def test_process_groups_over_it() -> None:
         assert found == [0, 1, 2.0]
         assert kind == "SignedStore"
         assert device == "lo"
-
-
-def test_one_process_needs_no_port() -> None:
-    store = single_process_store()
-    assert not isinstance(store, TCPStore)
 
 
 def test_ranks_of_a_host_get_a_secret(raw: TCPStore) -> None:
