@@ -31,7 +31,7 @@ from benchmarks.harness.report import QUIET, Output
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.engine import Engine, Item, make_transport
 from lightning_pipes.engine.messages.bulk_transfer import BulkTransfer
-from lightning_pipes.engine.messages.tree_format import MAX_IN_FLIGHT
+from lightning_pipes.engine.messages.chunks import MAX_IN_FLIGHT
 from lightning_pipes.ir import Plan, Span
 from lightning_pipes.planning.planner import BLOCKING, BUFFERED, OVERLAPPED
 from lightning_pipes.strategies.deep import Deep

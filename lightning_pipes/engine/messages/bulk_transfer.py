@@ -13,6 +13,7 @@ no other thread does.
 
 from __future__ import annotations
 
+import math
 import struct
 import threading
 import time
@@ -23,23 +24,23 @@ from typing import Any
 
 import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.utils import _pytree as pytree
 
+from lightning_pipes.engine import trees
 from lightning_pipes.engine.messages.channel import RECEIVER, SENDER, StageIn
-from lightning_pipes.engine.messages.links import SocketQueues
-from lightning_pipes.engine.messages.transport import IDLE
-from lightning_pipes.engine.messages.tree_format import (
+from lightning_pipes.engine.messages.chunks import (
     MAX_CHUNK,
     MAX_IN_FLIGHT,
     ByteLayout,
     ChunkSizer,
     SendQueue,
-    fill_skeleton,
     limit_queue,
-    pack_tree,
-    parse_description,
 )
+from lightning_pipes.engine.messages.links import SocketQueues
+from lightning_pipes.engine.messages.transport import IDLE
 from lightning_pipes.engine.private_torch import ProcessGroupGloo
 from lightning_pipes.engine.watch.failure import FailureWatch
+from lightning_pipes.engine.watch.trust import Seal, dumps, loads
 from lightning_pipes.ir import InputError, PipelineError
 
 Key = str | int | tuple[Any, ...]
@@ -54,7 +55,7 @@ CLOSE_SECONDS = 10.0
 _CHUNK = struct.Struct(
     "<8s q q q q q"
 )  # magic, number of the tree, bytes of its description, bytes in all, first byte, and last
-_MAGIC = b"LPARC01\0"
+_MAGIC = b"LPARC02\0"
 _FRONT = 64
 _OVERHEAD = 256
 """Bytes that a chunk has in the network beside its own, at most."""
@@ -192,7 +193,7 @@ class BulkTransfer:
         self._busy = busy
 
     def send(self, to: int, key: Key, content: Any) -> TransferHandle:
-        """Start to send `content`: dicts, lists and tuples of tensors, numbers, texts and None.
+        """Start to send `content`, a tree of tensors and of objects that can be pickled.
 
         Tensors are read until the handle is done; give copies of tensors that change before. Of several trees to one
         rank, the one with the fewest bytes left goes first; equal keys arrive in the order of these calls.
@@ -203,11 +204,10 @@ class BulkTransfer:
         """
         self._check(to)
         handle = TransferHandle(f"bulk transfer {key!r} to {self.watch.name(to)} to arrive", self.watch, self.changed)
-        description, tensors = pack_tree([self._check_key(key), content])
+        description, tensors = pack_tree((self._check_key(key), content), self.watch.seal)
         if to == self.rank:
-            copies = iter([t.detach().to(self.device, copy=True) for t in tensors])
-            skeleton, _ = parse_description(description)
-            _, own = fill_skeleton(skeleton, copies)
+            copies = [t.detach().to(self.device, copy=True) for t in tensors]
+            _, own = trees.close_objects(TreeDescription(description, self.watch.seal).fill(copies))
             self.add_arrived(self.rank, key, sum(t.nbytes for t in tensors) + len(description), own)
             handle.finish(sum(t.nbytes for t in tensors) + len(description))
             return handle
@@ -375,6 +375,52 @@ class BulkTransfer:
                 time.sleep(POLL_SECONDS)
 
 
+def pack_tree(tree: Any, seal: Seal | None) -> tuple[bytes, list[torch.Tensor]]:
+    """Return a description of a tree, which `TreeDescription` reads, and its tensors in order.
+
+    Args:
+        tree: tensors, and objects that can be pickled.
+        seal: signs the description.
+
+    Raises:
+        InputError: an object or a tensor can't be sent.
+    """
+    leaves, spec = trees.flatten(tree)
+    for number, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) and (leaf.layout != torch.strided or leaf.is_meta or leaf.is_quantized):
+            path, _ = pytree.tree_flatten_with_path(trees.open_objects(tree))[0][number]
+            raise InputError(
+                f"a bulk transfer can't carry {pytree.keystr(path) or 'this'}: a tensor of layout {leaf.layout} on "
+                f"{leaf.device}. Send the plain tensors that it is made of"
+            )
+    described = [(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v for v in leaves]
+    try:
+        description = dumps((pytree.tree_unflatten(range(len(leaves)), spec), described), seal)
+    except Exception as error:  # the objects of a user may raise any error
+        raise InputError(
+            f"a bulk transfer can't carry an object that can't be pickled: {error}; send tensors, numbers and texts"
+        ) from error
+    return description, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+class TreeDescription:
+    """The description of a tree that `pack_tree` has packed.
+
+    Attributes:
+        specs: the shape and dtype of each tensor.
+    """
+
+    def __init__(self, description: bytes, seal: Seal | None) -> None:
+        skeleton, self._leaves = loads(description, seal)
+        self._spec = pytree.tree_structure(skeleton)
+        self.specs: list[tuple[Sequence[int], torch.dtype]] = [leaf for leaf in self._leaves if type(leaf) is tuple]
+
+    def fill(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return the tree with these tensors. Its objects are open; see `trees.close_objects`."""
+        left = iter(tensors)
+        return pytree.tree_unflatten([next(left) if type(v) is tuple else v for v in self._leaves], self._spec)
+
+
 class _OutgoingTree:
     """A tree that is sent, as bytes."""
 
@@ -537,10 +583,10 @@ class _Sender:
 class _IncomingTree:
     """A tree that is received, as bytes."""
 
-    def __init__(self, description: int, size: int) -> None:
+    def __init__(self, description: int, size: int, seal: Seal | None) -> None:
         self._description = torch.empty(description, dtype=torch.uint8)
-        self._size = size
-        self._skeleton: Any = None
+        self._size, self._seal = size, seal
+        self._described: TreeDescription | None = None
         self._tensors: list[torch.Tensor] = []
         self._parts: list[torch.Tensor] = [self._description]
         self._layout = ByteLayout([description])
@@ -549,29 +595,30 @@ class _IncomingTree:
         """Store the bytes start to stop; they arrive in order."""
         at = 0
         while start + at < stop:
-            if self._skeleton is None and start + at >= self._description.numel():
+            if self._described is None and start + at >= self._description.numel():
                 self._allocate()
-            end = stop if self._skeleton is not None else min(stop, self._description.numel())
+            end = stop if self._described is not None else min(stop, self._description.numel())
             for part, first, last in self._layout.locate_bytes(start + at, end):
                 self._parts[part][first:last] = data[at : at + last - first]
                 at += last - first
 
     def content(self) -> Any:
-        """Return the content; all of its bytes must have arrived."""
-        if self._skeleton is None:
-            self._allocate()
-        return fill_skeleton(self._skeleton, iter(self._tensors))
+        """Return the key and the content, whose objects are open; all of its bytes must have arrived."""
+        described = self._described or self._allocate()
+        return described.fill(self._tensors)
 
-    def _allocate(self) -> None:
-        self._skeleton, found = parse_description(self._description.numpy().tobytes())
-        sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in found]
+    def _allocate(self) -> TreeDescription:
+        """Read the description, and allocate the tensors."""
+        described = self._described = TreeDescription(self._description.numpy().tobytes(), self._seal)
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in described.specs]
         if self._description.numel() + sum(sizes) != self._size:
             raise PipelineError(
                 "received a bulk transfer of another size than its header: do all ranks run the same version?"
             )
-        self._tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in found]
+        self._tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in described.specs]
         self._parts += [t.reshape(-1).view(torch.uint8) if t.numel() else t for t in self._tensors]
         self._layout = ByteLayout([self._description.numel(), *sizes])
+        return described
 
 
 class _Receiver:
@@ -627,11 +674,11 @@ class _Receiver:
     def _take(self, buffer: torch.Tensor, number: int, description: int, size: int, start: int, stop: int) -> bool:
         """Store a chunk, and return whether the tree is complete."""
         if start == 0:
-            self._trees[number] = _IncomingTree(description, size)
+            self._trees[number] = _IncomingTree(description, size, self._transfer.watch.seal)
         self._trees[number].put(start, stop, buffer[_FRONT : _FRONT + stop - start])
         return stop == size
 
     def _deliver(self, number: int, size: int) -> None:
         transfer = self._transfer
         key, content = self._trees.pop(number).content()
-        transfer.add_arrived(self.peer, key, size, transfer.stage_in(content))
+        transfer.add_arrived(self.peer, key, size, trees.close_objects(transfer.stage_in(content)))

@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -15,13 +16,70 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipes.engine import Engine, FailureWatch, Item, PeerFailure
-from lightning_pipes.engine.messages.bulk_transfer import GATE_SECONDS, BulkTransfer, TransferHandle
-from lightning_pipes.engine.messages.tree_format import MAX_IN_FLIGHT
+from lightning_pipes.engine.messages.bulk_transfer import GATE_SECONDS, BulkTransfer, TransferHandle, pack_tree
+from lightning_pipes.engine.messages.chunks import MAX_IN_FLIGHT
+from lightning_pipes.engine.watch.trust import Seal, SignedStore
 from lightning_pipes.ir import PipelineError, Plan, PlanError, Schedule
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.testing.ranks import run_ranks, scale_timeout, watch_ranks
 from tests.engine.messages.parcels import content, same
 from tests.engine.pipes import ROWS, batch, connect, layers, make_stages, sgd_step, weights
+
+
+@dataclass
+class Momentum:
+    """The state of an optimizer that keeps its tensors in objects."""
+
+    average: torch.Tensor
+    steps: int
+
+
+class States(dict[str, Any]):
+    """A dictionary of a class of its own."""
+
+
+def carries_objects(rank: int) -> bool:
+    """Exchange objects that hold tensors, with another rank and with this rank, and compare them."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    store = SignedStore(dist.distributed_c10d._get_default_store(), Seal(b"a secret"))
+    watch = FailureWatch(store, rank, 2)
+    parcels = BulkTransfer(rank, range(2), watch)
+    for to in (0, 1):
+        parcels.send(to, "state", States(m=Momentum(torch.arange(5.0) + rank, 3), seen=frozenset([1])))
+    found = [parcels.receive(source, "state").content for source in (0, 1)]
+    parcels.close()
+    watch.close()
+    return all(
+        type(states) is States
+        and torch.equal(states["m"].average, torch.arange(5.0) + source)
+        and (states["m"].steps, states["seen"]) == (3, {1})
+        for source, states in enumerate(found)
+    )
+
+
+def test_objects_arrive_as_they_are() -> None:
+    """The tensors of dataclasses and of other objects are sent like all other tensors."""
+    assert run_ranks(carries_objects, 2) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"a": [1, torch.ones(2, device="meta")]}, r"\['a'\]\[1\]: a tensor of layout"),
+        (torch.eye(2).to_sparse(), "this: a tensor of layout"),
+        (States(m=Momentum(torch.ones(2, device="meta"), 1)), "'m'.*: a tensor of layout"),
+    ],
+)
+def test_tensors_that_a_parcel_does_not_carry(given: Any, why: str) -> None:
+    """Tensors that cannot be sent are refused with their position in the tree."""
+    with pytest.raises(PlanError, match=why):
+        pack_tree(given, None)
+
+
+def test_objects_that_a_parcel_does_not_carry() -> None:
+    """Objects that cannot be pickled are refused before anything is sent."""
+    with pytest.raises(PlanError, match=r"a bulk transfer can't carry an object that can't be pickled: .*lock"):
+        pack_tree(("key", threading.Lock()), None)
 
 
 def office(rank: int, n: int, **options: Any) -> tuple[FailureWatch, BulkTransfer]:

@@ -6,11 +6,12 @@ import random
 
 import pytest
 
-from lightning_pipes.engine.messages.tree_format import (
+from lightning_pipes.engine.messages.chunks import (
     MAX_CHUNK,
     MAX_IN_FLIGHT,
     MIN_CHUNK,
     SECONDS,
+    ByteLayout,
     ChunkSizer,
     SendQueue,
     limit_queue,
@@ -101,3 +102,18 @@ def test_limit_at_the_ends() -> None:
     """The limit is largest if bulk transfers fill the rest of the link, and 1 if training fills it or it is idle."""
     assert limit_queue(0.0, 100.0, 100.0) == limit_queue(50.0, 50.0, 100.0) == MAX_IN_FLIGHT
     assert limit_queue(100.0, 1.0, 100.0) == limit_queue(0.0, 1.0, 1e9) == limit_queue(0.0, 0.0, 0.0) == 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_layout_names_every_byte(seed: int) -> None:
+    """`locate_bytes` finds the tensor and the position of every byte, for random sizes and ranges."""
+    rng = random.Random(seed)
+    sizes = [rng.choice([0, 0, 1, 2, 9]) for _ in range(12)]
+    whole = [(part, at) for part, size in enumerate(sizes) for at in range(size)]
+    layout = ByteLayout(sizes)
+    start = 0
+    while start < len(whole):
+        stop = min(len(whole), start + rng.randint(1, 7))
+        pieces = list(layout.locate_bytes(start, stop))
+        assert [(part, at) for part, first, last in pieces for at in range(first, last)] == whole[start:stop]
+        start = stop

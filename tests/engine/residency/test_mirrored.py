@@ -20,7 +20,7 @@ from torch import nn
 from lightning_pipes import MemorySwap
 from lightning_pipes.engine import Item, Stage
 from lightning_pipes.engine.compute.rng import seed_all, stream_seed
-from lightning_pipes.engine.messages.tree_format import fill_skeleton, pack_tree, parse_description
+from lightning_pipes.engine.messages.bulk_transfer import TreeDescription, pack_tree
 from lightning_pipes.engine.residency.layer_memory import LayerMemory
 from lightning_pipes.engine.residency.mirrors import Mirrors
 from lightning_pipes.ir import Kind, LayerUse, Plan, PlanError, Policy, Span
@@ -215,9 +215,9 @@ class LocalPost:
         self.waiting: list[Any] = []
 
     def send(self, rank: int, key: Any, content: Any) -> None:
-        description, found = pack_tree(content)
-        skeleton, _ = parse_description(description)
-        self.letters.sent[self.rank, rank, key] = fill_skeleton(skeleton, iter([t.detach().clone() for t in found]))
+        description, found = pack_tree(content, None)
+        arrived = TreeDescription(description, None).fill([t.detach().clone() for t in found])
+        self.letters.sent[self.rank, rank, key] = arrived
         self.letters.count += 1
 
     def receive(self, rank: int, key: Any, on_arrival: Any) -> Letter:

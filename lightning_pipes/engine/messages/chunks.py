@@ -1,113 +1,13 @@
-"""The text format of a tree of tensors: reading it runs no code and unpickles nothing, whatever its origin."""
+"""Chunks of large trees of tensors: their order, their size, and their number in flight."""
 
 from __future__ import annotations
 
-import json
 import statistics
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
-
-import torch
-
-from lightning_pipes.ir import InputError, PipelineError
-
-TensorSpecs = list[tuple[tuple[int, ...], torch.dtype]]
-"""Shape and type of each tensor."""
-_PLAIN = (str, int, float)  # bool is an int
-_TENSOR, _LIST, _TUPLE, _DICT = "tensor", "list", "tuple", "dict"
-_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-
-
-def pack_tree(content: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """Return a description of `content`, and its tensors in order. It may hold dicts, lists and tuples of tensors,
-    numbers, texts and None.
-
-    Subclasses arrive as what they derive from: an OrderedDict as a dict, a Parameter as a tensor.
-
-    Raises:
-        InputError: something else is in it.
-    """
-    tensors: list[torch.Tensor] = []
-    return json.dumps(_pack(content, tensors, ""), separators=(",", ":")).encode(), tensors
-
-
-def parse_description(description: bytes | memoryview) -> tuple[Any, TensorSpecs]:
-    """Return the skeleton that `fill_skeleton` fills with tensors, and the specs of the tensors.
-
-    Raises:
-        PipelineError: `pack_tree` did not write this.
-    """
-    try:
-        skeleton = json.loads(bytes(description))
-        return skeleton, [(tuple(shape), _DTYPES[dtype]) for shape, dtype in _tensors(skeleton)]
-    except (ValueError, KeyError, TypeError) as error:
-        raise PipelineError(
-            f"received data that is no bulk transfer ({type(error).__name__}: {error}): do all ranks run the same "
-            f"version?"
-        ) from error
-
-
-def fill_skeleton(skeleton: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """Return the packed tree, with these tensors."""
-    if not isinstance(skeleton, list):
-        return skeleton
-    kind, *parts = skeleton
-    if kind == _TENSOR:
-        return next(tensors)
-    if kind == _DICT:
-        return {fill_skeleton(key, tensors): fill_skeleton(value, tensors) for key, value in parts}
-    found = [fill_skeleton(part, tensors) for part in parts]
-    return tuple(found) if kind == _TUPLE else found
-
-
-def _pack(content: Any, tensors: list[torch.Tensor], where: str) -> Any:
-    if isinstance(content, torch.Tensor):
-        if content.layout is not torch.strided or content.is_meta or content.is_quantized:
-            raise InputError(
-                f"a bulk transfer can't carry {where or 'this'}: a tensor of layout {content.layout} on "
-                f"{content.device}. "
-                "Send the plain tensors that it is made of"
-            )
-        tensors.append(content)
-        return [_TENSOR, list(content.shape), str(content.dtype)]
-    if content is None or isinstance(content, _PLAIN):
-        return content
-    if isinstance(content, dict):
-        items = content.items()
-        return [
-            _DICT,
-            *([_pack(k, tensors, f"a key of {where}"), _pack(v, tensors, f"{where}[{k!r}]")] for k, v in items),
-        ]
-    if isinstance(content, list | tuple):
-        kind = _LIST if isinstance(content, list) else _TUPLE
-        return [kind, *(_pack(part, tensors, f"{where}[{n}]") for n, part in enumerate(content))]
-    raise InputError(
-        f"a bulk transfer can't carry {where or 'this'}: a {type(content).__name__}. It holds dicts, lists and tuples "
-        f"of "
-        "tensors, numbers, texts and None; turn it into these"
-    )
-
-
-def _tensors(skeleton: Any) -> Iterator[tuple[Any, Any]]:
-    if isinstance(skeleton, list):
-        kind, *parts = skeleton
-        if kind == _TENSOR:
-            shape, dtype = parts
-            yield shape, dtype
-        elif kind == _DICT:
-            for key, value in parts:
-                yield from _tensors(key)
-                yield from _tensors(value)
-        elif kind in (_LIST, _TUPLE):
-            for part in parts:
-                yield from _tensors(part)
-        else:
-            raise ValueError(f"{kind!r} is no kind of content")
-
 
 FIRST_CHUNK, MIN_CHUNK, MAX_CHUNK = 2**16, 2**14, 2**20
 """Bytes of the first chunk, and the smallest and largest size of later ones."""
