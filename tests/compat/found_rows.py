@@ -47,6 +47,6 @@ class RunningMean(nn.Module):
 RECOMPUTES = {"recompute": True, "microbatches": 1}
 found = partial(row, "Found by random modules")
 found("code around the layers frozen at first", module=partial(LitUnfrozen, optimizer="sgd"))
-found("parameters that no optimizer has, in a norm", module=NotAllOptimized)
-found("parameters that no optimizer has, accumulated", {"accumulate_grad_batches": 2}, module=NotAllOptimized)
-found("recompute=True, layers that read the buffers which they change", module=Running, strategy=RECOMPUTES)
+found("parameters without an optimizer, in a norm", module=NotAllOptimized)
+found("parameters without an optimizer, accumulated", {"accumulate_grad_batches": 2}, module=NotAllOptimized)
+found("recompute=True, layers that read buffers that they change", module=Running, strategy=RECOMPUTES)

@@ -33,7 +33,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "kfkb": {"schedule": "kfkb", "schedule_args": {"k": 2}},
 }
 BY_UNITS = "1f1b by units"
-"""The name of the settings that cut every module by units, also one that has a container of layers."""
+"""The name of the settings that cut every module by units, including modules with a container of layers."""
 SETTINGS: dict[str, dict[str, Any]] = {
     **SCHEDULES,
     BY_UNITS: {"schedule": "1f1b", "module": "", "partition": "parameters"},
@@ -220,7 +220,12 @@ trainer("overfit_batches", {"overfit_batches": 2}, loaders=lambda: batches(shuff
 trainer("fast_dev_run", {"fast_dev_run": 2}, evaluate=True)
 trainer("num_sanity_val_steps", {"num_sanity_val_steps": -1})
 trainer("detect_anomaly", {"detect_anomaly": True})
-trainer("detect_anomaly, a bad backward", {"detect_anomaly": True}, module=m.LitNan, raises="returned nan values")
+trainer(
+    "detect_anomaly, a backward that returns nan",
+    {"detect_anomaly": True},
+    module=m.LitNan,
+    raises="returned nan values",
+)
 trainer("sync_batchnorm", {"sync_batchnorm": True}, module=m.LitBatchNorm, strategy={"microbatches": 1})
 trainer("enable_autolog_hparams=False", {"enable_autolog_hparams": False})
 trainer("gradient_clip_val with accumulate_grad_batches", {"gradient_clip_val": 0.05, "accumulate_grad_batches": 3})
@@ -247,8 +252,8 @@ trainer(
 trainer("several training dataloaders", module=m.LitTwoLoaders, loaders=lambda: batches(m.two_loaders()))
 trainer("IterableDataset without length", loaders=lambda: batches(DataLoader(m.Endless(), batch_size=8)))
 trainer("use_distributed_sampler", {"use_distributed_sampler": True}, loaders=lambda: batches(shuffled()))
-trainer("samplers of one's own", loaders=lambda: batches(DataLoader(data(), batch_size=4, sampler=m.EverySecond())))
-trainer("shuffle=True without a generator of its own", loaders=lambda: batches(shuffled(None)))
+trainer("user-defined samplers", loaders=lambda: batches(DataLoader(data(), batch_size=4, sampler=m.EverySecond())))
+trainer("shuffle=True without a generator", loaders=lambda: batches(shuffled(None)))
 trainer("dataloader workers", loaders=lambda: batches(m.with_a_worker()))
 trainer(
     "LightningDataModule",
@@ -264,7 +269,7 @@ trainer(
 trainer("batches that are dataclasses", module=m.LitDataclassBatch, loaders=lambda: batches(m.dataclass_samples()))
 trainer("batches that are dicts", module=m.LitDictBatch, loaders=lambda: batches(m.named_samples()))
 trainer("fit twice with the same module", then=fitted_again)
-trainer("several Trainers one after the other", then=another_trainer)
+trainer("several Trainers one after another", then=another_trainer)
 trainer('test(ckpt_path="best"), validate(ckpt_path=...)', partial(checkpointing, monitor="val_loss"), then=tested_best)
 trainer(
     "predict(return_predictions=False)",
@@ -295,9 +300,7 @@ trainer(
     lambda folder: {"callbacks": [m.Summary()], "enable_model_summary": True},
     watch=lambda trainer, folder: callback(trainer, m.Summary).totals if trainer.is_global_zero else None,
 )
-trainer(
-    "hooks run as often, in the same order", {"enable_checkpointing": True}, module=m.LitHooks, evaluate=True, watch=ran
-)
+trainer("hooks run in the same order", {"enable_checkpointing": True}, module=m.LitHooks, evaluate=True, watch=ran)
 trainer(
     "barebones",
     lambda folder: {
@@ -331,7 +334,7 @@ precision(
     module=m.LitFloat8,
     strategy=ONE,
     tolerance=1e-6,
-    reason="float8 scales are those of a micro-batch",
+    reason="each micro-batch has separate float8 scales",
     lacks=m.no_torchao,
     slow=True,
 )
@@ -413,7 +416,7 @@ callbacks(
     module=partial(m.LitWith, lambda module: SGD(module.parameters(), lr=0.3)),
 )
 callbacks(
-    "StochasticWeightAveraging with batch normalisation",
+    "StochasticWeightAveraging with batch normalization",
     using(lambda: cb.StochasticWeightAveraging(0.01, swa_epoch_start=1), max_epochs=3),
     module=m.LitBatchNorm,
     refused="updates the statistics of batch normalization",
@@ -467,10 +470,10 @@ callbacks(
     "ModelPruning",
     using(lambda: cb.ModelPruning("l1_unstructured", amount=0.5)),
     refused="this one compares the weights of all layers: set use_global_unstructured=False",
-    reason="each process holds its own layers only",
+    reason="each process holds only its own layers",
 )
 callbacks(
-    "ModelPruning of each layer by itself, and its checkpoints",
+    "ModelPruning of each layer separately, and its checkpoints",
     pruned,
     module=LitOutside,
     watch=saved,
@@ -593,7 +596,7 @@ def two_schedulers(module: Any) -> Any:
 optimizers = partial(row, "Optimizers")
 watched = {"trainer": partial(checkpointing, save_last=True), "watch": saved}
 optimizers(
-    "parameter groups with names and rates of their own",
+    "parameter groups with separate names and learning rates",
     lambda folder: {
         **checkpointing(folder),
         "callbacks": [*checkpointing(folder)["callbacks"], cb.LearningRateMonitor()],
@@ -664,7 +667,7 @@ optimizers(
         lambda module: [SGD(module.model[:2].parameters(), lr=0.1), SGD(module.model[2:].parameters(), lr=0.1)]
     ),
     refused="multiple optimizers",
-    reason="Lightning allows several with manual optimization only",
+    reason="Lightning only allows several with manual optimization",
 )
 optimizers(
     "LBFGS",
@@ -699,7 +702,7 @@ model(
     "nn.ModuleList, run in a loop with masks and keyword arguments",
     module=models.LitList,
     evaluate=True,
-    reason="the largest one is found without being named",
+    reason="the largest one is found automatically",
 )
 model(
     "nn.ModuleList, other arguments for each layer, slices and indices",
@@ -748,12 +751,12 @@ for name, kind, adapter in (
         slow=True,
     )
 model(
-    "Hugging Face Llama with flex attention, whose BlockMask the model makes",
+    "Hugging Face Llama with flex attention and a BlockMask that the model creates",
     module=models.LitFlex,
     loaders=token_loaders,
     evaluate=True,
     evaluate_on=token_loader,
-    reason="cut by units: each stage makes the mask",
+    reason="cut by units: each stage creates the mask",
 )
 model(
     "Hugging Face Llama with flex attention, named container",
@@ -761,7 +764,7 @@ model(
     loaders=token_loaders,
     strategy={"module": "net.model.layers"},
     refused="holds a BlockMask; stages can send each other tensors",
-    reason='a mask has code, which does not travel; leave `module` out, or set `module=""`',
+    reason='a mask contains code, which is not sent between ranks; remove `module`, or set `module=""`',
 )
 model(
     "Hugging Face, use_cache=True, the default of decoders",
@@ -770,10 +773,10 @@ model(
     evaluate=True,
     evaluate_on=token_loader,
     then=lambda trainer, module, folder: module.net.config.use_cache,
-    reason="switched off while steps run in the pipeline, with a line of the log",
+    reason="disabled while steps run in the pipeline, with a log message",
 )
 model(
-    "Hugging Face, use_cache=True asked for by the step itself",
+    "Hugging Face, use_cache=True set by the step",
     module=models.LitCaching,
     loaders=token_loaders,
     reason="cut by units",
@@ -790,25 +793,29 @@ model(
     "Hugging Face Mixtral, losses of routers, in micro-batches",
     module=models.LitRouted,
     loaders=token_loaders,
-    reason="they are no mean over samples, and computed once for all of a batch",
+    reason="they are not a mean over samples, and are computed once for the whole batch",
     slow=True,
 )
-model("losses that layers keep, as of routers, added by the step", module=models.LitExperts)
+model("losses that layers keep, such as losses of routers, added by the step", module=models.LitExperts)
 for name, kind, reason in (
-    ("padded labels (-100)", models.LitPaddedLabels, "weighed by labels, shifted by one as the loss has them"),
-    ("sums", models.LitSummedLabels, "summed, as the loss is"),
-    ("a weight that the module gives", models.LitWeighs, "weighed by `microbatch_weight(batch)`"),
+    ("padded labels (-100)", models.LitPaddedLabels, "weighted by the number of labels, shifted by one as in the loss"),
+    ("sums", models.LitSummedLabels, "summed like the loss"),
+    ("a weight that the module returns", models.LitWeighs, "weighted by `microbatch_weight(batch)`"),
 ):
     model(
-        f"losses that are no mean over samples: {name}",
+        f"losses that are not a mean over samples: {name}",
         module=kind,
         loaders=label_loaders,
         tolerance=1e-5 if kind is models.LitPaddedLabels else 1e-10,  # the library's loss is in single precision
         reason=reason,
     )
 for name, kind, reason in (
-    ("padded labels (-100)", models.LitPaddedLabels, "weighed by labels, as the loss of the first samples is"),
-    ("sums", models.LitSummedLabels, "summed, as the loss of the first samples is"),
+    (
+        "padded labels (-100)",
+        models.LitPaddedLabels,
+        "weighted by the number of labels, by a test with the first samples",
+    ),
+    ("sums", models.LitSummedLabels, "summed, by a test with the first samples"),
 ):
     model(
         f"a module cut by units: {name}",
@@ -819,7 +826,7 @@ for name, kind, reason in (
         reason=reason,
     )
 model(
-    "a module cut by units: a weight that the module gives",
+    "a module cut by units: a weight that the module returns",
     module=models.LitWeighs,
     loaders=label_loaders,
     strategy={"module": ""},
@@ -837,7 +844,7 @@ model(
     "BatchNorm",
     module=m.LitBatchNorm,
     strategy=ONE,
-    reason="several micro-batches are normalised one by one, and a warning says so",
+    reason="each micro-batch is normalized separately, and a warning reports this",
 )
 model(
     "SyncBatchNorm",
@@ -851,7 +858,7 @@ model("nn.Embedding(max_norm=...)", module=m.bounded_embedding, loaders=token_lo
 model("lazy layers after a first forward", module=m.LitLazy)
 model("complex numbers between layers", module=m.LitComplex)
 model("torch.utils.checkpoint in layers", module=m.LitCheckpointed)
-model("batch transfer hooks overridden, random ones too", module=m.LitTransfers, evaluate=True)
+model("batch transfer hooks overridden, including random ones", module=m.LitTransfers, evaluate=True)
 model("configure_callbacks", {"max_epochs": 6}, module=m.LitBringsCallbacks)
 model("optimizers(), lr_schedulers(), all_gather, print, strategy.reduce", module=m.LitAsks, check=printed_on_one)
 model(
@@ -863,7 +870,7 @@ model("configure_model", module=m.LitConfigured)
 model(
     "self.log(..., sync_dist=True)",
     module=m.LitSynced,
-    reason='what is logged with reduce_fx="sum" must be a sum over samples, not their mean',
+    reason='values that are logged with reduce_fx="sum" must be sums over samples, not means',
 )
 model(
     "training_step that returns None",
@@ -883,7 +890,7 @@ model(
     "torch.compile of the LightningModule",
     module=lambda: m.compiled(Lit()),
     refused="incompatible with the current strategy",
-    reason="Lightning allows it with strategies of its own only; compile the layers",
+    reason="Lightning only allows it with its own strategies; compile the layers",
 )
 
 
@@ -907,7 +914,7 @@ model(
     "torch.compile of the pipelined module",
     module=models.LitCompiledWhole,
     refused="is compiled as a whole",
-    reason="every rank holds some of its layers only; compile these",
+    reason="each rank holds only some of its layers; compile the layers",
 )
 model("skip connections between distant layers, in dicts", module=models.LitUNet)
 model(
@@ -918,7 +925,7 @@ model(
 )
 model("objects and modules that several layers share, without passing tensors", module=models.LitShared, evaluate=True)
 model(
-    "several calls of the pipelined module a step",
+    "several calls of the pipelined module in a step",
     module=m.LitTwice,
     reason="cut by units",
 )

@@ -33,14 +33,14 @@ for where, strategy in (("", {}), (", by units", BY_UNITS)):
         strategy=strategy,
     )
     steps(
-        f"self.log of what is no mean, sum or extreme over samples{where}",
+        f"self.log of values that are not a mean, sum or extreme over samples{where}",
         module=s.LogsSpread,
         strategy=strategy,
         warned="so they differ from one process: outputs['most'], outputs['sorted'], self.log('spread')",
         reason="a warning names the values",
     )
     steps(
-        f"numbers, words, counts, shapes and lists in the dict that training_step returns{where}",
+        f"numbers, strings, counts, shapes and lists in the dict that training_step returns{where}",
         module=s.ReturnsNumbers,
         strategy=strategy,
     )
@@ -48,28 +48,28 @@ steps(
     "self.log of a number that is 0 in the first batches",
     module=s.LogsLater,
     warned="self.log('events') of LogsLater.training_step was 0 in all batches that were compared",
-    reason="a warning names the value in the first batch in which it is not",
+    reason="a warning names the value in the first batch in which it is not 0",
 )
 LAST = {2: [3], 4: [1, 2, 3]}
-steps("auxiliary losses that layers pass along, of each sample", module=partial(s.PassesLosses, True))
+steps("auxiliary losses that layers pass along, for each sample", module=partial(s.PassesLosses, True))
 steps(
-    "auxiliary losses that layers pass along, of several samples",
+    "auxiliary losses that layers pass along, from several samples",
     module=partial(s.PassesLosses, False),
     strategy={"module": "model"},
     warned="computes something from several samples together",
 )
-steps("an auxiliary loss in an attribute, of each sample", module=partial(s.LeavesLosses, True), cuts=LAST)
+steps("an auxiliary loss in an attribute, for each sample", module=partial(s.LeavesLosses, True), cuts=LAST)
 steps(
-    "an auxiliary loss in an attribute, of several samples",
+    "an auxiliary loss in an attribute, from several samples",
     module=partial(s.LeavesLosses, False),
     cuts=LAST,
     warned=" computes .loss, which it leaves there, from several samples together",
 )
 tables = partial(batches, DataLoader(data(), batch_size=3, collate_fn=s.with_table, drop_last=True))
 cut = "should be a buffer of the module"
-steps("weights of classes in the batch, as many as samples", loaders=tables, module=s.WeighsClasses, refused=cut)
+steps("class weights in the batch, as many as samples", loaders=tables, module=s.WeighsClasses, refused=cut)
 steps(
-    "a table in the batch, as long as it, read before the layers",
+    "a table in the batch with as many rows as samples, read before the layers",
     loaders=tables,
     module=s.LooksUpBefore,
     refused=cut,
@@ -78,12 +78,16 @@ steps(
 steps("an error of training_step after the layers", module=s.FailsByItself, raises="IndexError: no size fits the shape")
 
 for what, make, text in (
-    ("a word", lambda loss: "a word", "MisconfigurationException: In automatic optimization, `training_step` must"),
+    ("a string", lambda loss: "a string", "MisconfigurationException: In automatic optimization, `training_step` must"),
     ("a dict without a loss", lambda loss: {"other": loss}, "the 'loss' key needs to be present"),
     ("a loss without a graph", lambda loss: loss.detach(), "element 0 of tensors does not require grad"),
-    ("a loss that is no scalar", lambda loss: loss * torch.ones(2), "grad can be implicitly created only for scalar"),
+    (
+        "a loss that is not a scalar",
+        lambda loss: loss * torch.ones(2),
+        "grad can be implicitly created only for scalar",
+    ),
 ):
-    steps(f"training_step returns {what}", module=partial(s.ReturnsOdd, make), raises=text, slow=what != "a word")
+    steps(f"training_step returns {what}", module=partial(s.ReturnsOdd, make), raises=text, slow=what != "a string")
 
 steps("evaluation steps that do not call the layers", module=s.WithoutLayers, evaluate=True)
 steps("a copied Trainer", then=s.fit_by_a_copy)
@@ -98,12 +102,12 @@ gap = "computes a gradient of the output of self.model(...)"
 steps("autograd.grad through the layers, allow_unused=True", module=s.PenalisesUnused, refused=gap)
 steps("autograd.grad through the layers and a skip around them", slow=True, module=s.PenalisesAround, refused=gap)
 steps(
-    "autograd.grad by weights kept in a list",
+    "autograd.grad with respect to weights kept in a list",
     slow=True,
     module=s.PenalisesKeptWeights,
     refused="takes a gradient of, or by,",
 )
-steps("autograd.grad by what the layers return", module=s.PenalisesOutput)
+steps("autograd.grad with respect to the output of the layers", module=s.PenalisesOutput)
 steps("autograd.grad before the layers", module=s.PenalisesBefore)
 steps("backward() in training_step", slow=True, module=s.BackwardInStep, refused=gap)
 steps(
@@ -132,16 +136,16 @@ steps("optimizer.state in a hook, each changed", module=by("scaled"))
 steps("optimizer.state in a hook, cleared", module=by("cleared"))
 steps("optimizer.state in a hook, replaced", module=by("replaced"))
 steps(
-    "weights of classes that a validation sets",
+    "weights of classes that validation sets",
     module=s.WeighsByMistakes,
     warned="returns a loss that is not a mean over samples",
-    reason="give their weight by `microbatch_weight(batch)`",
+    reason="return their weight from `microbatch_weight(batch)`",
 )
 steps(
     "mixtures of random samples, made by the step",
     module=s.MixesSamples,
     warned="training_step computes what enters self.model from several samples together",
-    reason="mix them in on_after_batch_transfer, which gets all samples",
+    reason="mix them in on_after_batch_transfer, which receives all samples",
     check=lambda ranks, plain: warned_on_rank_0(ranks, "what enters self.model"),
 )
 steps(
@@ -151,7 +155,7 @@ steps(
     reason="its loss is computed once for all samples, as with loss='batch'",
 )
 for what, module, settings, refused in (
-    ("a step that takes another way on one rank", s.TakesOtherWay, {}, ["it called neg as unit 0 at"] * 2),
+    ("a step that takes another path on one rank", s.TakesOtherWay, {}, ["it called neg as unit 0 at"] * 2),
     (
         "the address of a weight, as for code in C++",
         s.ReadsMemory,
@@ -178,7 +182,7 @@ decodes("greedy decoding, by units", module=partial(s.Generates, nn.ModuleList),
 decodes("greedy decoding, layers that keep keys and values", module=partial(s.Generates, nn.Sequential, True))
 
 for how, joined in (("called three times", False), ("called once with all inputs", True)):
-    for sizes, length, size in (("as many unlabelled samples", 46, 8), ("more unlabelled samples", 50, 24)):
+    for sizes, length, size in (("equally many unlabeled samples", 46, 8), ("more unlabeled samples", 50, 24)):
         steps(
             f"a CombinedLoader with {sizes}, layers {how}",
             module=partial(s.SemiSupervised, joined),

@@ -89,10 +89,12 @@ class ClampsKept(KeepsWeights):
 
 streams = partial(row, "Asynchronous streams")
 LOOKS = "reads layers while batches are in flight"
-AT_EPOCHS = "stages are at other batches, and gradients are cleared; look in on_train_epoch_end, or before the step"
+AT_EPOCHS = (
+    "stages are at different batches, and gradients are cleared; read them in on_train_epoch_end, or before the step"
+)
 SETS, EARLIER = (
     "sets AdamW 0, group 0, lr from",
-    "later batches began with the setting before; set it in optimizer_step",
+    "later batches have begun with the previous value; set it in optimizer_step",
 )
 CHANGED = "other batches that use it are under way"
 BETWEEN = "use optimizer.register_step_post_hook or on_train_epoch_start"
@@ -119,7 +121,7 @@ for schedule in ("pipedream", "dynpipe", "pipedream_2bw"):
     for what, kind in (("weights", ClampsWeights), ("p.data", ClampsData), ("weights kept in a list", ClampsKept)):
         streams(f"{name}{what} clamped between batches", module=kind, refused=CHANGED, reason=BETWEEN, **by)
 streams(
-    "EMAWeightAveraging where batches overlap",
+    "EMAWeightAveraging while batches overlap",
     lambda folder: {"callbacks": [EMAWeightAveraging()]},
     refused="whose stages are at other batches",
     strategy={"schedule": "pipedream", "schedule_args": {}},

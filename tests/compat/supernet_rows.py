@@ -25,7 +25,7 @@ supernet = partial(
 CSP: dict[str, Any] = {"schedule": "csp", "schedule_args": {}}
 BALANCED: dict[str, Any] = {"schedule": "csp", "schedule_args": {"balanced": True}}
 for name, kind, more in (
-    ("a subnet each batch", nets.LitSupernet, {}),
+    ("one subnet in each batch", nets.LitSupernet, {}),
     ("gradients changed in on_after_backward, on_before_optimizer_step, clipping", nets.ScalesGradients, {}),
     (
         "gradients changed in a callback's on_after_backward",
@@ -44,15 +44,15 @@ for name, kind in (
     ("requires_grad_ in on_train_epoch_start", nets.FreezesAtEpochs),
 ):
     supernet(name, module=kind, strategy=CSP)
-USE_STEP_HOOK = "earlier batches are under way; use optimizer.register_step_post_hook or on_train_epoch_start"
+USE_STEP_HOOK = "earlier batches are still in progress; use optimizer.register_step_post_hook or on_train_epoch_start"
 BY_ITSELF = "change the states of a batch's own weights, in on_before_optimizer_step"
 CHANGED = "other batches that use it are under way"
 for name, kind, refused, reason in (
     (
-        "optimizer_step that leaves steps out",
+        "optimizer_step that skips steps",
         nets.LeavesStepsOut,
         "outside of optimizer.step(closure=...)",
-        "each stage steps as soon as a batch's gradients are there",
+        "each stage steps as soon as it has the gradients of a batch",
     ),
     (
         "optimizer_zero_grad(set_to_none=False)",
@@ -64,7 +64,7 @@ for name, kind, refused, reason in (
         "an optimizer that decays weights without gradients",
         nets.DecaysAll,
         "changes parameters that have no gradients",
-        "a batch steps the layers that it uses; skip parameters without gradients",
+        "a batch only steps the layers that it uses; skip parameters without gradients",
     ),
     ("weights clamped in on_train_batch_end", nets.ClampsWeights, CHANGED, USE_STEP_HOOK),
     ("p.data clamped in on_train_batch_end", nets.ClampsData, CHANGED, USE_STEP_HOOK),
@@ -84,7 +84,7 @@ for name, kind, refused, reason in (
         BY_ITSELF,
     ),
     (
-        "optimizer.state looked into for all weights",
+        "optimizer.state of all weights, read in a hook",
         nets.LooksForStates,
         "the layers of other ranks that have states depend on",
         BY_ITSELF,
@@ -96,24 +96,24 @@ for name, kind, refused, reason in (
         BY_ITSELF,
     ),
     (
-        "a norm of one's own over optimizer.param_groups, subnets",
+        "a custom norm over optimizer.param_groups, subnets",
         nets.NormOfGroups,
         "takes the value of",
         "clip by value",
     ),
-    ("subnets drawn by each rank for itself", nets.DrawsByRank, "use different layers", "use one seed"),
-    ("a stream with a seed for each rank", nets.StreamByRank, "use different layers", "use one seed"),
+    ("subnets drawn by each rank separately", nets.DrawsByRank, "use different layers", "use one seed"),
+    ("a stream with a different seed on each rank", nets.StreamByRank, "use different layers", "use one seed"),
 ):
     more = {} if kind is not nets.StreamByRank else {"loaders": dict}
     supernet(name, module=kind, strategy=CSP, refused=refused, reason=reason, **more)
-for name in ("p.data clamped in on_train_batch_end", "a stream with a seed for each rank"):
+for name in ("p.data clamped in on_train_batch_end", "a stream with a different seed on each rank"):
     ROWS[f"{name}; balanced"] = replace(ROWS[name], name=f"{name}; balanced", strategy=BALANCED)
 supernet(
     "no layers_of_batch",
     module=nets.SaysNothing,
     strategy=CSP,
     warned="has no layers_of_batch to name them",
-    reason="equal, but one batch after another",
+    reason="equal results, but one batch after another",
     check=equal_weights,
 )
 supernet(
@@ -128,7 +128,7 @@ supernet(
     module=nets.LayersCount,
     strategy=CSP,
     warned="which it keeps from one micro-batch to the next",
-    reason="it is counted for each micro-batch",
+    reason="each micro-batch is counted",
 )
 supernet(
     "an average of weights in on_train_batch_end",

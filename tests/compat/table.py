@@ -4,8 +4,8 @@ Usage:
 
     python -m tests.compat.table [SCHEDULE RANKS [AREA ...]]
 
-Without arguments, all columns are run. Otherwise, only one column or some of its areas are run, and the other outcomes
-stay as they are in the document.
+Without arguments, all columns are run. Otherwise, one column or some of its areas are run, and the other outcomes in
+the document are not changed.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ Results = dict[str, dict[Column, str]]
 
 HEAD = """# Compatibility
 
-Each line is a test: one training in a pipeline and in one plain process. Weights, losses, logs, learning rates,
-`callback_metrics`, steps, epochs and what the feature makes must agree to 1e-10, unless the line has another number.
+Each line is a test that trains in a pipeline and in one plain process. Weights, losses, logs, learning rates,
+`callback_metrics`, steps, epochs and the results of the feature must agree to 1e-10, unless a line has another number.
 The runs use {columns}.
 
 - *works*: all values agree.
-- *warned*: other values come out, and a warning names what and why.
+- *warned*: some values differ, and a warning names them and the reason.
 - *refused*: every rank ends with an error that names the reason.
 
-`python -m tests.compat.table` runs all lines and writes this page. `make test` compares a tenth for the first
-column, `make test-full` all.
+`python -m tests.compat.table` runs all lines and writes this page. `make test` runs a tenth of the lines for the first
+column, and `make test-full` runs all of them.
 """
 
 
@@ -46,7 +46,7 @@ def table(results: Results) -> str:
     names = [f"{schedule} on {ranks}" for schedule, ranks in COLUMNS]
     lines = [HEAD.format(columns=f"{', '.join(names[:-1])} and {names[-1]} processes")]
     lines.append(
-        f"{len(ROWS)} lines: " + ", ".join(f"{counts[s]} runs {s}" for s in (WORKS, WARNED, REFUSED, FAILS)) + ".\n"
+        f"{len(ROWS)} lines. Runs: " + ", ".join(f"{counts[s]} {s}" for s in (WORKS, WARNED, REFUSED, FAILS)) + ".\n"
     )
     for area in dict.fromkeys(row.area for row in ROWS.values()):
         rows = [row for row in ROWS.values() if row.area == area]

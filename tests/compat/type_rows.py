@@ -29,7 +29,7 @@ types(
 )
 for loop, container in ((False, "a Sequential"), (True, "a loop over layers")):
     types(
-        f"graphs merged into one, in a class of their own, {container}, microbatches=1",
+        f"graphs merged into one, in a separate class, {container}, microbatches=1",
         module=partial(t.ConvolvesGraphs, loop),
         loaders=partial(t.graph_loaders, False),
         strategy={"microbatches": 1},
@@ -41,7 +41,7 @@ for loop, container in ((False, "a Sequential"), (True, "a loop over layers")):
         refused="needs PipelineStrategy(microbatches=1)",
     )
 types(
-    "graphs merged into one, in a class of their own, by units, microbatches=1",
+    "graphs merged into one, in a separate class, by units, microbatches=1",
     module=partial(t.ConvolvesGraphs, True),
     loaders=partial(t.graph_loaders, False),
     strategy={"module": "", "microbatches": 1},

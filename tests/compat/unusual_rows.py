@@ -81,7 +81,7 @@ for way, strategy in (("", {}), (", by units", {"module": ""})):
     )
     odd(f"trainer.train_dataloader.batch_size in the step{way}", module=m.ReadsLoader, strategy=strategy)
 for later in (False, True):
-    hooked = f"full backward hooks on layers without parts{', made in on_train_start' * later}"
+    hooked = f"full backward hooks on layers without parts{', registered in on_train_start' * later}"
     for way, strategy in (("", {"module": "model"}), (", by units", {"module": ""})):
         odd(f"{hooked}{way}", module=partial(m.BackwardHooks, later), strategy=strategy)
 odd("two attributes for one sparse tensor, one of them replaced by the step", module=m.TwoNames)

@@ -205,7 +205,7 @@ class _A4:
             self.scale += 0.5
 
 
-@fault("attribute from what was logged", "the input of layer 0", broken=keeps_state)
+@fault("attribute from logged values", "the input of layer 0", broken=keeps_state)
 class _A5:
     def on_train_epoch_end(self: Any) -> None:
         if self.last:
@@ -439,7 +439,7 @@ class _E5:
         return x * 2 if float(x.detach()[0, 0]) > 0 else -x
 
 
-@fault("loss that is no mean over samples", "the loss", strategy={"loss": "microbatch"})
+@fault("loss that is not a mean over samples", "the loss", strategy={"loss": "microbatch"})
 class _E6:
     def loss(self: Any, h: Any, y: Any, batch_idx: int) -> Any:
         return F.cross_entropy(h, y, reduction="none").square().mean().sqrt()
@@ -746,7 +746,9 @@ class Single(Net):
         return [batch[0].float(), batch[1]]
 
 
-@fault("single precision: loss that is no mean over samples", "the loss", base=Single, strategy={"loss": "microbatch"})
+@fault(
+    "single precision: loss that is not a mean over samples", "the loss", base=Single, strategy={"loss": "microbatch"}
+)
 class _P1:
     loss = _E6.loss
 

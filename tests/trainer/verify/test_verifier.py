@@ -65,7 +65,7 @@ SOME_BY_UNITS = (
     "BatchNorm by micro-batches",
     "norm over optimizer.param_groups in a hook",
     "mean over samples before the layers",
-    "loss that is no mean over samples",
+    "loss that is not a mean over samples",
     "random streams shifted on one rank",
     "one gradient scaled by 1.0001",
     "logs merged by the last micro-batch",
