@@ -73,7 +73,7 @@ def after(deaths: tuple[Death, ...]) -> list[tuple[list[RankResult], list[Any]]]
     for death, folder in zip(deaths, folders, strict=True):
         fault = Fault(death.victim, death.point, f"{folder}/when", nth=death.nth, delay=death.delay)
         ends.append(watch_ranks(dies, 2, death.way, folder, timeout=60, env=dict(fault.to_environment())))
-    assert all(Path(folder, "when").exists() for folder in folders), "somebody was not there any more when it was time"
+    assert all(Path(folder, "when").exists() for folder in folders), "a process ended before its fault"
     again = [(death.way, folder) for death, folder in zip(deaths, folders, strict=True)]
     both = run_ranks(go_on, 2, again, timeout=180)
     return [(end, [of[n] for of in both]) for n, end in enumerate(ends)]

@@ -112,7 +112,7 @@ def test_a_stopped_rank_is_declared_dead(name, outcomes):
             assert "PeerFailure" in o.error
             assert o.seconds <= outcomes[name][victim].seconds  # the victim could continue only after that
     own = outcomes[name][victim].error
-    assert who in own, "a rank that goes on does not learn that it was given up"
+    assert who in own, "a rank that continues does not learn that it was declared dead"
 
 
 # If one rank stops before the other has reached its place, the other waits for it and rightly declares it dead.

@@ -1,6 +1,6 @@
 """Check that a user can reach every module of the package, and every function, class and method.
 
-What only a benchmark or a test needs is not installed.
+Code that only benchmarks or tests need is not installed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EXCEPTIONS = {
 FUNCTION_EXCEPTIONS = {
     "lightning_pipes.engine.messages.bulk_transfer:BulkTransfer.set_gate": "holds transfers back in tests",
     "lightning_pipes.engine.residency.swap:Swap.expect_leases": "gives tests an exact order of leases",
-    "lightning_pipes.engine.watch.fault_points:Fault.to_environment": "the counterpart of what a started process reads",
+    "lightning_pipes.engine.watch.fault_points:Fault.to_environment": "writes variables that a process reads",
     "lightning_pipes.engine.watch.plain:_Writer.reducer_override": "called by the pickler",
     "lightning_pipes.engine.watch.plain:_reduce_tensor": "called by the pickler, through `reducer_override`",
     "lightning_pipes.import_hook:_Finder.find_spec": "called by the import system",

@@ -352,7 +352,7 @@ def test_everybody_ends_when_one_fails(module, rank, how, said):
     more = {"callbacks": [Failing(rank, how)]}
     outcomes = watch_ranks(fit, 3, module, 3, {}, more, timeout=30)
     for outcome in outcomes:
-        assert outcome.error, f"rank {outcome.rank} went on"
+        assert outcome.error, f"rank {outcome.rank} continued"
         assert outcome.seconds < scale_timeout(SOON), f"rank {outcome.rank}: {outcome.error}"
         if outcome.rank != rank:
             assert said in outcome.error

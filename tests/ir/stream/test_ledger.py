@@ -145,9 +145,9 @@ def test_says_in_which_order_a_stage_will_probably_turn_to_batches() -> None:
         ledger.enter(batch, LayerUse.from_names(names, LAYERS))
     assert ledger.follows == {0: set(), 1: set(), 2: {0}, 3: {1}, 4: {2}}
     assert ledger.expected_order([]) == [0, 1, 2, 3, 4]
-    assert ledger.expected_order([1, 0]) == [1, 0, 3, 2, 4], "who has begun first is back first"
+    assert ledger.expected_order([1, 0]) == [1, 0, 3, 2, 4], "the batch that began first returns first"
     ledger.remove_batch(0)
-    assert ledger.expected_order([1]) == [1, 2, 3, 4], "nobody waits for who has left"
+    assert ledger.expected_order([1]) == [1, 2, 3, 4], "no batch waits for a batch that was removed"
 
 
 def test_depth_holds_back_batches() -> None:

@@ -17,22 +17,27 @@ from lightning_pipes.planning.replanning import Observation, replay_of, sends_of
 
 Array = npt.NDArray[np.float64]
 Slowdown = Callable[[int, int, int], Array]
-"""By how much more time operations take: of a rank, from one batch on, so many batches. Axis 0 is batches, axis 1
-operations of a batch, maybe more than there are; axes of length 1 stand for any."""
+"""A function that returns the factors by which the operations of a rank take longer.
+
+Its arguments are the rank, the first batch, and the number of batches. Axis 0 of the result is batches, and axis 1 is
+the operations of a batch. Axis 1 may be longer than the number of operations. An axis of length 1 is broadcast.
+"""
 
 BESIDE = (1.1, 1.8, 3.2)
-"""How many times as long a device took beside one, two and three networks in the paper (table I)."""
+"""The slowdown of a device next to one, two and three networks in the paper (table I)."""
 FAST = Link(bandwidth=1e9)
 
 
 def layered_model(
     seconds: Sequence[float], edge: float = 1e3, weights: int = 10**6, backward: float = 2.0
 ) -> ModelProfile:
-    """Return layers with these seconds of a forward per sample, and backwards that take `backward` times as long.
+    """Return a model with given forward seconds of each layer for a sample.
 
     Args:
+        seconds: the forward seconds of each layer.
         edge: bytes of the output of each layer for a sample.
-        weights: bytes of each layer; optimizers keep twice as much.
+        weights: bytes of the weights of each layer. Optimizer states are twice as large.
+        backward: the time of a backward, relative to a forward.
     """
     layers = tuple(
         LayerProfile(
@@ -52,11 +57,11 @@ def layered_model(
 
 @dataclass(frozen=True)
 class Neighbourhood:
-    """A model on the ranks of a schedule, on devices with neighbours.
+    """A model on the ranks of a schedule, whose devices have neighbours.
 
     Attributes:
-        slowdown: what neighbours do.
-        link: between ranks.
+        slowdown: the slowdown of operations by neighbours.
+        link: the link between ranks.
     """
 
     profile: ModelProfile
@@ -128,7 +133,7 @@ class Neighbourhood:
         return self.schedule.program(plan)
 
     def steps(self, plan: Plan, first: int, batches: int) -> Array:
-        """Return the seconds of each step; for a schedule that does not flush, their mean for each."""
+        """Return the seconds of each step, or their mean for each step if the schedule does not flush."""
         replay = replay_of(self.order(plan), plan, batches)
         found: Array = np.broadcast_to(replay.step_seconds(self.operation_seconds(plan, first, batches))[0], (batches,))
         return found
@@ -139,7 +144,7 @@ def _operations(plan: Plan, stage: int) -> int:
 
 
 def constant_slowdown(factors: Sequence[float], since: int = 0) -> Slowdown:
-    """Slow every rank by its own factor, from batch `since` on."""
+    """Return a slowdown with a constant factor for each rank, which begins with batch `since`."""
 
     def slowdown_of(rank: int, first: int, batches: int) -> Array:
         now = np.arange(first, first + batches) >= since
@@ -150,12 +155,15 @@ def constant_slowdown(factors: Sequence[float], since: int = 0) -> Slowdown:
 
 @lru_cache
 def visiting_slowdown(ranks: int, load: float, stay: float, seed: int) -> Slowdown:
-    """Slow ranks by neighbours with random arrivals and durations. Each neighbour takes a share of the device out of
-    BESIDE, and shares add up.
+    """Return a slowdown by neighbours with random arrivals and durations.
+
+    Each neighbour slows down the device by a random factor from BESIDE. The slowdowns of several neighbours add up.
 
     Args:
-        load: neighbours that a rank has on the average.
-        stay: batches that each stays on the average.
+        ranks: the number of ranks.
+        load: the mean number of neighbours of a rank.
+        stay: the mean number of batches for which a neighbour stays.
+        seed: the seed of the random numbers.
     """
     chance, until = np.random.default_rng(seed), 100 * stay
     found = []

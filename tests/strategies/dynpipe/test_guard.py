@@ -86,7 +86,7 @@ def test_layers_leave_a_device_that_lacks_memory() -> None:
     assert WORLD.plan().layers == (Span(0, 4), Span(4, 8), Span(8, 12))
     assert relieved((50_000, 50_000, 50_000)) is None
     assert relieved((50_000, 9_000, 50_000)) == [4, 3, 5], "it lacks 6000 bytes"
-    assert relieved((50_000, 9_000, None)) == [4, 3, 5], "where nobody knows nothing is short"
+    assert relieved((50_000, 9_000, None)) == [4, 3, 5], "a device with unknown memory is not short of it"
     assert relieved((10**6, 0, 10**6)) == [5, 2, 5], "it lacks 15000"
 
 

@@ -27,17 +27,22 @@ def random_costs(
     overhead: float | None = None,
     seed: int = 0,
 ) -> CostModel:
-    """The costs of blocks of the paper's kind of jobs: a fixed time and one of each sample, for a backward three times
-    as long as for a forward, recomputation included.
+    """Return the costs of blocks for the paper's kinds of jobs.
+
+    A block takes a fixed time plus a time for each sample. A backward takes three times as long as a forward, including
+    recomputation.
 
     Args:
-        kind: "language" or "vision": times and batch sizes.
-        imbalance: stages differ by a factor of exp(-imbalance) to exp(imbalance); 0 means by 2 % at most.
-        link: how long a message occupies its link, as a share of what its samples take to compute.
-        overhead: the fixed time in samples' worth; None means the kind's own.
+        stages: the number of stages.
+        kind: "language" or "vision", which determines the times and the batch sizes.
+        imbalance: the times of stages differ by a factor of exp(-imbalance) to exp(imbalance). With 0, they differ by
+            at most 2 %.
+        link: the time for which a message occupies its link, relative to the computing time of its samples.
+        overhead: the fixed time, in units of the time of a sample, or None for the default of the kind.
+        seed: the seed of the random numbers.
 
     Raises:
-        InputError: nobody knows the kind.
+        InputError: the kind is unknown.
     """
     fixed, each, batches = lookup_name(KINDS, kind, "kind of array")
     fixed = fixed if overhead is None else overhead * each
@@ -63,7 +68,7 @@ def random_array(
     overhead: float | None = None,
     seed: int = 0,
 ) -> ArrayProblem:
-    """One mini-batch of each of some jobs, which differ in their batch size; arguments as for `random_costs`."""
+    """Return an array of jobs with different batch sizes and one batch each, with the arguments of `random_costs`."""
     costs = random_costs(stages, kind, imbalance=imbalance, link=link, overhead=overhead, seed=seed)
     fixed, each, batches = KINDS[kind]
     cuts = tuple(Cut.even(int(rows), 1, stages) for rows in batch_sizes(jobs, kind))
@@ -72,7 +77,10 @@ def random_array(
 
 
 def batch_sizes(jobs: int, kind: str = "language") -> Array:
-    """The batch size of each job: the kind's sizes in turn, which makes the paper's grid for 64 jobs."""
+    """Return the batch size of each job.
+
+    The sizes of the kind are repeated in order. With 64 jobs, this is the grid of the paper.
+    """
     return np.resize(np.array(KINDS[kind][2], np.int64), jobs)
 
 

@@ -114,7 +114,7 @@ def test_after_trouble_everybody_ends_and_the_checkpoint_before_is_good(number, 
     outcomes, left, differing, folder = after_trouble[number]
     _, rank, how, said = TROUBLES[number]
     for outcome in outcomes:
-        assert outcome.error, f"rank {outcome.rank} went on"
+        assert outcome.error, f"rank {outcome.rank} continued"
         assert outcome.seconds < scale_timeout(SOON), f"rank {outcome.rank}: {outcome.error}"
         if outcome.rank != rank or how == "full disk":
             assert said.format(path=f"{folder}/step=4.ckpt") in outcome.error

@@ -39,7 +39,7 @@ class Fake:
         return {}, 10**6
 
     def to_curves(self) -> Curves:
-        raise AssertionError("nobody asks for a report")
+        raise AssertionError("no report is requested")
 
 
 class Watches(pl.Callback):
