@@ -34,7 +34,7 @@ from lightning_pipes.arrays.rounds import RoundOrder, Rounds
 from lightning_pipes.arrays.siblings.baton import read_random_state, restore_random_state
 from lightning_pipes.arrays.siblings.connections import join
 from lightning_pipes.arrays.siblings.shared import SharedConnections
-from lightning_pipes.arrays.siblings.sibling import ArrayCancelledError, Outcome, Sibling, current_sibling
+from lightning_pipes.arrays.siblings.sibling import ArrayCancelledError, MisfitError, Outcome, Sibling, current_sibling
 from lightning_pipes.arrays.siblings.sibling_board import Failure, JobCount, PeerStore, Return
 from lightning_pipes.engine.allocator import kept_heap, share_heap
 from lightning_pipes.engine.engine import Engine
@@ -226,6 +226,11 @@ class JobArray(Generic[T]):
         return 1 if self._rounds is not None or self._decides is not None else choose_microbatches(stages, self.size)
 
     @property
+    def runs_in_rounds(self) -> bool:
+        """Whether one batch of every sibling is computed per round."""
+        return self._rounds is not None
+
+    @property
     def is_terminated(self) -> bool:
         """Whether this process got SIGTERM."""
         return self._interrupts.terminated
@@ -266,6 +271,7 @@ class JobArray(Generic[T]):
             return
         self._terminated |= isinstance(sibling.outcome.error, SIGTERMException)  # on all ranks, in the same turn
         del self._running[sibling.index]
+        self.shared.stage_loads.end_sibling(sibling.index)
         self._news_of_peers.pop(sibling.index, None)
         if self._fails_later_on_peers(sibling):
             self._queue.append(None)
@@ -297,8 +303,9 @@ class JobArray(Generic[T]):
                     sibling.index, trainer.lightning_module, trainer.optimizers, trainer.strategy.root_device
                 )
         except PlanError as error:
-            sibling.report_failure(error)
-            sibling.fail_at(sibling.turns + 1, error)
+            misfit = MisfitError(str(error))
+            sibling.report_failure(misfit)
+            sibling.fail_at(sibling.turns + 1, misfit)
 
     def _agree_on_size(self, sibling: Sibling[T]) -> None:
         """Decide the size together with all ranks, unless the sibling has ended on one of them.

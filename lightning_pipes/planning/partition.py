@@ -44,9 +44,20 @@ def even_partition(weights: Sequence[float], stages: int, degrees: Sequence[int]
         raise PlanError(f"weights of layers must not be negative, got {min(weights)}")
     sums = range_sums(np.asarray(weights, dtype=float))
     of_degree = {d: StageLoad(lambda begin, stop, d=d: sums(begin, stop) / d) for d in degrees}  # type: ignore[misc]
-    loads = [of_degree[d] for d in degrees] or [StageLoad(sums)] * stages
-    most = min_max_load(loads, n) * (1 + 1e-12)
-    bands = _Bands.within_load(loads, n, most)
+    return evenest_partition([of_degree[d] for d in degrees] or [StageLoad(sums)] * stages, n)
+
+
+def evenest_partition(loads: Sequence[StageLoad], layers: int) -> tuple[Span, ...]:
+    """Return the partition with the smallest load of the heaviest stage and, among these, the smallest sum of squares.
+
+    No stage is empty.
+
+    Args:
+        loads: the load of each stage.
+        layers: the number of layers of the model, at least the number of stages.
+    """
+    most = min_max_load(loads, layers) * (1 + 1e-12)
+    bands = _Bands.within_load(loads, layers, most)
     return _chosen(bands, lambda band, begin: np.where(band <= most, band, np.inf) ** 2)
 
 

@@ -24,7 +24,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lightning_pipes.arrays.array import JobArray
 from lightning_pipes.arrays.memory_swap import AUTO, MemorySwap
-from lightning_pipes.arrays.siblings.connections import CompatibilityError
 from lightning_pipes.arrays.siblings.sibling import ArrayCancelledError, current_sibling
 from lightning_pipes.engine.watch.trust import SECRET
 from lightning_pipes.ir import InputError, PipelineError, check_count
@@ -178,7 +177,6 @@ class Multirun:
         self.ends: tuple[type[BaseException], ...] = (ArrayCancelledError,)
         self._context = hydra_context
         self._task = task_function
-        self._overrides: dict[int, list[str]] = {}  # the overrides of each sibling, by its index
         setup_globals()
         _check_process(config, config)
         self.leader_store = store = LeaderStore()
@@ -260,9 +258,6 @@ class Multirun:
         return self.errors.setdefault(number, error)
 
     def _job(self, number: int, overrides: Sequence[str]) -> JobReturn:
-        sibling = current_sibling()
-        assert sibling is not None, "jobs are run by the siblings of an array"
-        self._overrides[sibling.index] = list(overrides)
         config = self._context.config_loader.load_sweep_config(self.config, list(overrides))
         _check_process(config, self.config)
         with read_write(config), open_dict(config):
@@ -295,13 +290,6 @@ class Multirun:
     def _run(self, number: int, config: DictConfig) -> Any:
         try:
             return self._task(config)
-        except CompatibilityError as error:
-            sibling = current_sibling()
-            assert sibling is not None
-            own, first = self._overrides[sibling.index], self._overrides[error.first]
-            explained = CompatibilityError(f"{error}. {_difference(own, first)}", error.first)
-            self._log_failure(number, explained)
-            raise explained from error
         except BaseException as error:
             self._log_failure(number, error)
             raise
@@ -350,12 +338,6 @@ def _check_process(config: DictConfig, outside: DictConfig) -> None:
             "hydra/launcher=job_array runs jobs side by side in one process, which has one environment. "
             f"hydra.job.env_set must be the same for all: one has {own}, the multirun {first}"
         )
-
-
-def _difference(own: Sequence[str], first: Sequence[str]) -> str:
-    mine = [o for o in own if o not in first]
-    others = [o for o in first if o not in own]
-    return f"Its overrides differ by {' '.join(mine) or 'nothing'}, there {' '.join(others) or 'nothing'}"
 
 
 def _failed(error: BaseException, overrides: Sequence[str]) -> JobReturn:

@@ -28,11 +28,11 @@ LAST = 0
 class Net(pl.LightningModule):
     """A module that depends on torch's and NumPy's random numbers, and whose step fails if `harmful` is set."""
 
-    def __init__(self, lr: float, width: int = 6) -> None:
+    def __init__(self, lr: float, width: int = 6, depth: int = 6) -> None:
         super().__init__()
         self.lr = lr
         self.harmful = False
-        blocks = [nn.Sequential(nn.Linear(width, width), nn.Dropout(0.3), nn.Tanh()) for _ in range(6)]
+        blocks = [nn.Sequential(nn.Linear(width, width), nn.Dropout(0.3), nn.Tanh()) for _ in range(depth)]
         self.layers = nn.Sequential(*blocks, nn.Linear(width, 1))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -64,6 +64,7 @@ class Job:
     batch: int = 8
     harm: str = ""
     width: int = 6
+    depth: int = 6
     clip: float | None = None
     patience: int | None = None
     schedule: str | Schedule = "jap"
@@ -83,7 +84,7 @@ class Job:
             x = x[:24] if self.harm == "fewer batches" else x + (self.harm == "other samples")
             batch += 3 * (self.harm == "other rows")
         loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch, shuffle=shuffle)
-        module = Net(0.01 * (1 + self.number), self.width)
+        module = Net(0.01 * (1 + self.number), self.width, self.depth)
         seen = Seen(self.harm)
         callbacks: list[Callback] = [seen]
         if self.folder:

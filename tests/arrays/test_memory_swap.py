@@ -49,7 +49,7 @@ def test_bit_for_bit(ranks: int, bandwidth: float | None) -> None:
         Job(3, harm="loss"),
         Job(4, batch=5, clip=0.1),
         Job(5, epochs=3),
-        Job(6, batch=40),
+        Job(6, batch=40, width=12, depth=7),
     ]
     for swapped, plain, found, _ in run_ranks(with_and_without, ranks, jobs, 6, BIG, None, 2, bandwidth, timeout=90):
         values = {index: value for index, value, _ in swapped}
@@ -176,9 +176,9 @@ def told(rank: int, device_bytes: int, host_bytes: int | None, slots: int | None
 @pytest.mark.parametrize(
     ("device_bytes", "host_bytes", "says"),
     [
-        (100, None, r"PlanError: state 0 has \d+ bytes, the device's budget is 100"),
-        (10_000, None, r"PlanError: sibling 0 has a state of \d+ bytes, and device_bytes=10000 has no room for two"),
-        (BIG, 10_000, r"PlanError: state [01] has \d+ bytes; . states have \d+ of the host's budget of 10000"),
+        (100, None, r"MisfitError: state 0 has \d+ bytes, the device's budget is 100"),
+        (10_000, None, r"MisfitError: sibling 0 has a state of \d+ bytes, and device_bytes=10000 has no room for two"),
+        (BIG, 10_000, r"MisfitError: state [01] has \d+ bytes; . states have \d+ of the host's budget of 10000"),
     ],
 )
 def test_a_budget_that_is_too_small_is_refused(device_bytes: int, host_bytes: int | None, says: str) -> None:

@@ -102,21 +102,16 @@ def test_the_losses_of_solo_runs(ranks: int, settings: list[str], tmp_path: Path
 
 
 def test_failures_are_told_and_their_own(tmp_path: Path) -> None:
-    """Check a job that raises an error, a job that exits, and a job with other layers. The other jobs end as usual."""
+    """Check a job that raises an error and a job that exits. The other jobs, one of them wider, end as usual."""
     said = run_ranks(multirun, 2, str(tmp_path), *ARRAY, "fail=value,exit,''", "width=6,7", timeout=90)
     assert said == ["ValueError: job 0 fails"] * 2
-    assert sorted(losses(tmp_path / "out")) == [4]
+    assert sorted(losses(tmp_path / "out")) == [4, 5]
     for log in ("app.log", "app.rank1.log"):
         told = [(tmp_path / "out" / str(job) / log).read_text() for job in range(6)]
         assert "in main\n    raise ValueError" in told[0]
         assert "#1 failed: ValueError: job 1 fails\nTraceback" in told[1]
         assert "#2 failed: SystemExit: leaves" in told[2]
-        assert "failed" not in told[4]
-        assert "Its overrides differ by" in told[5]
-    (tmp_path / "again").mkdir()
-    zero, _ = run_ranks(multirun, 2, str(tmp_path / "again"), *ARRAY, "width=6,7", "lr=0.01,0.1", timeout=90)
-    assert "sibling 2 of the array has layers.0.0.weight of shape (7, 7)" in zero
-    assert "Its overrides differ by width=7, there width=6" in zero
+        assert "failed" not in told[4] + told[5]
 
 
 def search(rank: int, folder: str, *more: str) -> str:

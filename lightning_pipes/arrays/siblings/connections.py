@@ -1,7 +1,8 @@
-"""Connections of a sibling, and the model structure and cut that all siblings of an array share."""
+"""Connections of a sibling, and the choice of its container and its cut."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -11,11 +12,12 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from lightning_pipes.arrays.siblings.sibling import Sibling, SiblingWatch, wait_in_turn
+from lightning_pipes.arrays.siblings.sibling import MisfitError, Sibling, SiblingWatch, wait_in_turn
 from lightning_pipes.engine.engine import Turns, Watch
 from lightning_pipes.engine.messages.mailbox import Transport
 from lightning_pipes.engine.watch.failure import FailureWatch
 from lightning_pipes.ir import PipelineError, PlanError
+from lightning_pipes.planning.partition import partition_at
 from lightning_pipes.planning.planner import planner_of
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.loop.connections import Connections, MakeControl
@@ -74,6 +76,11 @@ class SiblingConnections(Connections):
     @override
     def complete_request(self, request: RunRequest, ranks: int) -> RunRequest:
         return with_default_microbatches(request, self.sibling, ranks)
+
+    @property
+    @override
+    def computes_alone(self) -> bool:
+        return "decisions" not in self.sibling.array.shared.facts
 
     @override
     def agree_on_container(self, module: pl.LightningModule, find: Callable[[], str]) -> str:
@@ -213,18 +220,6 @@ Structure = dict[str, tuple[tuple[int, ...], str]]
 """The shape and dtype of every parameter, by name."""
 
 
-class CompatibilityError(PlanError):
-    """A sibling cannot share the pipeline of the other siblings.
-
-    Attributes:
-        first: the index of the sibling that created the pipeline.
-    """
-
-    def __init__(self, text: str, first: int = 0) -> None:
-        super().__init__(text)
-        self.first = first
-
-
 def with_default_microbatches(request: RunRequest, sibling: Sibling[object], ranks: int) -> RunRequest:
     """Return a sibling's request with the array's number of micro-batches, if the sibling does not set a number.
 
@@ -245,66 +240,89 @@ def with_default_microbatches(request: RunRequest, sibling: Sibling[object], ran
 
 
 def find_shared_container(sibling: Sibling[object], module: pl.LightningModule, find: Callable[[], str]) -> str:
-    """Return the path of the first sibling's container if this module also contains it. Otherwise, return `find()`."""
-    facts = sibling.array.shared.facts
-    if "container" not in facts:
-        facts["container"] = find()
-    path: str = facts["container"]
-    return path if path in dict(module.named_modules()) else find()
+    """Return the path of the container of an earlier sibling with equal parameters, or `find()` if there is none."""
+    found: dict[object, str] = sibling.array.shared.facts.setdefault("containers", {})
+    key = (type(module), *_structure(module).items())
+    if key not in found:
+        found[key] = find()
+    return found[key]
 
 
 def decide_shared_cut(
     sibling: Sibling[object], module: pl.LightningModule, plain: Decision, decide: Callable[[], Decision]
 ) -> Decision:
-    """Return the decision for a sibling, with the cut of the first sibling and its own schedule and micro-batches.
+    """Return the decision for a sibling, with its own schedule and micro-batches.
+
+    Siblings with equal parameters that request the same cut share one cut. Any other sibling has its own cut. If the
+    layers of this sibling were measured, its cut gives most work to the stages that have the least work from the other
+    siblings, so that all stages of the array are equally busy.
 
     Args:
         sibling: the sibling.
         module: the sibling's model.
         plain: the decision that follows from the sibling's settings alone.
-        decide: makes a complete decision. It is called for the first sibling only.
+        decide: makes a complete decision. It is called once for each requested cut of each structure.
 
     Raises:
-        CompatibilityError: the sibling differs from the first one in its parameters, its ranks, or the requested cut.
+        MisfitError: the array runs in rounds, and the sibling differs from the first one in its parameters, its
+            ranks, or the requested cut.
     """
-    own: Structure = {n: (tuple(p.shape), str(p.dtype)) for n, p in module.named_parameters()}
-    facts = sibling.array.shared.facts
-    if "structure" not in facts:
-        facts["structure"], facts["plain"], facts["decision"] = (sibling.index, own), plain, decide()
-    first, structure = facts["structure"]
-    decision: Decision = facts["decision"]
-    asked: Decision = facts["plain"]
-    if first == sibling.index:
+    own, shared = _structure(module), sibling.array.shared
+    first, structure, asked = shared.facts.setdefault("first", (sibling.index, own, plain))
+    if sibling.array.runs_in_rounds:
+        different = _difference(structure, own, first) or _different_cut(asked, plain, first)
+        if different:
+            raise MisfitError(
+                f"sibling {sibling.index} of the array {different}. In rounds, all siblings must have the same layers "
+                "and the same cut. Leave out rounds=, or run this sibling in another array"
+            )
+    decisions: dict[object, tuple[int, Decision]] = shared.facts.setdefault("decisions", {})
+    key = (*own.items(), plain.ranks, plain.layers)
+    if key not in decisions:
+        decisions[key] = sibling.index, _level_work(sibling, decide())
+    decider, decision = decisions[key]
+    if decider != sibling.index:
+        decision = replace(
+            decision,
+            schedule=plain.schedule,
+            microbatches=plain.microbatches,
+            recompute=plain.recompute,
+            seconds=None,
+            computing=None,
+            cut_reason="",
+        )
+    shared.stage_loads.begin_sibling(sibling.index, decision)
+    return decision
+
+
+def _level_work(sibling: Sibling[object], decision: Decision) -> Decision:
+    """Return the decision of a sibling with the cut that levels the work of all siblings, as computed on rank 0.
+
+    Ranks may learn at different times that another sibling has failed, so that they would choose different cuts.
+    """
+    cut = sibling.array.shared.stage_loads.level_cut(decision)
+    agreed = json.loads(sibling.meet_peers(json.dumps([span.start for span in cut[1:]]))[0])
+    if agreed == [span.start for span in decision.layers[1:]]:
         return decision
-    different = _difference(structure, own, first)
-    if different:
-        raise CompatibilityError(
-            f"sibling {sibling.index} of the array {different}; siblings share one pipeline, so they must have the "
-            "same layers and may differ in everything else. Run it in an array of its own",
-            first,
-        )
-    if plain.ranks != decision.ranks:
-        raise CompatibilityError(
-            f"sibling {sibling.index} of the array has stages on ranks {plain.ranks} with schedule "
-            f"{plain.schedule.name!r}, sibling {first} on {decision.ranks}; give them the same schedule",
-            first,
-        )
-    if plain.layers != asked.layers:
-        cuts = [[span.start for span in each.layers[1:]] for each in (plain, asked)]
-        raise CompatibilityError(
-            f"sibling {sibling.index} of the array asks for stages that begin at the layers {cuts[0]}, sibling {first} "
-            f"at {cuts[1]}; siblings share one cut, so give them the same partition",
-            first,
-        )
-    return replace(
-        decision,
-        schedule=plain.schedule,
-        microbatches=plain.microbatches,
-        recompute=plain.recompute,
-        seconds=None,
-        computing=None,
-        cut_reason="",
+    rank_zero_info(
+        f"JobArray: the stages of sibling {sibling.index} begin at layers {agreed}, so that all ranks have the same "
+        "amount of work from all siblings"
     )
+    layers = partition_at(agreed, decision.layers[-1].stop, len(cut))
+    return replace(decision, layers=layers, seconds=None, computing=None, cut_reason="")
+
+
+def _structure(module: pl.LightningModule) -> Structure:
+    return {name: (tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()}
+
+
+def _different_cut(first: Decision, own: Decision, index: int) -> str:
+    if own.ranks != first.ranks:
+        return f"has stages on ranks {own.ranks} with schedule {own.schedule.name!r}, sibling {index} on {first.ranks}"
+    if own.layers != first.layers:
+        cuts = [[span.start for span in each.layers[1:]] for each in (own, first)]
+        return f"requests stages that begin at the layers {cuts[0]}, sibling {index} at {cuts[1]}"
+    return ""
 
 
 def _difference(first: Structure, own: Structure, index: int) -> str:
@@ -316,6 +334,6 @@ def _difference(first: Structure, own: Structure, index: int) -> str:
         if first[name] != own[name]:
             return (
                 f"has {name} of shape {own[name][0]} and {own[name][1]}, sibling {index} has {first[name][0]} and "
-                + (first[name][1])
+                + first[name][1]
             )
     return ""

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from lightning_pipes.arrays.siblings.sibling_board import PeerStore
+from lightning_pipes.arrays.siblings.stage_loads import StageLoads
 from lightning_pipes.engine.messages.mailbox import Key, Mailbox, Transport
 from lightning_pipes.engine.watch.failure import FailureWatch
 from lightning_pipes.ir import InputError
@@ -25,8 +26,8 @@ class SharedConnections:
         watch: detects ranks that die. None until the first sibling requests it.
         transport: carries all messages between stages. None until the first sibling requests it.
         board: the board on which ranks inform each other about siblings.
-        facts: values that the first sibling determined, by name. Other siblings adopt these values or must agree with
-            them.
+        facts: values that earlier siblings determined, by name.
+        stage_loads: the work of the running siblings on each rank.
     """
 
     def __init__(self) -> None:
@@ -34,6 +35,7 @@ class SharedConnections:
         self.transport: Transport | None = None
         self.board = PeerStore()
         self.facts: dict[str, Any] = {}
+        self.stage_loads = StageLoads()
         self._free: dict[int, Control] = {}
         """Connections that ended siblings have returned, by their number."""
         self._numbers: dict[Control, int] = {}

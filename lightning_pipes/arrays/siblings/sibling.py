@@ -22,7 +22,7 @@ from lightning_pipes.arrays.siblings.sibling_board import Failure, Return, Sibli
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.watch.failure import FailureWatch
 from lightning_pipes.engine.watch.fault_points import fault_point
-from lightning_pipes.ir import InputError, PipelineError
+from lightning_pipes.ir import InputError, PipelineError, PlanError
 
 T = TypeVar("T")
 
@@ -47,6 +47,10 @@ class ArrayCancelledError(PipelineError):
 
     The reason is Ctrl-C, a rank that died, or a caller that stopped iterating.
     """
+
+
+class MisfitError(PlanError):
+    """A sibling does not fit into its array. It ends alone, and a study continues with the next trial."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,10 @@ class Host(Protocol):
 
     size: int
     shared: SharedConnections
+
+    @property
+    def runs_in_rounds(self) -> bool:
+        """Whether one batch of every sibling is computed per round."""
 
     @property
     def is_terminated(self) -> bool:

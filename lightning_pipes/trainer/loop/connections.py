@@ -59,14 +59,19 @@ class Connections:
         """Return the request of a training, completed by settings of the trainings that share its ranks."""
         return request
 
+    @property
+    def computes_alone(self) -> bool:
+        """Whether no other training computes on the ranks yet, so that steps of this training can be timed."""
+        return True
+
     def agree_on_container(self, module: pl.LightningModule, find: Callable[[], str]) -> str:
-        """Return the path of the container. Only one of the trainings calls `find`."""
+        """Return the path of the container. Trainings of equal modules call `find` once."""
         return find()
 
     def agree_on_decision(
         self, module: pl.LightningModule, plain: Decision, decide: Callable[[], Decision]
     ) -> Decision:
-        """Return the decision. Only one of the trainings calls `decide`."""
+        """Return the decision. Trainings of equal modules that request the same cut call `decide` once."""
         return decide()
 
     def check_asynchronous(self, schedule: str) -> None:

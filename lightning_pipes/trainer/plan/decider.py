@@ -71,6 +71,8 @@ class PlanDecider(ProfilePlanner):
         transport: the name of the transport for messages.
         cache: the profiles of earlier runs.
         shards: the number of ranks over which the optimizer states of a stage are sharded.
+        times_steps: whether cuts are tried by running steps. If other trainings compute on the ranks at the same time,
+            the duration of a step would include their work.
     """
 
     def __init__(
@@ -81,12 +83,14 @@ class PlanDecider(ProfilePlanner):
         transport: str,
         cache: ProfileCache,
         shards: int = 1,
+        times_steps: bool = True,
     ) -> None:
         super().__init__(ranks, transport)
         self._trainer = trainer
         self._path = path
         self._cache = cache
         self._shards = shards
+        self._times_steps = times_steps
         layers = trainer.lightning_module.get_submodule(path)
         assert isinstance(layers, Layers)
         self._layers = layers
@@ -209,7 +213,7 @@ class PlanDecider(ProfilePlanner):
                     own, undisturbed_profile if request.may_replan else ModelProfile.mean_of
                 )
                 deployment = self.make_deployment(plain, speeds)
-                if not plain.schedule.flushes:  # trials run single batches only
+                if not plain.schedule.flushes or not self._times_steps:  # trials run single batches only
                     made = self.plan(request, plain, profile, rows, deployment)
                 else:
                     trials = partial(self._count_seconds_left, begun, expected_batches(self._trainer, data))

@@ -247,7 +247,10 @@ class ContainerSetup(ModuleSetup):
         """Return the decision from measured times."""
         _log.debug("setup: layers of %s are measured", self.path)
         shards = self._ranks.grid.replicas if self._settings.shard_optimizer else 1
-        decider = PlanDecider(self._trainer, self.path, self._ranks, self._settings.transport, self.profiles, shards)
+        times_steps = self._context.connections.computes_alone
+        decider = PlanDecider(
+            self._trainer, self.path, self._ranks, self._settings.transport, self.profiles, shards, times_steps
+        )
         measured = decider.decide(request, plain)
         if self._ranks.grid.n_planned > 1:
             warn_about_outside(self._module, self.path, measured.profile)

@@ -10,14 +10,14 @@ from functools import partial
 from typing import Any
 
 import optuna
+import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from optuna import Study
 from optuna.storages import InMemoryStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from lightning_pipes.arrays.array import JobArray
-from lightning_pipes.arrays.siblings.connections import CompatibilityError
-from lightning_pipes.arrays.siblings.sibling import Outcome, current_sibling
+from lightning_pipes.arrays.siblings.sibling import MisfitError, Outcome, current_sibling
 from lightning_pipes.engine.watch.error_output import RemoteError
 from lightning_pipes.engine.watch.failure import PeerFailure
 from lightning_pipes.engine.watch.fault_points import fault_point
@@ -260,7 +260,7 @@ class _Leader:
                 enqueue_again(self._study, trial.number, trial.params)
             frozen = report_result(self._study, trial, outcome.value, error, self._tracebacks)
         kinds = self._catch if isinstance(self._catch, tuple) else (self._catch,)
-        caught = (*kinds, CompatibilityError)  # other trials may still fit the pipeline
+        caught = (*kinds, MisfitError, torch.OutOfMemoryError)  # other trials may need less memory
         if frozen.state == TrialState.FAIL and error is not None and not isinstance(error, caught):
             self._error = self._error or error
         for callback in self._callbacks:

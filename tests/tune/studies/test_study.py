@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.study import MaxTrialsCallback
 from optuna.trial import BaseTrial, FrozenTrial, TrialState
 
-from lightning_pipes import OptunaPruning, optimize_array
+from lightning_pipes import JobArray, MemorySwap, OptunaPruning, optimize_array
 from lightning_pipes.arrays.siblings.sibling import current_sibling
 from lightning_pipes.arrays.siblings.sibling_board import SiblingFailure
 from lightning_pipes.engine.watch.identity import Process
@@ -161,11 +162,20 @@ def prune_as_optuna_integration(trial: Any) -> float:
     return len(trial.study._storage.get_trial_system_attrs(trial._trial_id)) if trial._trial_id else 0.0
 
 
-def test_a_trial_with_other_layers_fails_alone() -> None:
-    def one(trial: BaseTrial) -> float:
-        return fit(lr=0.1, width=8 if trial.number == 1 else 6)
+def test_a_trial_that_is_too_large_fails_alone() -> None:
+    """Check a search for the width of a model with memory for all but one of the widths."""
+    told: list[str] = []
 
-    assert states(optimize_array(new_study(), one, 4, 2)) == ["COMPLETE", "FAIL", "COMPLETE", "COMPLETE"]
+    def one(trial: BaseTrial) -> float:
+        try:
+            return fit(lr=0.1, width=[6, 60, 8, 7][trial.number])
+        except PlanError as error:
+            told.append(str(error))
+            raise
+
+    study = optimize_array(new_study(), one, 4, JobArray(2, memory=MemorySwap(80_000)))
+    assert states(study) == ["COMPLETE", "FAIL", "COMPLETE", "COMPLETE"]
+    assert re.match(r"sibling 1 has a state of \d+ bytes, and device_bytes=80000 has no room for two", *told)
 
 
 def test_stop_and_maximal_trials() -> None:

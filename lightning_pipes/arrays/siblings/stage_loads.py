@@ -1,0 +1,68 @@
+"""The work of all siblings on each rank, and cuts that give the least busy ranks the most work."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lightning_pipes.ir import Kind, Span
+from lightning_pipes.planning.fit import stage_seconds
+from lightning_pipes.planning.partition import StageLoad, evenest_partition
+from lightning_pipes.trainer.plan.decision import Decision
+
+
+class StageLoads:
+    """The measured seconds per batch of each running sibling on each rank."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, np.ndarray] = {}
+        """The seconds of F and B of one batch on each rank, by the index of the sibling."""
+
+    def level_cut(self, decision: Decision) -> tuple[Span, ...]:
+        """Return the layers of each stage with which all ranks are equally busy, given the other siblings.
+
+        The result is the cut of the decision if the layers were not measured, if the user chose the cut, if ranks have
+        several stages, or if no measured sibling is running.
+
+        Args:
+            decision: the decision for a sibling that begins.
+        """
+        profile, deployment = decision.profile, decision.deployment
+        if (
+            profile is None
+            or deployment is None
+            or not decision.movable
+            or not self._seconds
+            or len(set(decision.ranks)) < len(decision.ranks)
+        ):
+            return decision.layers
+        plan, _ = decision.plans().for_rows(decision.rows)
+        others = sum(self._seconds.values())
+        loads = [
+            _with_others(load, others[rank], len(plan.spans(Kind.F, stage)))
+            for stage, (load, rank) in enumerate(
+                zip(stage_seconds(profile, plan, deployment.pipeline), plan.ranks, strict=True)
+            )
+        ]
+        return evenest_partition(loads, len(profile.layers))
+
+    def begin_sibling(self, index: int, decision: Decision) -> None:
+        """Count the work of a sibling, if its layers were measured, until `end_sibling`."""
+        profile, deployment = decision.profile, decision.deployment
+        if profile is None or deployment is None:
+            return
+        plan, _ = decision.plans().for_rows(decision.rows or decision.least)
+        seconds = np.zeros(max(plan.ranks) + 1)
+        loads = stage_seconds(profile, plan, deployment.pipeline)
+        for stage, (load, rank, span) in enumerate(zip(loads, plan.ranks, plan.layers, strict=True)):
+            if span.rows:
+                one = load.seconds(np.array([span.start]), np.array([span.stop]))
+                seconds[rank] += len(plan.spans(Kind.F, stage)) * float(one[0])
+        self._seconds[index] = seconds
+
+    def end_sibling(self, index: int) -> None:
+        """Stop counting the work of a sibling."""
+        self._seconds.pop(index, None)
+
+
+def _with_others(load: StageLoad, others: float, microbatches: int) -> StageLoad:
+    return StageLoad(lambda begin, stop: others + microbatches * load.seconds(begin, stop))
