@@ -20,7 +20,7 @@ STAGES, ROWS, MICROBATCHES = 3, 8, 2
 def decide(seconds: list[float], movable: bool = True) -> Decision:
     """Return a decision for layers with these seconds per sample, forward and backward together."""
     layers = tuple(LayerProfile("", ((1, 0.25 * each),), ((1, 0.75 * each),)) for each in seconds)
-    cut = tuple(Span(n, n + 1) for n in range(STAGES - 1)) + (Span(STAGES - 1, len(seconds)),)
+    cut = (*(Span(n, n + 1) for n in range(STAGES - 1)), Span(STAGES - 1, len(seconds)))
     deployment = Deployment(Cluster((Device(),) * STAGES))
     return Decision(
         OneFOneB(),
