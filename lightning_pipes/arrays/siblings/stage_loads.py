@@ -36,7 +36,7 @@ class StageLoads:
         ):
             return decision.layers
         plan, _ = decision.plans().for_rows(decision.rows)
-        others = sum(self._seconds.values())
+        others = np.sum(list(self._seconds.values()), axis=0)
         loads = [
             _with_others(load, others[rank], len(plan.spans(Kind.F, stage)))
             for stage, (load, rank) in enumerate(
