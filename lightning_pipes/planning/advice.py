@@ -219,7 +219,7 @@ def _sentence(model: RunModel, slowest: BottleneckRank, best: _Tried | None) -> 
         return f"{slowest}{less}; with equal stages a simulated step is {even:.0%} shorter.", None
     if best is None or gain < WORTH_IT:
         idle = f"{slowest}, and ranks idle {model.bubble:.1%} of the time"
-        return (f"{idle}; no change that was simulated makes a step {WORTH_IT:.0%} shorter."), None
+        return (f"{idle}; no simulated change makes a step {WORTH_IT:.0%} shorter."), None
     words = {
         "partition": _about_cuts,
         "microbatches": _about_microbatches,
@@ -245,11 +245,11 @@ def _about_cuts(model: RunModel, slowest: BottleneckRank, trial: SimulatedTrial)
 
 
 def _about_microbatches(model: RunModel, slowest: BottleneckRank, trial: SimulatedTrial) -> str:
-    return f"{_idle(model, slowest)}: take {trial.n_microbatches} micro-batches instead of {model.now.n_microbatches}"
+    return f"{_idle(model, slowest)}: use {trial.n_microbatches} micro-batches instead of {model.now.n_microbatches}"
 
 
 def _about_several(model: RunModel, slowest: BottleneckRank, trial: SimulatedTrial) -> str:
-    return f"{_idle(model, slowest)}: take {_change(model, trial).what}"
+    return f"{_idle(model, slowest)}: use {_change(model, trial).what}"
 
 
 def _about_schedule(model: RunModel, slowest: BottleneckRank, trial: SimulatedTrial) -> str:
@@ -257,7 +257,7 @@ def _about_schedule(model: RunModel, slowest: BottleneckRank, trial: SimulatedTr
     why = _idle(model, slowest)
     if slowest.link and free > _gain(model, trial) / 2:
         a, b = slowest.link
-        why = f"Messages, most of all those from rank {a} to rank {b}, cost {free:.0%} of a step"
+        why = f"Messages, mostly the messages from rank {a} to rank {b}, cost {free:.0%} of a step"
     return f"{why}: choose schedule {schedule_label(trial.schedule)}"
 
 
@@ -270,9 +270,9 @@ def _assumed(model: RunModel, trial: SimulatedTrial) -> str:
     if model.layers_known or trial.n_microbatches == model.now.n_microbatches:
         return ""
     return (
-        ", if half the samples take half the time"
+        ", if half of the samples take half of the time"
         if trial.n_microbatches > model.now.n_microbatches
-        else ", if twice the samples take twice the time"
+        else ", if twice as many samples take twice as long"
     )
 
 
@@ -320,8 +320,9 @@ def _simulation_notes(model: RunModel) -> Iterator[str]:
     if abs(off) > 0.1:
         now, took = (seconds_text(1e9 * seconds) for seconds in (model.now.step_seconds, measured))
         yield (
-            f"Changes are simulated with the median time of each operation. The run as it is takes {now} in that "
-            f"simulation, but {took} were measured ({off:+.0%}). The predicted gains of changes may be off by as much."
+            f"Changes are simulated with the median time of each operation. The unchanged run takes {now} in this "
+            f"simulation, but {took} were measured ({off:+.0%}). The predicted gains of changes may be off by the "
+            "same amount."
         )
 
 
@@ -334,8 +335,8 @@ def _notes(record: RunRecord) -> Iterator[str]:
             batches = record.displayed_timeline.batches
             steps = "steps of the pipeline" if batches == 1 else f"windows of {batches} batches"
             yield (
-                f"{seconds_text(1e9 * record.between)} pass between two {steps}, {share:.0%} of all "
-                "time: loading data, the optimizer, logging and callbacks."
+                f"{seconds_text(1e9 * record.between)} pass between two {steps}, {share:.0%} of the total time: "
+                "loading data, the optimizer, logging and callbacks."
             )
 
 

@@ -69,7 +69,7 @@ def tuning_planner(schedule: Schedule | Policy) -> TuningPlanner:
     """
     planner = planner_of(schedule)
     if not isinstance(planner, TuningPlanner):
-        raise InputError(f"schedule {schedule.name} has no candidates to change to; begin with 'kfkb'")
+        raise InputError(f"schedule {schedule.name} has no candidates that it can change to; start with 'kfkb'")
     return planner
 
 

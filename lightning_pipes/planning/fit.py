@@ -145,7 +145,8 @@ def fit_layers(
         )
     if not isinstance(schedule, Schedule) and schedule.is_endless:
         raise PlanError(
-            f"{schedule.name} orders batches that overlap while they run, so there is no step to plan; choose another"
+            f"{schedule.name} orders overlapping batches while they run, so there is no step to plan; choose "
+            "another schedule"
         )
     order, held = order_and_held_rows(schedule, plan)
     loads = stage_seconds(profile, plan, deployment.pipeline)

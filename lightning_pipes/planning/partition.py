@@ -38,7 +38,7 @@ def even_partition(weights: Sequence[float], stages: int, degrees: Sequence[int]
     if n < stages:
         raise PlanError(
             f"{n} layers can't fill {stages} stages; use fewer processes (devices x nodes), fewer stages on each, or "
-            "more layers (a partition of your own may leave a stage empty)"
+            "more layers (a given partition may leave a stage empty)"
         )
     if min(weights) < 0:
         raise PlanError(f"weights of layers must not be negative, got {min(weights)}")
@@ -76,8 +76,8 @@ def with_layer(plan: Plan, layer: int, rank: int) -> Plan:
                 layers[other] = Span(layers[other].start, layer + 1) if down else Span(layer, layers[other].stop)
                 return replace(plan, layers=tuple(layers))
     raise PlanError(
-        f"layer {layer} can't go to rank {rank}: stages have layers {plan.layers} on ranks {plan.ranks}, and only the "
-        "first or last layer of one can go to its neighbour"
+        f"layer {layer} can't move to rank {rank}: stages have layers {plan.layers} on ranks {plan.ranks}, and only "
+        "the first or the last layer of a stage can move to a neighboring stage"
     )
 
 
@@ -296,7 +296,7 @@ def partition_at(cuts: Sequence[int], layers: int, stages: int) -> tuple[Span, .
     """
     if len(cuts) != stages - 1:
         raise PlanError(
-            f"partition={list(cuts)} makes {len(cuts) + 1} stages, and there are {stages}; give {stages - 1} "
+            f"partition={list(cuts)} makes {len(cuts) + 1} stages, but there are {stages}; give {stages - 1} "
             f"number{'s' * (stages != 2)}, the layers at which stages after the first begin"
         )
     edges = [0, *(int(c) for c in cuts), layers]

@@ -147,7 +147,7 @@ class Planner(ABC):
         ):
             if got != needed:
                 raise PlanError(
-                    f"the planner of schedule {schedule.name!r} planned for {what} {got}, asked for {needed}"
+                    f"the planner of schedule {schedule.name!r} planned for {what} {got} instead of {needed}"
                 )
         return Solution(replace(problem, layers=plan.layers), adapt_plan(plan, schedule))
 

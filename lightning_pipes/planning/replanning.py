@@ -62,7 +62,7 @@ class Observation:
                     f"{short_repr(table.shape)}"
                 )
         if len(self.devices) != len(self.free):
-            raise InputError(f"{len(self.devices)} devices were seen, and memory of {len(self.free)}")
+            raise InputError(f"{len(self.devices)} devices were observed, but the free memory of {len(self.free)}")
 
     @property
     def batches(self) -> int:

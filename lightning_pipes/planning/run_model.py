@@ -78,10 +78,15 @@ class RunModel:
     def __init__(self, record: RunRecord) -> None:
         plan = record.plan
         if len(plan.jobs) > 1 or plan.batches > 1:
-            raise PlanError(f"changes are tried for one batch of one job; this is {len(plan.jobs)} x {plan.batches}")
+            raise PlanError(
+                f"changes can only be tried for one batch of one job; this plan has {len(plan.jobs)} jobs and "
+                f"{plan.batches} batches"
+            )
         self.schedule = make_schedule(record.schedule, **record.settings)
         if not isinstance(self.schedule, Schedule) and self.schedule.is_endless:
-            raise PlanError(f"{record.schedule} orders batches that overlap while they run: no step stands for all")
+            raise PlanError(
+                f"{record.schedule} orders overlapping batches while they run, so no single step represents all steps"
+            )
         self.plan = plan
         self.layers_known = record.profile is not None and bool(plan.layers)
         self.memory_known = bool(record.costs.activation_bytes)

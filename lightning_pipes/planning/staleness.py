@@ -49,7 +49,7 @@ class Constants:
         """
         ratios = [probe.changed / probe.moved for probe in probes if probe.moved > 0]
         if not ratios:
-            raise InputError("L is estimated from iterations in which weights move; there were none")
+            raise InputError("L is estimated from iterations in which weights change, but there were none")
         lipschitz = max(ratios) if largest else sum(ratios) / len(ratios)
         return cls(loss, lipschitz, sum(probe.squared for probe in probes) / len(probes))
 
@@ -102,7 +102,7 @@ class Iterations:
         """
         if len(measured) < 2 or not all(0 < t < math.inf for t in measured.values()):
             raise InputError(
-                f"T(S) is fitted to the batches of runs on two numbers of stages at least, got {dict(measured)}"
+                f"T(S) is fitted to the batches of runs with at least two numbers of stages, got {dict(measured)}"
             )
         cubes = np.array([float(s) ** 3 for s in measured])
         taken = np.array([*measured.values()])

@@ -128,7 +128,7 @@ class Pricing:
         hosts = [device.host for device in self.cluster.devices]
         starts = [n for n, host in enumerate(hosts) if not n or hosts[n - 1] != host]
         if len(starts) > len({*hosts}):
-            raise PlanError(f"devices of one machine have to follow each other, got machines {hosts}")
+            raise PlanError(f"devices of the same machine must be consecutive, got machines {hosts}")
         return tuple(sum(start <= n for start in starts) - 1 for n in range(len(hosts)))
 
     def _work(self, rows: float) -> Array:

@@ -108,7 +108,7 @@ def condense_layers(weights: Sequence[float], k: int) -> tuple[int, ...]:
         PlanError: k is below 1.
     """
     if k < 1:
-        raise PlanError(f"a model has at least one block, got top_k={k}")
+        raise PlanError(f"top_k must be at least 1, because a model has at least one block; got top_k={k}")
     n = len(weights)
     if k >= n:
         return tuple(range(1, n))

@@ -121,7 +121,7 @@ class DynPipe(PipeDream):
             InputError: both `batches` and `theory` are given, or nothing fits.
         """
         if batches and theory:
-            raise InputError("batches that were measured and theory both say T(S); give one of them")
+            raise InputError("measured batches and theory both specify T(S); give only one of them")
         pricing = Pricing(profile, cluster, rows, microbatches, shared=True, cached=cached)
         iterations = Iterations.from_measured(batches) if batches else Iterations(1.0, 0.0)
         if theory:

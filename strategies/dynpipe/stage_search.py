@@ -120,7 +120,7 @@ class StageChoice:
             best = option.best
             each = " ".join(f"{span.rows}@{mesh}" for span, mesh in zip(best.layers, best.meshes, strict=True))
             times = [seconds_text(1e9 * t) for t in (best.iteration, option.seconds)]
-            notes = ["the best"] * (option is least) + ["planned only: shards of unlike stages"] * (
+            notes = ["the best"] * (option is least) + ["only planned: shards that differ between stages"] * (
                 not best.is_executable
             )
             note = f"  ({'; '.join(notes)})" if notes else ""
@@ -174,7 +174,10 @@ def choose_stages(
 def _option(pricing: Pricing, n: int, iterations: float, mode: str, executable: bool, sharded: bool) -> StageOption:
     if not math.isfinite(iterations):
         return StageOption(
-            n, iterations, None, "gradients so stale never reach the target: target <= 2 lr^2 S^3 L^2 xi^2"
+            n,
+            iterations,
+            None,
+            "training never reaches the target with gradients this stale: target <= 2 lr^2 S^3 L^2 xi^2",
         )
     devices, layers = len(pricing.cluster.devices), len(pricing.profile.layers)
     if n > min(devices, layers):
@@ -185,7 +188,9 @@ def _option(pricing: Pricing, n: int, iterations: float, mode: str, executable: 
         search = _Search(pricing, n, executable, shapes)
         every += search.by_paper() if mode == "paper" else search.by_simulator()
     if not every:
-        return StageOption(n, iterations, None, "no way to share out layers and devices fits into memory and machines")
+        return StageOption(
+            n, iterations, None, "no distribution of layers and devices fits into the memory and the machines"
+        )
     return StageOption(n, iterations, min(every, key=lambda each: each.iteration))
 
 

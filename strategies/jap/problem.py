@@ -191,7 +191,7 @@ class ArrayProblem:
         lags = np.concatenate([there, back[:, ::-1]], axis=1)
         early = np.argwhere(chain[:, 1:] < (chain + lags)[:, :-1])
         if early.size or starts.min() < 0:
-            raise InputError(f"(job, step) {early.tolist()} start before the step before has arrived")
+            raise InputError(f"(job, step) {early.tolist()} start before the previous step has arrived")
         ends = (starts + self.busy_times).reshape(self.stages, -1)
         table = starts.reshape(self.stages, -1)
         saved = self.saved_times.reshape(self.stages, -1)

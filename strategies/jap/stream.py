@@ -76,7 +76,7 @@ def stream_jobs(jobs: Sequence[Job], costs: Costs, resident: int | None = None) 
     """
     resident = check_count("resident jobs", len(jobs) if resident is None else resident)
     if len(found := {len(job.cut.forward) for job in jobs}) != 1:
-        raise InputError(f"an array needs jobs that are cut for the same stages; got {len(jobs)}, cut for {found}")
+        raise InputError(f"all jobs of an array must be cut for the same stages; got {len(jobs)} jobs, cut for {found}")
     plan = Plan(tuple(range(found.pop())), tuple(job.cut for job in jobs))
     array = _Array(jobs, plan, costs)
     for number in range(resident, len(jobs)):

@@ -39,7 +39,8 @@ class PipeDream2BW(Schedule):
         m, least = len(plan.spans(Kind.F, 0)), plan.n_stages - 1
         if m < least:
             raise PlanError(
-                f"{self.name} needs at least {least} micro-batches for {plan.n_stages} stages, or two versions of the "
-                f"weights do not do; the plan has {m}. Use more micro-batches, or schedule 'pipedream'"
+                f"{self.name} needs at least {least} micro-batches for {plan.n_stages} stages, because two weight "
+                f"versions are not enough with fewer; the plan has {m}. Use more micro-batches, or schedule "
+                "'pipedream'"
             )
         return endless_1f1b(plan, self.name, late_steps=True)

@@ -120,7 +120,7 @@ def check_limits(plan: Plan, name: str, limits: Sequence[int]) -> None:
     for stage, (limit, rows) in enumerate(zip(limits, largest_rows(plan), strict=True)):
         if limit < rows:
             raise PlanError(
-                f"{name}: stage {stage} may hold {limit} samples and has a micro-batch of {rows}; raise its limit or "
+                f"{name}: stage {stage} may hold {limit} samples, but has a micro-batch of {rows}; raise its limit or "
                 "use more micro-batches"
             )
 

@@ -56,7 +56,7 @@ class Network:
         sizes = list(self.sizes)
         if not sizes or sizes != sorted(set(sizes), reverse=True) or sizes[-1] < 1 or sizes[0] > self.rows:
             raise InputError(
-                f"sizes of chunks must fall from {self.rows}, the rows of a batch, or less to 1 or more, got "
+                f"sizes of chunks must descend from at most {self.rows}, the rows of a batch, to at least 1, got "
                 f"{short_repr(self.sizes)}"
             )
         for name in ("forward", "backward"):
@@ -68,12 +68,13 @@ class Network:
                 )
             if not np.issubdtype(times.dtype, np.integer) or times.min() < 0:
                 raise InputError(
-                    f"{name} needs whole numbers from 0 on, without holes; got {short_repr(times.tolist())}"
+                    f"{name} needs whole numbers of at least 0 without gaps; got {short_repr(times.tolist())}"
                 )
             object.__setattr__(self, name, np.ascontiguousarray(times, np.int64))
         if self.forward.shape != self.backward.shape:
             raise InputError(
-                f"forward and backward need equally many processes, got {len(self.forward)} and {len(self.backward)}"
+                f"forward and backward need the same number of processes, got {len(self.forward)} and "
+                f"{len(self.backward)}"
             )
 
     @classmethod

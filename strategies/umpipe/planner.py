@@ -72,7 +72,7 @@ class Counts(NamedTuple):
             if len(got) != needed and (got or not what.endswith("links")):
                 of = "links" if what.endswith("links") else "stages"
                 raise PlanError(
-                    f"{what} {got} has {len(got)} numbers, and the pipeline {needed} {of}; give one for each"
+                    f"{what} {got} has {len(got)} numbers, but the pipeline has {needed} {of}; give one number for each"
                 )
         forward = tuple(spans_of(rows, p, least) for p in self.forward)
         backward = tuple(
@@ -149,7 +149,7 @@ class UnequalPlanner(Planner):
             if problem.microbatches is not None:
                 raise PlanError(
                     f"{problem.schedule.name}: microbatches={problem.microbatches} is set, but the setting forward, "
-                    f"{self.given.forward}, already specifies the micro-batches of each stage; leave one of them out"
+                    f"{self.given.forward}, already specifies the micro-batches of each stage; remove one of them"
                 )
             return replace(even, jobs=(self.given.cut(problem.rows, even.n_stages, problem.least),))
         if problem.profile is None or even.n_stages == 1 or even.n_stages > len(problem.profile.layers):
@@ -285,9 +285,9 @@ class UnequalPlanner(Planner):
             fits = [n for n in sizes if room[n] >= n]
             if not fits:
                 raise PlanError(
-                    f"{problem.schedule.name}: stage {stage} may have {bytes_text(limit)}, which has no room for a "
-                    f"chunk of {sizes[0]} samples besides {bytes_text(costs.resident_bytes(rank, plan))} of weights "
-                    "and states; use more stages, recompute, or raise the limit"
+                    f"{problem.schedule.name}: stage {stage} has a limit of {bytes_text(limit)}, which is too small "
+                    f"for a chunk of {sizes[0]} samples in addition to {bytes_text(costs.resident_bytes(rank, plan))} "
+                    "of weights and states; use more stages, recompute, or raise the limit"
                 )
             largest = max((n for n in fits if room[n] >= min(2 * n, problem.rows)), default=fits[0])
             found.append((largest, room[largest]))
@@ -365,7 +365,7 @@ def explain_cut(name: str, plan: Plan, took: int, equal: Plan, equal_took: int, 
         what += f"{seconds_text(equal_took)} with {same} equal ones, the best equal cut"
     if gap is None:
         return what
-    return f"{what}; none among these sizes is " + (f"more than {gap:.1%} faster" if gap else "faster, which is proven")
+    return f"{what}; none of these sizes is " + (f"more than {gap:.1%} faster" if gap else "faster, which is proven")
 
 
 def choices_of(

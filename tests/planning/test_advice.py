@@ -114,7 +114,7 @@ def test_without_layer_times_it_says_what_equal_stages_would_bring():
 
 def test_a_slow_link_is_named():
     advice = advise_run(record_of([2] * 12, 4, 16, link=LATE))
-    assert advice.sentence.startswith("Messages, most of all those from rank ")
+    assert advice.sentence.startswith("Messages, mostly the messages from rank ")
     assert advice.proposed.arguments["schedule"] == "deep"
 
 
@@ -123,7 +123,7 @@ def test_a_large_bubble_asks_for_more_micro_batches():
     assert advice.sentence.startswith("Ranks idle 3")
     assert "16 micro-batches" in advice.sentence
     assert advice.proposed.arguments["microbatches"] == 16
-    assert ", if half the samples take half the time." in advice.sentence
+    assert ", if half of the samples take half of the time." in advice.sentence
 
 
 def scattered(record: RunRecord) -> RunRecord:
@@ -146,7 +146,7 @@ def test_the_bubble_that_is_told_is_the_measured_one(times):
     told = [part.split("%")[0] for part in advice.sentence.split("anks idle ")[1:]]
     assert told in ([], [f"{100 * record.bubble:.1f}"])
     (note,) = (note for note in advice.notes if note.startswith("Changes are simulated with the median time"))
-    assert "The predicted gains of changes may be off by as much" in note
+    assert "The predicted gains of changes may be off by the same amount" in note
 
 
 def test_the_advice_is_the_fastest_row_or_says_why_not():
@@ -175,7 +175,7 @@ def test_the_advice_is_the_fastest_row_or_says_why_not():
 
 def test_a_good_run_is_left_alone():
     advice = advise_run(record_of([2] * 4, 2, 128, rows=1, known=False))
-    assert "no change that was simulated makes a step 3% shorter" in advice.sentence
+    assert "no simulated change makes a step 3% shorter" in advice.sentence
     assert advice.proposed is None
 
 
@@ -201,7 +201,7 @@ def test_changes_fit_into_the_devices_memory():
 def test_notes_say_what_the_simulator_missed_and_what_lies_outside():
     record = record_of([2] * 4, 2, 8)
     off = advise_run(replace(scattered(record), between=1.0))
-    assert any("The predicted gains of changes may be off by as much" in note for note in off.notes)
+    assert any("The predicted gains of changes may be off by the same amount" in note for note in off.notes)
     assert any(note.startswith("1 s pass between two steps of the pipeline") for note in off.notes)
     assert not any("exact" in note or "pass between" in note for note in advise_run(record).notes)
 

@@ -79,7 +79,7 @@ def test_stale_gradients_are_weighed_against_faster_batches():
     assert chosen[1][1] >= 3  # fewer micro-batches have older gradients
     assert chosen[-1][0] == exact.best.schedule.name
     never = choose_option(profile, 4, 16, cluster, iterations=Iterations(1.0, 0.2))
-    assert any("never reach the target" in option.why_not for option in never.options)
+    assert any("never reaches the target" in option.why_not for option in never.options)
 
 
 def test_the_table_says_why():

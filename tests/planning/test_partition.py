@@ -57,7 +57,7 @@ def test_cut_points():
 
 @pytest.mark.parametrize(
     ("cuts", "message"),
-    [([2], "makes 2 stages, and there are 3; give 2 numbers"), ([5, 2], "ascend"), ([2, 8], "ascend")],
+    [([2], "makes 2 stages, but there are 3; give 2 numbers"), ([5, 2], "ascend"), ([2, 8], "ascend")],
 )
 def test_bad_cut_points(cuts, message):
     with pytest.raises(PlanError, match=message):
@@ -71,7 +71,7 @@ def test_a_layer_goes_to_the_stage_next_to_its_own():
     assert with_layer(plan, 2, 2).layers == (Span(0, 2), Span(2, 2), Span(2, 6))
     assert with_layer(plan, 3, 1).layers == (Span(0, 2), Span(2, 4), Span(4, 6))
     for layer, rank in ((0, 1), (4, 1), (5, 1), (0, 2), (1, 0), (6, 2), (5, 3)):
-        with pytest.raises(PlanError, match=f"layer {layer} can't go to rank {rank}"):
+        with pytest.raises(PlanError, match=f"layer {layer} can't move to rank {rank}"):
             with_layer(plan, layer, rank)
 
 

@@ -29,7 +29,7 @@ def test_constants_of_a_quadratic() -> None:
     mean, most = (Constants.from_probes(1.0, found, largest=flag) for flag in (False, True))
     assert 0.5 <= mean.lipschitz <= most.lipschitz <= largest
     assert mean.noise == most.noise == pytest.approx(np.mean([probe.squared for probe in found]))
-    with pytest.raises(InputError, match="weights move"):
+    with pytest.raises(InputError, match="weights change"):
         Constants.from_probes(1.0, [GradientSample(0.0, 1.0, 1.0)])
 
 

@@ -166,7 +166,7 @@ def test_a_stage_with_little_room_keeps_those_after_it_from_waiting_for_ever():
     plan = split(tiny_plan(stages=3, microbatches=6))
     program = ZeroBubble((1, 1), limits=(4, 1, 3)).program(plan)
     assert verify(program, plan).peak_spans == (4, 1, 3)
-    with pytest.raises(PlanError, match="zero_bubble: stage 1 may hold 1 samples and has a micro-batch of 2"):
+    with pytest.raises(PlanError, match="zero_bubble: stage 1 may hold 1 samples, but has a micro-batch of 2"):
         ZeroBubble(limits=(4, 1, 4)).program(split(Plan.even(3, 6, rows=12)))
 
 

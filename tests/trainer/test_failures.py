@@ -215,7 +215,7 @@ LAYERS = {"module": "model"}
 BAD: list[tuple[type[Lit], dict[str, Any], str]] = [
     (Lit, {"schedule": "interleaved", "schedule_args": {"stages_per_rank": 5}}, "9 layers can't fill 10 stages"),
     (Sharded, {}, "model.0.0.weight is sharded over"),
-    (Lit, {"partition": [1, 2]}, "partition=[1, 2] makes 3 stages, and there are 2; give 1 number, the layers"),
+    (Lit, {"partition": [1, 2]}, "partition=[1, 2] makes 3 stages, but there are 2; give 1 number, the layers"),
     (Lit, {"partition": [10]}, "partition=[10]: the layers at which stages begin must ascend from 0 to 9"),
     (Lit, {"module": "encoder"}, "module='encoder': Lit has no such module; It has 'model', 'mean'"),
     (Penalty, LAYERS, "a step goes through all modules or parameters of self.model"),

@@ -22,7 +22,7 @@ POLICY_SIZE = 30_000
 
 
 UNEQUAL_CUTS = "stages or links cut a batch into different micro-batches, which this module does not allow"
-NEVER = "gradients so stale never reach the target"
+NEVER = "training never reaches the target with gradients this stale"
 
 
 def installed_variants(ranks: int, microbatches: int, stale: bool = False) -> Iterator[Schedule | Policy]:
@@ -104,8 +104,8 @@ def list_options(
                 too_large = not why_not and schedules is None and _is_slow(schedule, plan)
                 if too_large:
                     why_not = (
-                        f"{_computations(plan)} computations take long to simulate where no order is fixed; name the "
-                        "schedule to insist"
+                        f"simulating {_computations(plan)} computations takes long if no order is fixed; name this "
+                        "schedule to use it"
                     )
                 key = plan.ranks, plan.jobs, again, plan.split_backward, schedule.flushes
                 if not why_not and key not in bounds:  # the bound holds only for batches that do not overlap

@@ -135,8 +135,8 @@ def _describe_not_searched(found: Sequence[Option], ranks: int, most: int, possi
             "set microbatches=[...] to try more of them"
             if can > most
             else (
-                f"an order has at most {MAX_FORWARDS} forwards on all stages; pipelines of fewer ranks, with more "
-                "replicas, may have more"
+                f"an order has at most {MAX_FORWARDS} forwards on all stages; pipelines with fewer ranks and more "
+                "replicas may have more"
             )
         )
         yield f"Not searched: {most + 1} to {possible} micro-batches; {way_out}."
@@ -185,7 +185,7 @@ class _Search:
             return
         seconds = math.inf
         try:
-            assert option.plan is not None, "it would say why not"
+            assert option.plan is not None, "the reason would be given"
             fit = fit_layers(self._profile, option.schedule, option.plan, self._deployment, trials=0)
             option = replace(option, fit=fit)
             seconds = option.seconds
@@ -255,11 +255,11 @@ class _Search:
         if option.bound >= self._best * WORTH_IT:
             return f"can't beat the best: at least {1e3 * option.bound:.1f} ms"
         if again and self._seconds.get((option.label, m, False), math.inf) < math.inf:
-            return "fits without recomputation, which only takes time"
+            return "fits without recomputation, which would only make it slower"
         if option.n_forwards <= LARGE:
             return ""
         for others, seconds in (
-            ("with twice the micro-batches", self._seconds.get((option.label, 2 * m, again), 0.0)),
+            ("with twice as many micro-batches", self._seconds.get((option.label, 2 * m, again), 0.0)),
             ("with other settings", self._before.get((type(option.schedule), m, again), 0.0)),
         ):
             if seconds > FAR * self._best or seconds == math.inf:
@@ -360,6 +360,6 @@ def _reason(choice: Choice) -> str:
     again += "" if best.schedule.flushes else f", stale gradients (x {best.more_batches:.3g} batches)"
     pieces = f"{best.microbatches} micro-batch{'es' if best.microbatches > 1 else ''}"
     return (
-        f"schedule='auto' takes {schedule_label(best.schedule)} with {pieces}{again}, cut at "
-        f"{choice.fit.cuts}: predicted {seconds_text(1e9 * choice.fit.seconds)} a step"
+        f"schedule='auto' chooses {schedule_label(best.schedule)} with {pieces}{again}, cut at {choice.fit.cuts}: "
+        f"predicted {seconds_text(1e9 * choice.fit.seconds)} a step"
     )

@@ -65,7 +65,10 @@ class Dataset:
     def __post_init__(self) -> None:
         lengths = {len(each) for each in vars(self).values()}
         if len(lengths) != 1 or self.rows.ndim != 2 or self.rows.shape[1] != len(NAMES) or not len(self.rows):
-            raise InputError(f"a dataset needs {len(NAMES)} columns, and all else once a row; got {self.rows.shape}")
+            raise InputError(
+                f"a dataset needs {len(NAMES)} columns, and one entry of every other field for each row; got rows of "
+                f"shape {self.rows.shape}"
+            )
         if not (np.isfinite(self.ratios) & (self.ratios > 0)).all():
             raise InputError("ratios of a dataset must be above 0 and finite")
 
@@ -147,7 +150,10 @@ class Dataset:
                 f"{short_repr(str(path))} can't be read as a dataset: {error}. Pass a file that "
                 "`lightning-pipes interference` of this version wrote"
             ) from error
-        raise InputError(f"{path} has other columns than this version; measure again by `lightning-pipes interference`")
+        raise InputError(
+            f"the columns of {path} differ from the columns of this version; measure again with `lightning-pipes "
+            "interference`"
+        )
 
 
 def score_predictions(truth: Array, predicted: Array) -> PredictionScore:

@@ -44,7 +44,7 @@ class Forest:
 
         if len(rows) < 2 or len(rows) != len(values) or not np.isfinite(values).all() or np.isinf(rows).any():
             raise InputError(
-                f"training needs two rows at least, and finite numbers; got {rows.shape} and {values.shape}"
+                f"training needs at least two rows of finite numbers; got shapes {rows.shape} and {values.shape}"
             )
         self.settings = select_settings(rows, values, seed) if settings is None else settings
         self.model = RandomForestRegressor(trees, random_state=seed, n_jobs=1, **self.settings).fit(rows, values)

@@ -26,13 +26,13 @@ def test_counts_of_a_network() -> None:
 @pytest.mark.parametrize(
     ("sizes", "forward", "said"),
     [
-        ((2, 4), np.ones((1, 2), int), "must fall from 4"),
-        ((8,), np.ones((1, 1), int), "must fall from 4"),
-        ((4, 0), np.ones((1, 2), int), "to 1 or more"),
+        ((2, 4), np.ones((1, 2), int), "must descend from at most 4"),
+        ((8,), np.ones((1, 1), int), "must descend from at most 4"),
+        ((4, 0), np.ones((1, 2), int), "to at least 1"),
         ((4, 2), np.ones((2, 2), int), "2 N - 1 processes"),
         ((4, 2), np.ones((1, 3), int), "a column for each of 2 sizes"),
-        ((4, 2), np.array([[1, -1]]), "whole numbers from 0 on"),
-        ((4, 2), np.array([[1.0, np.nan]]), "without holes"),
+        ((4, 2), np.array([[1, -1]]), "whole numbers of at least 0"),
+        ((4, 2), np.array([[1.0, np.nan]]), "without gaps"),
     ],
 )
 def test_mistakes(sizes: tuple[int, ...], forward: np.ndarray, said: str) -> None:

@@ -192,7 +192,7 @@ def test_people_are_told_which_cut_and_why() -> None:
 
 def test_all_forwards_first_says_how_good_a_cut_can_be() -> None:
     said = explained(problem(UMPipe(), LINEAR, LINEAR, FLAT))
-    assert "none among these sizes is faster, which is proven" in said or "% faster" in said
+    assert "none of these sizes is faster, which is proven" in said or "% faster" in said
 
 
 @for_each("schedule", [UMPipe((16, 8), (5, 3), (9,), (9,)), UMPipe(), UM1F1B()])
@@ -241,9 +241,9 @@ def test_mistakes() -> None:
         UMPipe(counts="some")
     with pytest.raises(InputError, match="forward is missing"):
         UM1F1B(backward=(2, 2))
-    with pytest.raises(PlanError, match=r"forward \(2, 2\) has 2 numbers, and the pipeline 3 stages"):
+    with pytest.raises(PlanError, match=r"forward \(2, 2\) has 2 numbers, but the pipeline has 3 stages"):
         solve_plan(Problem(UMPipe((2, 2)), 3, 8))
-    with pytest.raises(PlanError, match=r"forward_links \(1, 1\) has 2 numbers, and the pipeline 1 links"):
+    with pytest.raises(PlanError, match=r"forward_links \(1, 1\) has 2 numbers, but the pipeline has 1 links"):
         solve_plan(Problem(UMPipe((2, 2), forward_links=(1, 1)), 2, 8))
     with pytest.raises(PlanError, match="leave one of them out"):
         solve_plan(Problem(UMPipe((2, 2)), 2, 8, 4))

@@ -247,7 +247,7 @@ def test_settings_that_make_no_sense(make, said):
     ("strategy", "said"),
     [
         ("auto", "ScheduleTuner needs PipelineStrategy; this trainer has SingleDeviceStrategy"),
-        (PipelineStrategy(Ready()), "schedule ready has no candidates to change to; begin with 'kfkb'"),
+        (PipelineStrategy(Ready()), "schedule ready has no candidates that it can change to; start with 'kfkb'"),
     ],
 )
 def test_needs_a_strategy_and_a_schedule_that_know_what_to_change(strategy, said):

@@ -77,7 +77,10 @@ class TestPlan:
                 "bandwidth and latency are for one host; with a cluste",
             ),
             (["model=GPT-2", "schedule=1f1b", "stale_gradients=true"], "stale_gradients=True is for schedule=auto"),
-            (["model=GPT-2", "stale_gradients={1: 5}"], "T(S) is fitted to the batches of runs on two numbers"),
+            (
+                ["model=GPT-2", "stale_gradients={1: 5}"],
+                "T(S) is fitted to the batches of runs with at least two numbers",
+            ),
             (["model=GPT-2", "microbatches=[0]"], "microbatches=[0]: needs a number from 1 to"),
             (["model=GPT-2", "cluster=dgx"], "cluster=dgx: there is no such cluster. There is: dgx_a100"),
             (["model=GPT-2", "profile=a.json"], "profile=a.json and model=GPT-2: give one of them"),

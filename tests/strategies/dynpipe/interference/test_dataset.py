@@ -90,7 +90,7 @@ def test_other_files(data, tmp_path):
     np.savez(tmp_path / "objects.npz", **{**vars(data), "names": np.array(NAMES), "stages": data.stages.astype(object)})
     (tmp_path / "pickle.npz").write_bytes(pickle.dumps(Evil(tmp_path / "opened")))
     for name, message in {
-        "other.npz": "other columns",
+        "other.npz": "the columns of",
         "less.npz": "can't be read as a dataset: .* Pass a file that `lightning-pipes interference`",
         "pickle.npz": "can't be read as a dataset",
         "objects.npz": "can't be read as a dataset",
@@ -106,8 +106,8 @@ def test_other_files(data, tmp_path):
     [
         ({"ratios": np.zeros(18)}, "above 0 and finite"),
         ({"ratios": np.full(18, np.nan)}, "above 0 and finite"),
-        ({"ratios": np.ones(3)}, "all else once a row"),
-        ({"rows": np.ones((18, 2))}, "all else once a row"),
+        ({"ratios": np.ones(3)}, "one entry of every other field for each row"),
+        ({"rows": np.ones((18, 2))}, "one entry of every other field for each row"),
     ],
 )
 def test_no_dataset(data, changes, message):
