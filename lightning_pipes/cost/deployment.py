@@ -66,8 +66,7 @@ class Deployment:
         if ranks * replicas > len(cluster.devices):
             raise InputError(
                 f"{short_repr(replicas)} replicas of {short_repr(ranks)} ranks need {short_repr(ranks * replicas)} "
-                "devices, and the "
-                f"cluster has {len(cluster.devices)}; use fewer ranks or replicas"
+                f"devices, but the cluster has {len(cluster.devices)}; use fewer ranks or replicas"
             )
         if neighbours not in ("ranks", "replicas"):
             raise InputError(f"neighbours are 'ranks' or 'replicas', got {neighbours!r}")

@@ -61,7 +61,7 @@ class Link:
         if not 0 <= self.burst < math.inf or self.peak < self.bandwidth or self.max_in_flight < 0:
             raise InputError(f"a link needs a finite burst >= 0, a peak >= its bandwidth and posted >= 0, got {self}")
         if self.latency >= LONGEST or self.burst_seconds >= LONGEST:
-            raise InputError(f"a link's latency, and burst / bandwidth, are below {LONGEST:g} s; got {self}")
+            raise InputError(f"a link's latency, and burst / bandwidth, must be below {LONGEST:g} s; got {self}")
 
     def send_seconds(self, size: Amount) -> Amount:
         """Return the seconds that a message of `size` bytes occupies the link at its bandwidth, without the latency."""
@@ -112,17 +112,17 @@ def unused_link_warnings(
     if unused:
         there = _short_list(sorted(joined)) or "none, as all stages are on one rank"
         yield (
-            f"links has {_short_list(unused)}, over which no message of this plan goes: neighbouring stages are on the "
-            f"ranks {there}. Such a link changes nothing; name the ranks of neighbours, or leave it out"
+            f"links has {_short_list(unused)}, but no message of this plan uses such a link: neighboring stages are "
+            f"on the ranks {there}. Name the ranks of neighbors, or remove the link"
         )
     for a, b, kind in plan.directed_links:
         bandwidth = links.get((a, b), link).bandwidth
         if kind not in sized and bandwidth < math.inf:
             name = "forward_bytes" if kind is Kind.SF else "backward_bytes"
             yield (
-                f"the link from rank {a} to rank {b} has a bandwidth of {bandwidth:g} bytes a second and messages have "
-                f"no bytes, so they take no time on it; give {name}, or seconds of {kind}, or message_bytes where "
-                "CostModel.uniform makes the model"
+                f"the link from rank {a} to rank {b} has a bandwidth of {bandwidth:g} bytes a second, but messages "
+                f"have no bytes, so they take no time on it; give {name}, or seconds of {kind}, or the message_bytes "
+                "of CostModel.uniform"
             )
             return  # one warning is enough for all links
 
@@ -186,11 +186,11 @@ _LABELS = {
     Regime.BLOCKING_SHARED: "sends that block on a shared wire",
 }
 _DESCRIPTIONS = {
-    Regime.ASYNCHRONOUS: "ranks compute while they send, and each direction has a wire of its own",
-    Regime.BLOCKING: "a rank computes on when the last byte that it sends has left it",
+    Regime.ASYNCHRONOUS: "ranks compute while they send, and each direction has a separate wire",
+    Regime.BLOCKING: "a rank continues to compute when the last byte of its message has left it",
     Regime.SHARED: "ranks compute while they send, and the two directions between two ranks take turns on one wire",
-    Regime.BLOCKING_SHARED: "a rank computes on when the last byte that it sends has left it, and the two directions "
-    "between two ranks take turns on one wire",
+    Regime.BLOCKING_SHARED: "a rank continues to compute when the last byte of its message has left it, and the two "
+    "directions between two ranks take turns on one wire",
 }
 FREE_LINKS = "links that take no time"
 

@@ -251,7 +251,7 @@ class CostModel:
             if kind is Kind.STEP:
                 return 0.0
             known = ", ".join(sorted({f"{k}{s}" for k, s in self.seconds})) or "nothing"
-            raise InputError(f"the cost model has no time of {kind} on stage {stage}; it knows {known}")
+            raise InputError(f"the cost model has no time of {kind} on stage {stage}; it has {known}")
         return at_rows(table, rows)
 
     @property

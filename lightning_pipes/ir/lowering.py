@@ -21,7 +21,7 @@ def lower(program: Program, plan: Plan) -> Program:
         ProgramError: if the number of rows of the program differs from the number of ranks of the plan.
     """
     if program.n_ranks != plan.n_ranks:
-        raise ProgramError(f"the program has {program.n_ranks} rows, the plan {plan.n_ranks} ranks")
+        raise ProgramError(f"the program has {program.n_ranks} rows, but the plan has {plan.n_ranks} ranks")
     if any(i.kind not in COMPUTE for i in program.iter_instructions()):
         return program
     parts = {}

@@ -84,7 +84,7 @@ class Cut:
                 f"replicas {short_repr(self.replicas)} must name a replica for each forward span of each stage"
             )
         if self.backward != self.forward:
-            raise PlanError("where stages have several ranks, a backward has the spans of its forward")
+            raise PlanError("if stages have several ranks, a backward must have the spans of its forward")
 
     def _check_cover(self, spans: Spans, where: str) -> None:
         at = 0
@@ -247,12 +247,13 @@ class Plan:
             )
         if self.whole_forward and self.whole_forward[-1]:
             raise PlanError(
-                f"whole_forward {self.whole_forward} names the last stage, which has no use for a forward in one "
-                "piece: it sends nothing on, and its backwards run it again. Leave it False there"
+                f"whole_forward {self.whole_forward} is True for the last stage, which does not need a forward in one "
+                "piece because it sends no activation and its backwards run the forward again. Set it to False for "
+                "this stage"
             )
         for number, cut in enumerate(self.jobs):
             if len(cut.forward) != n:
-                raise PlanError(f"job {number} is cut for {len(cut.forward)} stages, the plan has {n}")
+                raise PlanError(f"job {number} is cut for {len(cut.forward)} stages, but the plan has {n}")
 
     def _check_replicas(self) -> None:
         every = sorted(rank for ranks in self.replicas for rank in ranks)

@@ -52,7 +52,10 @@ class Program:
             object.__setattr__(self, "tail", ())
         for name, rows in (("cycle", self.cycle), ("tail", self.tail)):
             if rows and len(rows) != len(self.head):
-                raise ProgramError(f"the {name} has {len(rows)} rows, the head {len(self.head)}: one a rank is needed")
+                raise ProgramError(
+                    f"the {name} has {len(rows)} rows, but the head has {len(self.head)}; both need one row for each "
+                    "rank"
+                )
 
     def __hash__(self) -> int:
         return self._hash

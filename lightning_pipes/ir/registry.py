@@ -51,8 +51,8 @@ def make_schedule(name: str, **settings: Any) -> Schedule | Policy:
         raise PlanError(f"schedule {name!r} does not take {short_repr(settings)}: {why}") from None
     if not isinstance(made, (Schedule, Policy)):
         raise PlanError(
-            f"{factory!r} made a {type(made).__name__}, which is neither a Schedule nor a Policy: "
-            "it has to inherit one of them from lightning_pipes.ir"
+            f"{factory!r} returned a {type(made).__name__}, which is neither a Schedule nor a Policy: it has to "
+            "inherit from one of these classes of lightning_pipes.ir"
         )
     return made
 

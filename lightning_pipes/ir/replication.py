@@ -81,7 +81,9 @@ def replicate_plan(plan: Plan, degrees: Sequence[int], seconds: Seconds = (), le
             "it needs one stage a rank, in order, and a number of ranks for each stage"
         )
     if not all(plan.uniform_jobs):
-        raise PlanError("stages cut a batch differently; where stages have several ranks, all cut it in the same way")
+        raise PlanError(
+            "stages cut a batch differently, but if stages have several ranks, all stages must cut it in the same way"
+        )
     ends = [0, *accumulate(degrees)]
     replicas = tuple(tuple(range(a, b)) for a, b in pairwise(ends))
     seconds = seconds or [[1.0] * degree for degree in degrees]

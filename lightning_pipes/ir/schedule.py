@@ -188,7 +188,7 @@ def check_one_batch(plan: Plan, name: str, split_backward: bool = False) -> None
     if len(plan.jobs) > 1 or plan.batches > 1 or plan.split_backward != split_backward:
         backwards = "backwards in two parts (I and W)" if split_backward else "full backwards (B)"
         raise PlanError(
-            f"{name} orders one batch of one job with {backwards}; the plan has {len(plan.jobs)} jobs, "
+            f"{name} orders one batch of one job with {backwards}, but the plan has {len(plan.jobs)} jobs, "
             f"{plan.batches} batches and split_backward={plan.split_backward}"
         )
 
@@ -201,7 +201,7 @@ def check_placement(plan: Plan, schedule: Schedule) -> None:
     """
     wanted = schedule.place_stages(plan.n_ranks)
     if plan.ranks != wanted:
-        raise PlanError(f"{schedule.name} places stages on ranks {wanted}, the plan on {plan.ranks}")
+        raise PlanError(f"{schedule.name} places stages on ranks {wanted}, but the plan has them on {plan.ranks}")
 
 
 def check_one_stage_a_rank(plan: Plan, name: str) -> None:
@@ -212,12 +212,12 @@ def check_one_stage_a_rank(plan: Plan, name: str) -> None:
     """
     if plan.n_ranks != plan.n_stages:
         raise PlanError(
-            f"{name} runs one stage a rank, the plan has {plan.n_stages} stages on {plan.n_ranks} ranks; "
-            "for several stages a rank choose schedule 'interleaved'"
+            f"{name} runs one stage a rank, but the plan has {plan.n_stages} stages on {plan.n_ranks} ranks; for "
+            "several stages a rank, choose schedule 'interleaved'"
         )
     for stage in range(plan.n_stages):
         if plan.spans(Kind.B, stage) != plan.spans(Kind.F, stage):
-            raise PlanError(f"{name} needs the same spans forward and backward; stage {stage} has others")
+            raise PlanError(f"{name} needs the same spans forward and backward, but the spans of stage {stage} differ")
 
 
 def check_stream(policy: Policy, plan: Plan) -> None:
@@ -230,17 +230,17 @@ def check_stream(policy: Policy, plan: Plan) -> None:
     check_count(f"depth of {policy.name}", policy.depth)
     needed = policy.depth * plan.jobs[0].rows
     for what, wrong, way_out in (
-        ("one job", len(plan.jobs) > 1, f"it has {len(plan.jobs)}; give each a window of its own"),
-        ("one version of the weights", max(plan.versions) > 1, f"versions are {plan.versions}; leave them out"),
+        ("one job", len(plan.jobs) > 1, f"it has {len(plan.jobs)}; give each job a separate window"),
+        ("one version of the weights", max(plan.versions) > 1, f"versions are {plan.versions}; do not set them"),
         (
-            "no order of its own in `after`",
+            "no order in `after`",
             bool(plan.after),
-            "the order follows from the layers that each batch uses; leave it out",
+            "the order follows from the layers that each batch uses; do not set it",
         ),
         (
             f"limits of at least {needed} samples, for {policy.depth} batches of {plan.jobs[0].rows}",
             min(plan.limits, default=needed) < needed,
-            f"a batch could wait for one that it keeps out: limits are {plan.limits}; raise them, or lower depth",
+            f"a batch could wait for a batch that it keeps out: limits are {plan.limits}; raise them, or lower depth",
         ),
     ):
         if wrong:

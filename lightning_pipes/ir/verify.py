@@ -35,7 +35,7 @@ def deadlock_error(
         missing = ", ".join(str(n) for n in needs(i, plan) if n not in ran)
         waits.append(f"rank {rank} waits at {i} for {missing}")
     begin = f"{why}. The ranks" if why else "the ranks"
-    return DeadlockError(f"{begin} wait for each other: {'; '.join(waits)}; so far ran\n{draw_grid(ran, plan)}")
+    return DeadlockError(f"{begin} wait for each other: {'; '.join(waits)}; operations so far:\n{draw_grid(ran, plan)}")
 
 
 def draw_grid(done: Iterable[Instruction], plan: Plan) -> str:
@@ -69,7 +69,7 @@ def _sent(i: Instruction, steps: Mapping[Instruction, int]) -> int:
     return steps.get(send_of(i), -1) if i.kind in RECEIVES else -1
 
 
-_WAY_OUT = "this is a program of another plan; make one by schedule.program(plan) of this plan"
+_WAY_OUT = "this program was made for another plan; make one with schedule.program(plan) for this plan"
 
 
 def check_program_matches_plan(program: Program, plan: Plan) -> None:
@@ -81,7 +81,7 @@ def check_program_matches_plan(program: Program, plan: Plan) -> None:
         ProgramError: if an instruction does not match. The message names it and the corresponding entry of the plan.
     """
     if program.n_ranks != plan.n_ranks:
-        raise ProgramError(f"the program has {program.n_ranks} rows, the plan {plan.n_ranks} ranks; {_WAY_OUT}")
+        raise ProgramError(f"the program has {program.n_ranks} rows, but the plan has {plan.n_ranks} ranks; {_WAY_OUT}")
     known: dict[tuple[Kind, int, int], frozenset[object]] = {}
     for rank, row in enumerate(program.head):
         for i in row:
@@ -93,7 +93,7 @@ def check_program_matches_plan(program: Program, plan: Plan) -> None:
                 known[key] = frozenset(plan.spans(*key))
             if i.kind is not Kind.STEP and i.span not in known[key]:
                 raise ProgramError(
-                    f"rank {rank} has {i}, and the plan cuts {i.kind}{i.stage} into {_describe_cut(i, plan)}; "
+                    f"rank {rank} has {i}, but the plan cuts {i.kind}{i.stage} into {_describe_cut(i, plan)}; "
                     f"{_WAY_OUT}"
                 )
             if plan.rank_of(i) != rank:
@@ -119,7 +119,7 @@ def _describe_mismatch(i: Instruction, rank: int, plan: Plan) -> str:
     sends = i.kind in (Kind.SF, Kind.RB)
     other = i.stage + 1 if sends else i.stage - 1
     if i.kind in (Kind.SF, Kind.RF, Kind.SB, Kind.RB) and not 0 <= other < plan.n_stages:
-        return f"stage {i.stage} of the plan has no neighbour for it"
+        return f"stage {i.stage} of the plan has no neighboring stage for it"
     return ""
 
 
@@ -177,12 +177,12 @@ def verify(program: Program, plan: Plan, batches: int | None = None) -> ProgramS
     for stage in range(plan.n_stages):
         if facts.versions[stage] > plan.versions[stage] and plan.shared_weights:
             raise PlanError(
-                f"stage {stage} needs {facts.versions[stage]} weight versions and may hold {plan.versions[stage]}; "
+                f"stage {stage} needs {facts.versions[stage]} weight versions, but may hold {plan.versions[stage]}; "
                 "raise versions or run its STEP after the backward of every batch in flight"
             )
         if plan.limits and facts.peak_rows[stage] > plan.limits[stage]:
             raise PlanError(
-                f"stage {stage} holds {facts.peak_rows[stage]} samples between F and B and may hold "
+                f"stage {stage} holds {facts.peak_rows[stage]} samples between F and B, but may hold "
                 f"{plan.limits[stage]}; start fewer forwards before its first backward, or raise the limit"
             )
     return facts

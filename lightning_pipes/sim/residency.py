@@ -219,7 +219,7 @@ class Residency(Generic[Key]):
         """
         if self._coming:
             if self._coming[0] != key:
-                raise PlanError(f"state {key} is leased, expected was {self._coming[0]}")
+                raise PlanError(f"state {key} was leased, but {self._coming[0]} was expected")
             self._coming.popleft()
             self._uses[key].popleft()
             self._at += 1
@@ -253,7 +253,7 @@ class Residency(Generic[Key]):
         """
         held = self._held.get(key)
         if held is None or not held.leased:
-            raise PlanError(f"state {key} is released and was not leased")
+            raise PlanError(f"state {key} is released, but it was not leased")
         held.leased -= 1
 
     def prefetch(self) -> int:
@@ -344,8 +344,8 @@ class Residency(Generic[Key]):
     def _no_room(self, key: Key, size: int) -> PlanError:
         leased = [each for each, held in self._held.items() if held.leased]
         return PlanError(
-            f"no room for state {key} of {size} bytes: {leased} are leased, of a budget of {self._budget}; release one "
-            "before, or raise the budget"
+            f"no room for state {key} of {size} bytes: {leased} are leased, of a budget of {self._budget}; release a "
+            "state first, or raise the budget"
         )
 
     def _victims(self) -> list[Key]:

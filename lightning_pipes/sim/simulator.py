@@ -212,13 +212,13 @@ def check_order(function: str, order: object, plan: object, *kinds: Kinds) -> No
     if not isinstance(order, kinds or (Program, Policy)):
         wanted = " or ".join(f"a {kind.__name__}" for kind in kinds or (Program, Policy))
         way_out = (
-            f"the program of {order.name!r} is schedule.program(plan)"
+            f"use schedule.program(plan) for the program of {order.name!r}"
             if isinstance(order, Schedule)
-            else ("a schedule's program is schedule.program(plan)")
+            else ("use schedule.program(plan) for the program of a schedule")
         )
         raise TypeError(f"{function} takes {wanted}, got {short_repr(order)}; {way_out}")
     if not isinstance(plan, Plan):
-        raise TypeError(f"{function} needs the Plan that was ordered as second, got {short_repr(plan)}")
+        raise TypeError(f"the second argument of {function} must be the plan of the order, got {short_repr(plan)}")
 
 
 SLOW = 0.95

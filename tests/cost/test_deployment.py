@@ -111,7 +111,7 @@ def test_a_step_waits_for_what_the_drain_does_not_hide():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"ranks": 4, "replicas": 3}, "3 replicas of 4 ranks need 12 devices, and the cluster has 8"),
+        ({"ranks": 4, "replicas": 3}, "3 replicas of 4 ranks need 12 devices, but the cluster has 8"),
         ({"ranks": 0}, "ranks must be at least 1, got 0"),
         ({"ranks": 2, "neighbours": "hosts"}, "neighbours are 'ranks' or 'replicas', got 'hosts'"),
     ],

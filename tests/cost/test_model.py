@@ -46,7 +46,7 @@ def test_integer_nanoseconds_survive_seconds(n):
 
 
 def test_an_unknown_stage_is_named():
-    with pytest.raises(PlanError, match="no time of F on stage 1; it knows F0"):
+    with pytest.raises(PlanError, match="no time of F on stage 1; it has F0"):
         model((1, 1.0)).seconds_at(Kind.F, 1, 1)
 
 

@@ -321,7 +321,7 @@ def test_plans_say_which_forwards_are_whole() -> None:
     """`whole_forward` is validated, survives conversion to plain data, and cannot be changed by `adopt`."""
     with pytest.raises(PlanError, match="whole_forward has 1 entries for 2 stages"):
         Plan((0, 1), (FINER,), whole_forward=(True,))
-    with pytest.raises(PlanError, match="names the last stage"):
+    with pytest.raises(PlanError, match="is True for the last stage"):
         Plan((0, 1), (FINER,), whole_forward=(True, True))
     plan = plan_of(FINER, "whole", False)
     assert plan_of_data(plan_data(plan)) == plan

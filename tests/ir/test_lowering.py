@@ -45,5 +45,5 @@ def test_neighbours_on_one_rank_send_nothing():
 
 
 def test_rows_must_match_ranks():
-    with pytest.raises(ProgramError, match="2 rows, the plan 3 ranks"):
+    with pytest.raises(ProgramError, match="2 rows, but the plan has 3 ranks"):
         lower(GPipe().program(tiny_plan(2, 1)), tiny_plan(3, 1))

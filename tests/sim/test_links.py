@@ -134,5 +134,5 @@ class TestSharedWires:
         assert set(timeline.events) == set(simulate(program, plan, own).events)
         begins = {e.instruction: e.start for e in timeline.events}
         assert begins[second] == begins[F(0, c)] == 1 + 7 + 2 + 7
-        with pytest.raises(PlanError, match="by hand"):
+        with pytest.raises(PlanError, match="contains transfers"):
             simulate(program, plan, sending(shared, True))

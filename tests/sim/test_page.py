@@ -268,7 +268,5 @@ def test_a_sibling_has_no_bubble_of_its_own():
 
 def test_steps_that_scatter():
     rare = {(kind, s): (1.0,) * 9 + (20.0,) for kind in (Kind.F, Kind.B) for s in range(RECORD.plan.n_stages)}
-    assert "if operations scatter as they did" in page(
-        replace(RECORD, costs=replace(RECORD.costs, scatter=rare)), NOTHING
-    )
-    assert "if operations scatter" not in page(RECORD, NOTHING)
+    assert "if operations vary as measured" in page(replace(RECORD, costs=replace(RECORD.costs, scatter=rare)), NOTHING)
+    assert "if operations vary" not in page(RECORD, NOTHING)

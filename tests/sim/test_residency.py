@@ -201,7 +201,7 @@ def test_jobs_come_and_go():
     ("mistake", "says"),
     [
         (lambda r: Residency(9, {0: 10}, VirtualCopier(1.0)), "more stages"),
-        (lambda r: (r.expect_leases([1]), r.lease(0)), "expected was 1"),
+        (lambda r: (r.expect_leases([1]), r.lease(0)), "but 1 was expected"),
         (lambda r: r.release(0), "was not leased"),
         (lambda r: [r.lease(key) for key in range(3)], "are leased"),
     ],

@@ -184,7 +184,7 @@ class StaleReads:
         steps = self._steps.setdefault(name, deque())
         if self._ranks.setdefault(name, rank) != rank:
             raise PlanError(
-                f"batch {step.batch} reads layer {name!r} late on rank {rank}, and batches before on rank "
+                f"batch {step.batch} reads layer {name!r} late on rank {rank}, but earlier batches are on rank "
                 f"{self._ranks[name]}; keep a layer on one rank"
             )
         if steps and read < steps[0].batch <= self._read[name]:
@@ -341,14 +341,15 @@ class Ledger:
         if use.cut is None:
             return
         if use.cut[-1].stop != len(self._home):
-            raise PlanError(f"batch {batch} is cut into {use.cut[-1].stop} layers, the plan has {len(self._home)}")
+            raise PlanError(f"batch {batch} is cut into {use.cut[-1].stop} layers, but the plan has {len(self._home)}")
         self._travel = True
         for name, _ in use.delays:
             stage = next(s for s, names in enumerate(use.layers) if name in names)
             if stage != self._home_of(name, stage):
                 raise PlanError(
-                    f"batch {batch} reads layer {name!r} late on stage {stage}, whose home is stage "
-                    f"{self._home_of(name, stage)}; cut batches so that what they read late stays at home"
+                    f"batch {batch} reads layer {name!r} late on stage {stage}, but its home is stage "
+                    f"{self._home_of(name, stage)}; cut batches so that layers that they read late stay on their home "
+                    "stage"
                 )
 
     def _before(self, batch: int, stage: int, use: LayerUse) -> tuple[set[Instruction], set[Instruction]]:
@@ -378,9 +379,9 @@ class Ledger:
             for layer in layers:
                 if layer.newest.rank != rank:
                     raise PlanError(
-                        f"batch {batch} uses layer {name!r} on stage {stage}, and batch {layer.newest.batch} on stage "
-                        f"{layer.newest.stage}, which is on another rank with another copy of it; keep a layer on one "
-                        "rank, or give batches a cut of their own"
+                        f"batch {batch} uses layer {name!r} on stage {stage}, but batch {layer.newest.batch} uses it "
+                        f"on stage {layer.newest.stage} of another rank, which has a separate copy; keep a layer on "
+                        "one rank, or cut batches separately"
                     )
             return [layer.newest for layer in layers]
         if name not in self._layers:

@@ -63,12 +63,14 @@ class LayerUse:
             )
         for name in sorted(self.steps or ()):
             if not any(name in names for names in self.layers):
-                raise PlanError(f"a batch steps {name!r} and does not use it; it uses {_join_names(self.layers)}")
+                raise PlanError(f"a batch steps {name!r}, but does not use it; it uses {_join_names(self.layers)}")
         for name, delay in self.delays:
             if not any(name in self.stepped_layers(stage) for stage in range(len(self.layers))):
-                raise PlanError(f"a batch reads {name!r} late and does not step it; it uses {_join_names(self.layers)}")
+                raise PlanError(
+                    f"a batch reads {name!r} late, but does not step it; it uses {_join_names(self.layers)}"
+                )
             if delay.by < 1:
-                raise PlanError(f"a batch reads {name!r} {delay.by} batches late; it can be 1 or more")
+                raise PlanError(f"a batch reads {name!r} {delay.by} batches late; it must be at least 1")
 
     @classmethod
     def from_names(
@@ -98,7 +100,7 @@ class LayerUse:
             found = [s for s, (a, b) in enumerate(layers) if number.isdecimal() and a <= int(number) < b]
             if not found:
                 last = max((b for _, b in layers), default=0) - 1
-                raise PlanError(f"a batch uses a layer that is not there: no layer {name!r}, they are '0' to '{last}'")
+                raise PlanError(f"a batch uses layer {name!r}, which does not exist; layers are '0' to '{last}'")
             stages[found[0]].add(name)
         late = tuple(sorted((delays or {}).items()))
         own = None if cut is None else tuple(cut)

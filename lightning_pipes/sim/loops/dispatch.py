@@ -182,16 +182,16 @@ def _stuck(policy: Policy, queues: Queues, run: DispatchRun, memory: Bytes) -> s
         fitting = [i for i, more in zip(ready, taken, strict=True) if more <= 0 or held + more <= may]
         may_run = [queues.instructions[i] for i in fitting if queues.rows[i] <= free[queues.pool[i]]]
         if may_run:
-            lines.append(f"rank {rank} may run {_some(may_run)}, and {policy.name} picks none")
+            lines.append(f"rank {rank} may run {_some(may_run)}, but {policy.name} picks nothing")
         elif fitting:
             i = queues.instructions[fitting[0]]
             more = free[queues.pool[fitting[0]]]
-            lines.append(f"rank {rank} waits at {i}: stage {i.stage} has room for {more} samples more")
+            lines.append(f"rank {rank} waits at {i}: stage {i.stage} has room for {more} more samples")
         else:
             lines.append(memory.why_not(rank, queues.instructions[ready[0]], taken[0], held))
     ran = sorted((n for n, left in enumerate(run.ready.waiting) if left < 0), key=run.timed.turn.__getitem__)
     drawn = draw_grid([queues.instructions[n] for n in ran], plan)
-    return f"nothing is on its way: {'; '.join(lines)}; so far ran\n{drawn}"
+    return f"no operation is in flight: {'; '.join(lines)}; operations so far:\n{drawn}"
 
 
 def _some(instructions: Sequence[Instruction]) -> str:

@@ -317,8 +317,9 @@ def rank_peaks(order: Operations, plan: Plan, costs: Costs, limit: Limit) -> tup
             now = held[rank] + taken
             if taken > 0 and now > memory.may[rank]:
                 raise DeadlockError(
-                    f"{memory.why_not(rank, i, taken, held[rank])}; what it waits for comes later in its own order. "
-                    "Start fewer forwards before the first backward, use more micro-batches, or recompute"
+                    f"{memory.why_not(rank, i, taken, held[rank])}; the operation that it waits for comes later in "
+                    "its own order. Start fewer forwards before the first backward, use more micro-batches, or "
+                    "recompute"
                 )
             if now > peak[rank]:
                 peak[rank] = now

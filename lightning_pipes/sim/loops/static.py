@@ -297,8 +297,8 @@ def run(order: CompiledProgram, prices: Prices) -> OperationLog:
     if prices.crowded:
         if any(prices.table.lists.blocks) and not order.lowered_as_usual:
             raise PlanError(
-                "several ranks share a wire, sends block, and the program places its transfers by hand, which can't be "
-                "timed; give the program without transfers"
+                "the program contains transfers, which can't be timed if several ranks share a wire and sends block; "
+                "pass the program without transfers"
             )
         return run_queues(order.rows, prices, Bytes.untracked(order)).timed
     by = KERNEL.select(n)

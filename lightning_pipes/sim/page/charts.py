@@ -34,7 +34,7 @@ def charts(ranks: Sequence[Curves]) -> str:
     figures = [_figure(ranks, name) for name in shown]
     legend = "".join(f'<li><i class="line {_colour(rank)}"></i>rank {rank}</li>' for rank in range(len(ranks)))
     long = seconds_text(1e9 * _last(ranks))
-    hint = f'<p class="hint">{escape(long)} from left to right; each chart goes from 0 to the most that was seen.</p>'
+    hint = f'<p class="hint">{escape(long)} from left to right; each chart ranges from 0 to its largest value.</p>'
     legend = f'<ul class="legend" aria-label="Ranks">{legend}</ul>'
     found = f'{legend}{hint}<div class="charts">{"".join(figures[:FIRST])}</div>'
     if figures[FIRST:]:
@@ -216,7 +216,7 @@ def _memory(record: RunRecord, name: str, timeline: Timeline) -> dict[str, Any] 
         return None
     limits = list(record.memory) or [None] * len(curves)
     counted = [limit for limit, peak in zip(limits, peaks, strict=True) if limit and limit < 2 * peak]
-    dashed = "; dashed: what its device has" if counted else ""
+    dashed = "; dashed: the memory of its device" if counted else ""
     return {
         "title": f"tensors of each rank, estimated along the {name} timeline, and their peak{dashed}",
         "curves": [[list(column) for column in zip(*curve, strict=True)] for curve in curves],

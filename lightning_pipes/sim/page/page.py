@@ -108,7 +108,7 @@ def _definitions(record: RunRecord) -> str:
     if record.measured:
         found.append(
             "Measured is the most typical of the last steps. Replayed is that step, simulated with the measured time "
-            "of each operation. Predicted is what was simulated before it ran."
+            "of each operation. Predicted is the simulation from before it ran."
         )
     return " ".join(found)
 
@@ -160,8 +160,10 @@ def _tiles(record: RunRecord) -> list[tuple[str, str]]:
         found.append(
             (
                 seconds_text(scattered.mean),
-                f"a step on average if operations scatter as they did; {seconds_text(scattered.steady)} by medians, "
-                f"and {seconds_text(scattered.quantile(SLOW))} or more in {1 - SLOW:.0%} of all steps",
+                (
+                    f"mean step if operations vary as measured; {seconds_text(scattered.steady)} by medians, and "
+                    f"{seconds_text(scattered.quantile(SLOW))} or more in {1 - SLOW:.0%} of all steps"
+                ),
             )
         )
     if record.between is not None:

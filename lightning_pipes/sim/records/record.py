@@ -49,7 +49,7 @@ def read_json(path: str | Path, *keys: str) -> dict[str, Any]:
     found = read_object(path)
     lacking = [key for key in ("format", *keys) if key not in found]
     if lacking:
-        raise InputError(f"{path} is not what a report is saved in: it has no {' and no '.join(map(repr, lacking))}")
+        raise InputError(f"{path} is not the file of a saved report: it has no {' and no '.join(map(repr, lacking))}")
     if found["format"] != FORMAT:
         raise InputError(f"{path} has format {short_repr(found['format'])}, this version reads {FORMAT}; run again")
     return found
@@ -81,7 +81,7 @@ def timeline_of(data: object, what: str = "timeline") -> Timeline:
     plan = plan_of(found["plan"], f"{what}.plan")
     events = tuple(_event(f"{what}.events[{n}]", row, plan) for n, row in enumerate(found["events"]))
     if len(found["peak_bytes"]) not in (0, plan.n_ranks):
-        raise InputError(f"{what}.peak_bytes is of {len(found['peak_bytes'])} ranks, the plan has {plan.n_ranks}")
+        raise InputError(f"{what}.peak_bytes has {len(found['peak_bytes'])} ranks, but the plan has {plan.n_ranks}")
     return Timeline(events, plan, found["peak_bytes"], found["name"], found["attributes"], found["regimes"])
 
 
@@ -290,7 +290,7 @@ class RunRecord:
             if other is not None and other.plan.ranks != self.plan.ranks:
                 raise InputError(f"measured has stages on ranks {self.plan.ranks}, {name} on {other.plan.ranks}")
         if self.costs.n_stages != stages:
-            raise InputError(f"costs are of {self.costs.n_stages} stages, the plan has {stages}")
+            raise InputError(f"costs are of {self.costs.n_stages} stages, but the plan has {stages}")
         if len(self.memory) not in (0, ranks) or min((size for size in self.memory if size is not None), default=0) < 0:
             raise InputError(
                 f"memory needs the bytes of each of {ranks} devices, or None, got {short_repr(self.memory)}"
@@ -298,12 +298,12 @@ class RunRecord:
         if len(self.peaks) not in (0, ranks) or min((size for size in self.peaks if size is not None), default=0) < 0:
             raise InputError(f"peaks needs the bytes of each of {ranks} ranks, or None, got {short_repr(self.peaks)}")
         if len(self.monitored) not in (0, ranks):
-            raise InputError(f"{len(self.monitored)} ranks were monitored, the plan has {ranks}")
+            raise InputError(f"{len(self.monitored)} ranks were monitored, but the plan has {ranks}")
         if self.between is not None:
             check_number("between", self.between, "finite seconds, not negative", lambda x: 0 <= x < LONGEST)
         layers = self.plan.layers
         if layers and self.profile is not None and layers[-1].stop != len(self.profile.layers):
-            raise InputError(f"the plan has {layers[-1].stop} layers, the profile {len(self.profile.layers)}")
+            raise InputError(f"the plan has {layers[-1].stop} layers, but the profile has {len(self.profile.layers)}")
 
     @property
     def sibling_note(self) -> str:
@@ -426,15 +426,15 @@ class RunRecord:
             path = path / FILE
         if not path.is_file():
             raise InputError(
-                f"there is no run in {path}: a run leaves a directory with {FILE} behind when its script calls "
-                "strategy.report.save(directory) after fit, as examples/train.py does"
+                f"there is no run in {path}: {FILE} is written when a script calls strategy.report.save(directory) "
+                "after fit, as examples/train.py does"
             )
         found = read_json(path, *_WRITTEN)
         del found["format"]
         try:
             return cls._of_data(found)
         except PlanError as error:
-            raise InputError(f"{path} is damaged: {error}; run again to write another") from error
+            raise InputError(f"{path} is damaged: {error}; run again to write a new one") from error
 
     @classmethod
     def _of_data(cls, data: Mapping[str, Any]) -> RunRecord:

@@ -142,7 +142,7 @@ class RunComparison:
         elif self.layer is None:
             found = f"the loss of batch {self.batch} differs: {self.values[0]} and {self.values[1]}"
         else:
-            found = f"batch {self.batch} leaves layer {self.layer} differently: {self.values[0]} and {self.values[1]}"
+            found = f"layer {self.layer} differs after batch {self.batch}: {self.values[0]} and {self.values[1]}"
         if not self.orders:
             return f"{found}; each of {self.layers} layers was used in the same order"
         more = f" and {len(self.orders) - 3} more" if len(self.orders) > 3 else ""
@@ -159,8 +159,8 @@ def compare_runs(a: TrainingRecord, b: TrainingRecord) -> RunComparison:
     hashes = sorted(a.hashes.keys() & b.hashes.keys(), key=lambda key: (key[0], natural_key(key[1])))
     if not losses and not hashes:
         raise InputError(
-            "the two runs have no batch in common for which both have a loss or a hash: one has batches "
-            f"{_range(a)}, the other {_range(b)}. Let both take hashes at the same batches (every_n_batches)"
+            f"the two runs have no batch in common for which both have a loss or a hash: one has batches {_range(a)}, "
+            f"the other {_range(b)}. Record hashes at the same batches in both runs (every_n_batches)"
         )
     layers = sorted(a.accesses.keys() & b.accesses.keys(), key=natural_key)
     last = min(max((x.batch for each in r.accesses.values() for x in each), default=-1) for r in (a, b))
@@ -232,7 +232,7 @@ class Curves:
 
     def __post_init__(self) -> None:
         if list(self.times) != sorted(self.times) or not all(map(math.isfinite, self.times)):
-            raise InputError("times of a curve must be finite and ascend")
+            raise InputError("times of a curve must be finite and in ascending order")
         for name, values in self.values.items():
             if len(values) != len(self.times):
                 raise InputError(f"{name!r} has {len(values)} values at {len(self.times)} times")

@@ -178,10 +178,10 @@ def test_refuses_what_would_be_two_copies() -> None:
         enter(LayerUse.from_names(["2.0"], LAYERS, cut=LAYERS), LayerUse.from_names(["2"], LAYERS, cut=other))
     with pytest.raises(PlanError, match=r"layer '2.0.a' on rank 0, but '2.0', .* has been on rank 1"):
         enter(LayerUse.from_names(["2.0"], LAYERS, cut=other), LayerUse.from_names(["2.0.a"], LAYERS, cut=LAYERS))
-    with pytest.raises(PlanError, match=r"layer '2' late on stage 1, whose home is stage 0"):
+    with pytest.raises(PlanError, match=r"layer '2' late on stage 1, but its home is stage 0"):
         enter(LayerUse.from_names(["2"], LAYERS, delays={"2": Delayed(1)}, cut=other))
     for wrong in ([Span(0, 3), Span(3, 8)], [Span(0, 3), Span(4, 5), Span(5, 8)], [Span(1, 3), Span(3, 5), Span(5, 8)]):
         with pytest.raises(PlanError, match="every layer has to be in one stage, in order"):
             LayerUse((frozenset(), frozenset(), frozenset()), cut=tuple(wrong))
-    with pytest.raises(PlanError, match="cut into 7 layers, the plan has 8"):
+    with pytest.raises(PlanError, match="cut into 7 layers, but the plan has 8"):
         enter(LayerUse.from_names([], LAYERS, cut=[Span(0, 3), Span(3, 5), Span(5, 7)]))

@@ -172,10 +172,10 @@ def test_one_after_another_by_hand_is_a_correct_order() -> None:
 
 
 WRONG = {
-    "no layer '9'": lambda: LayerUse.from_names(["9"], LAYERS),
-    "no layer 'head'": lambda: LayerUse.from_names(["head"], LAYERS),
-    "steps '1' and does not use it": lambda: LayerUse.from_names(["0"], LAYERS, steps=["1"]),
-    "batch 1 uses layer '0' on stage 1, and batch 0 on stage 0": lambda: unroll_stream(
+    "layer '9', which does not exist": lambda: LayerUse.from_names(["9"], LAYERS),
+    "layer 'head', which does not exist": lambda: LayerUse.from_names(["head"], LAYERS),
+    "steps '1', but does not use it": lambda: LayerUse.from_names(["0"], LAYERS, steps=["1"]),
+    "batch 1 uses layer '0' on stage 1, but batch 0 uses it on stage 0": lambda: unroll_stream(
         PLAN,
         [
             LayerUse((frozenset({"0"}), frozenset(), frozenset())),
@@ -290,7 +290,7 @@ def test_versions_do_not_go_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "by", "said"), [(None, 0, "0 batches late; it can be 1 or more"), ([], 1, "late and does not step it")]
+    ("steps", "by", "said"), [(None, 0, "0 batches late; it must be at least 1"), ([], 1, "late, but does not step it")]
 )
 def test_refuses_delays_that_make_no_sense(steps: list[str] | None, by: int, said: str) -> None:
     with pytest.raises(PlanError, match=said):

@@ -86,7 +86,7 @@ class TestChosenOrder:
         try:
             events = by_events.run()
         except StuckError:
-            with pytest.raises(DeadlockError, match=r"nothing is on its way: .*waits at"):
+            with pytest.raises(DeadlockError, match=r"no operation is in flight: .*waits at"):
                 simulate(policy, plan, sending(costs, blocking), memory_limit=memory)
             return
         for order in (policy, Asked(policy)):
@@ -164,7 +164,7 @@ class TestChosenOrder:
     def test_stuck_for_a_limit(self, kernel):
         plan, costs = uniform(2, 2, f=1, b=2)
         plan = replace(plan, limits=(2, 0))
-        with pytest.raises(DeadlockError, match=r"rank 1 waits at F1\[0:1\]: stage 1 has room for 0 samples more"):
+        with pytest.raises(DeadlockError, match=r"rank 1 waits at F1\[0:1\]: stage 1 has room for 0 more samples"):
             simulate(ByRule(), plan, costs)
 
     def test_it_is_a_rule_policy_and_what_is_asked_is_not(self):

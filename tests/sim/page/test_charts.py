@@ -66,7 +66,7 @@ def test_records_keep_them(tmp_path):
     data = json.loads((tmp_path / "run.json").read_text())
     data["monitored"][1]["times"] = [2.0, 1.0]
     (tmp_path / "run.json").write_text(json.dumps(data))
-    with pytest.raises(InputError, match="must be finite and ascend"):
+    with pytest.raises(InputError, match="must be finite and in ascending order"):
         RunRecord.load(tmp_path / "run.json")
     del data["monitored"]  # as in files of older versions
     (tmp_path / "run.json").write_text(json.dumps(data))
@@ -76,5 +76,5 @@ def test_records_keep_them(tmp_path):
 def test_mistakes():
     with pytest.raises(InputError, match="has 1 values at 2 times"):
         Curves((0.0, 1.0), {"x": (1.0,)})
-    with pytest.raises(InputError, match="1 ranks were monitored, the plan has 2"):
+    with pytest.raises(InputError, match="1 ranks were monitored, but the plan has 2"):
         replace(record_of([2] * 6, 2, 4), monitored=(SEEN,))

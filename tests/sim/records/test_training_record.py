@@ -52,7 +52,7 @@ def test_the_first_difference_is_found(tmp_path: Path) -> None:
     a, b = load(run(tmp_path / "a")), load(run(tmp_path / "b", (1, "other"), (3, "another")))
     found = compare_runs(a, b)
     assert (found.batch, found.layer, found.values, found.is_equal) == (1, "10", ("a1", "other"), False)
-    assert str(found).startswith("batch 1 leaves layer 10 differently: a1 and other;")
+    assert str(found).startswith("layer 10 differs after batch 1: a1 and other;")
     b.losses[1] = "0x1.8p+0"
     assert str(compare_runs(a, b)).startswith("the loss of batch 1 differs: 0x1.1p+0 and 0x1.8p+0;")
 

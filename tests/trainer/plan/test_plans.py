@@ -99,7 +99,7 @@ class Refusing(Policy):
 def test_a_policy_that_gets_stuck_is_refused():
     plans = Plans(Problem(Refusing(), 2, 1, 4, layers=(Span(0, 1),) * 2))
     assert plans.for_rows(1)
-    with pytest.raises(DeadlockError, match="and refusing picks none"):
+    with pytest.raises(DeadlockError, match="but refusing picks nothing"):
         plans.for_rows(8)
 
 

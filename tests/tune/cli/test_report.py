@@ -36,7 +36,9 @@ class TestReport:
         assert "move layer 2 from stage 1 to stage 0" in after
 
     def test_mistakes(self, tmp_path: Path, profile: str, capsys: pytest.CaptureFixture[str]) -> None:
-        assert refused(capsys, "report", str(tmp_path)).startswith(f"there is no run in {tmp_path}: a run leaves")
+        assert refused(capsys, "report", str(tmp_path)).startswith(
+            f"there is no run in {tmp_path}: run.json is written"
+        )
         record_of([2, 2, 2, 6], 2, 4).save(tmp_path / FILE)
         said = refused(capsys, "report", str(tmp_path), "--profile", profile)
         assert said.startswith(f"{profile} has 8 layers and the run had 4; profile the model that was run")
