@@ -98,7 +98,9 @@ class JobArray(Generic[T]):
         share_heap()
         decides = isinstance(size, str) and size == AUTO
         if decides and memory is None:
-            raise InputError("size='auto' follows from memory: give memory=MemorySwap(device_bytes=...), or a number")
+            raise InputError(
+                "size='auto' is computed from memory: pass memory=MemorySwap(device_bytes=...), or a number"
+            )
         self.size = 1 if decides else check_count("size", size, "; or size='auto'")
         self._rounds: Rounds[Sibling[T]] | None = None if rounds is None else Rounds(rounds)
         self._rounds_begun = 0
@@ -156,7 +158,7 @@ class JobArray(Generic[T]):
                 does not wait for them.
         """
         if current_sibling() is not None:
-            raise InputError("a sibling of an array can't run an array itself; give the outer one all the jobs")
+            raise InputError("a sibling of an array can't run another array; pass all jobs to the outer array")
         source, self._home = iter(jobs), read_random_state()
         self._display = ArrayDisplay(self._progress and os.environ.get("LOCAL_RANK", "0") == "0")
         if self._decides is not None:
@@ -177,7 +179,7 @@ class JobArray(Generic[T]):
                         self.shared.board.post_news(JobCount(self._started))
                         break
                     if not callable(job):
-                        raise InputError(f"job {self._started} of the array is {job!r}, and must be a function")
+                        raise InputError(f"job {self._started} of the array is {job!r}, but must be a function")
                     sibling = Sibling(self._started, partial(_run_with_connections, job), self, self._home)
                     self._running[self._started] = sibling
                     self._started += 1
@@ -433,9 +435,9 @@ class JobArray(Generic[T]):
         for rank, jobs in self._job_counts_of_peers.items():
             if self._started > jobs:
                 raise InputError(
-                    f"rank {rank} has {jobs} jobs for the array, and rank {self.shared.board.rank} has begun another "
-                    "one. All ranks need the same jobs in the same order; don't make them from the rank, or from files "
-                    "that only some ranks see"
+                    f"rank {rank} has {jobs} jobs for the array, but rank {self.shared.board.rank} has begun another "
+                    "one. All ranks need the same jobs in the same order, so jobs must not depend on the rank, or on "
+                    "files that only some ranks can read"
                 )
         for index in self._news_of_peers.keys() & self._running.keys():
             for rank, news, since in self._news_of_peers[index]:

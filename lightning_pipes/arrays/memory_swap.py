@@ -190,13 +190,13 @@ class MemorySwap(SiblingMemory, PipelineCallback):
         self.host_bytes = None if host_bytes is None else check_count("host_bytes", host_bytes)
         self.slots = None if slots is None else check_count("slots", slots)
         if slots is not None and slots < 2:
-            raise PlanError(f"switching needs a slot for the state in use and one for the next, got {slots}")
+            raise PlanError(f"switching needs a slot for the current state and one for the next state, got {slots}")
         if bandwidth is not None:
             check_number("bandwidth", bandwidth, "bytes per second above 0", lambda x: x > 0)
         self.bandwidth = bandwidth
         self.prefetch = check_type("prefetch", prefetch, bool)
         if predictor not in PREDICTORS:
-            raise PlanError(f"predictor is one of {', '.join(PREDICTORS)}, got {predictor!r}")
+            raise PlanError(f"predictor must be one of {', '.join(PREDICTORS)}, got {predictor!r}")
         self.predictor = predictor
         self.statistics = Statistics()
         self.switching: Switching | None = None
@@ -285,11 +285,10 @@ class MemorySwap(SiblingMemory, PipelineCallback):
             return ""
         by = f" (predictor {self.predictor!r})" if self.prefetch else " (no prefetch)"
         return (
-            f"{found.hit_rate:.1%} of layers found there where a stage turned to others{by}, {found.late} late, "
+            f"{found.hit_rate:.1%} of layers were on the device when a stage switched to them{by}, {found.late} late, "
             f"{found.misses} missed, {found.stall_ns / 1e9:.3g} s of waiting, {bytes_text(found.bytes_in)} in, "
             f"{bytes_text(found.bytes_out)} out"
-            + (f", cleared {found.cleared} times for tasks that ran out of memory" if found.cleared else "")
-        )
+        ) + (f", cleared {found.cleared} times for tasks that ran out of memory" if found.cleared else "")
 
     def close(self) -> None:
         if self._swap is None or self._copier is None:
@@ -301,9 +300,12 @@ class MemorySwap(SiblingMemory, PipelineCallback):
             self.switching = Switching(tuple(sorted(self._stages)), self._largest / rate, shortest)
         self._swap = self._copier = None
         rank_zero_info(
-            f"MemorySwap: {found.hits} of {found.leases} uses found their state on the device, {found.late} waited for "
-            f"one on its way, {found.misses} for one that was not; {found.stall_ns / 1e9:.3g} s of waiting, "
-            f"{found.bytes_in / 1e9:.3g} GB in, {found.bytes_out / 1e9:.3g} GB out"
+            (
+                f"MemorySwap: {found.hits} of {found.leases} uses found their state on the device, {found.late} waited "
+                f"for a state that was being loaded, {found.misses} for a state that had not been requested; "
+                f"{found.stall_ns / 1e9:.3g} s of waiting, {found.bytes_in / 1e9:.3g} GB in, "
+                f"{found.bytes_out / 1e9:.3g} GB out"
+            )
             + ("" if self.switching is None or not found.stall_ns else f". {self.switching}")
         )
 
@@ -374,8 +376,9 @@ class MemorySwap(SiblingMemory, PipelineCallback):
     def _check(self, index: int, size: int) -> None:
         if self._several and 2 * size > self.device_bytes:
             raise PlanError(
-                f"sibling {index} has a state of {size} bytes, and device_bytes={self.device_bytes} has no room for "
-                f"two: the one in use and the next. Use {2 * size} or more, or cut the model into more stages"
+                f"sibling {index} has a state of {size} bytes, but device_bytes={self.device_bytes} has no room for "
+                f"two states: the current one and the next one. Use {2 * size} or more, or cut the model into more "
+                "stages"
             )
 
 
@@ -416,12 +419,12 @@ def choose_size(rooms: Sequence[int], stages: int) -> int:
     fits, useful = min(rooms), count_useful_siblings(stages)
     if fits < 2:
         raise PlanError(
-            f"the host of rank {rooms.index(fits)} has room for the states of {fits} sibling, and an array needs two. "
+            f"the host of rank {rooms.index(fits)} has room for the states of {fits} sibling, but an array needs two. "
             "Raise MemorySwap's host_bytes, or cut the model into more stages"
         )
     size = min(fits, useful)
     rank_zero_info(
-        f"JobArray: {size} siblings at a time, for {useful} keep {stages} stages busy, and the host of rank "
-        f"{rooms.index(fits)} has room for the states of {fits}; others begin as these end"
+        f"JobArray runs {size} siblings at a time: {useful} keep {stages} stages busy, and the host of rank "
+        f"{rooms.index(fits)} has room for the states of {fits}. Other siblings begin when these end"
     )
     return size

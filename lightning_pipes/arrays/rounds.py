@@ -78,8 +78,8 @@ class Rounds(Generic[S]):
             pieces = len(plan.jobs[0].forward[0])
             if pieces > 1:
                 raise PlanError(
-                    f"an array in rounds runs whole batches, and a sibling cuts its own into {pieces}; set "
-                    "microbatches=1, or leave rounds out"
+                    f"an array with rounds runs whole batches, but a sibling cuts its batches into {pieces}; set "
+                    "microbatches=1, or remove rounds"
                 )
         same, self._plans = plans == self._plans, plans
 
@@ -117,9 +117,9 @@ class Rounds(Generic[S]):
         program = self._order(plan, self._measured_costs(siblings[0], plan))
         if len(program.head) != len(plan.stages):
             raise PlanError(
-                f"the order of a round has {len(program.head)} rows, and the {plan.n_stages} stages of siblings are on "
-                f"{len(plan.stages)} ranks; it needs a row for each rank. Give siblings a schedule with one stage a "
-                "rank, which round_order is for, or leave rounds out"
+                f"the order of a round has {len(program.head)} rows, but the {plan.n_stages} stages of siblings are "
+                f"on {len(plan.stages)} ranks; it needs a row for each rank. Give siblings a schedule with one stage "
+                "a rank, which round_order requires, or remove rounds"
             )
         return [
             [(siblings[i.job].index, i.kind is Kind.B) for i in row if i.kind is not Kind.STEP] for row in program.head
@@ -136,7 +136,9 @@ class Rounds(Generic[S]):
         if not self._warned:
             self._warned = True
             why = decision.why or "layers are measured where partition='auto'"
-            rank_zero_info(f"JobArray: rounds are ordered as for equal stages, whose times are not known: {why}")
+            rank_zero_info(
+                f"JobArray: rounds are ordered as if stages were equal, because their times are unknown: {why}"
+            )
         return CostModel.uniform(plan.n_stages, 1e-3, 2e-3, rows=1)
 
     def begin_turn(self, sibling: S | None) -> None:
@@ -239,8 +241,8 @@ def _fit_row(
     needed = count_needed(row)
     if needed > room:
         raise PlanError(
-            f"in a round rank {rank} has {needed} states at a time: of siblings between forward and backward, and of "
-            f"one in its turn. MemorySwap has room for {room}; set recompute=True in all siblings, so that states may "
-            f"leave between, or give MemorySwap room for {needed}"
+            f"in a round, rank {rank} has {needed} states at the same time: the states of siblings between forward "
+            f"and backward, and the state of the current sibling. MemorySwap has room for {room}; set recompute=True "
+            f"in all siblings, so that states may leave the device in between, or give MemorySwap room for {needed}"
         )
     return row

@@ -201,7 +201,7 @@ class Multirun:
             memory = MemorySwap(**self._memory) if self._memory else None
         except TypeError as error:
             raise InputError(
-                f"hydra.launcher.memory={self._memory} has what MemorySwap does not take: {error}"
+                f"hydra.launcher.memory={self._memory} has an argument that MemorySwap does not accept: {error}"
             ) from error
         return JobArray(self._array_size, memory=memory)
 

@@ -97,7 +97,7 @@ def _kept_in_store(store: Any, now: str) -> str:
             return found.decode()
         before = found
     raise PipelineError(
-        f"the store of torchrun gives {before!r} as the name of this run, which needs the form of {now}"
+        f"the store of torchrun gives {before!r} as the name of this run, but it must have the form of {now}"
     )
 
 

@@ -289,7 +289,7 @@ def test_rounds_go_on_without_those_that_fail_or_end() -> None:
 def test_what_rounds_refuse() -> None:
     """Check that arrays with rounds refuse micro-batches, and orders that do not match the stages of siblings."""
     for text in run_ranks(cut_in_rounds, 2, Job(0), timeout=60):
-        assert "a sibling cuts its own into 2; set microbatches=1" in text
+        assert "a sibling cuts its batches into 2; set microbatches=1" in text
     for text in run_ranks(cut_in_rounds, 2, Job(0, schedule="hanayo", microbatches=1), timeout=60):
         assert "the order of a round has 4 rows, and the 4 stages of siblings are on 2 ranks" in text
 
@@ -398,7 +398,7 @@ def test_what_does_not_fit_is_refused() -> None:
         assert found.count("") == 2
         assert any("layers.0.0.weight of shape (5, 5)" in text and "sibling 0 has (6, 6)" in text for text in found)
         assert any("the ranks have built different modules" in text for text in found)
-        assert any("can't run an array itself" in text for text in found)
+        assert any("can't run another array" in text for text in found)
 
 
 def ended(rank: int, harm: str) -> tuple[str, list[str]]:

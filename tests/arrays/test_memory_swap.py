@@ -137,7 +137,7 @@ def test_states_take_turns_in_rounds(slots: int, recompute: bool, backwards_last
 
 def test_rounds_whose_states_do_not_fit_are_refused() -> None:
     for text in run_ranks(refused_rounds, 2, timeout=60):
-        assert "in a round rank 0 has 4 states at a time" in text
+        assert "in a round, rank 0 has 4 states at the same time" in text
         assert "MemorySwap has room for 2; set recompute=True in all siblings" in text
 
 
@@ -177,7 +177,7 @@ def told(rank: int, device_bytes: int, host_bytes: int | None, slots: int | None
     ("device_bytes", "host_bytes", "says"),
     [
         (100, None, r"MisfitError: state 0 has \d+ bytes, the device's budget is 100"),
-        (10_000, None, r"MisfitError: sibling 0 has a state of \d+ bytes, and device_bytes=10000 has no room for two"),
+        (10_000, None, r"MisfitError: sibling 0 has a state of \d+ bytes, but device_bytes=10000 has no room for two"),
         (BIG, 10_000, r"MisfitError: state [01] has \d+ bytes; . states have \d+ of the host's budget of 10000"),
     ],
 )
@@ -190,7 +190,7 @@ def test_a_budget_that_is_too_small_is_refused(device_bytes: int, host_bytes: in
     ("settings", "says"),
     [
         ((0,), "device_bytes"),
-        ((9, None, 1), "a slot for the state in use"),
+        ((9, None, 1), "a slot for the current state"),
         ((9, 9, 2, -1.0), "bandwidth must be"),
     ],
 )
@@ -288,7 +288,7 @@ def test_a_sibling_that_fails_first_does_not_keep_the_others_from_beginning(harm
 def test_no_room_for_two() -> None:
     """Check the errors if memory has no room for two siblings, or if no memory is given."""
     for text, most, _ in run_ranks(sized, 2, [Job(n, epochs=1) for n in range(3)], [4, 1], timeout=60):
-        assert text.startswith("the host of rank 1 has room for the states of 1 sibling, and an array needs two")
+        assert text.startswith("the host of rank 1 has room for the states of 1 sibling, but an array needs two")
         assert most == 1
-    with pytest.raises(PlanError, match="size='auto' follows from memory"):
+    with pytest.raises(PlanError, match="size='auto' is computed from memory"):
         JobArray("auto")

@@ -50,7 +50,7 @@ def test_bit_for_bit(ranks: int, shared: str, device_bytes: int, predictor: str,
     wanted, on = plain(shared), defaultdict[str, set[str]](set)
     ran = run_ranks(swapped, ranks, ranks, shared, device_bytes, predictor, balanced)
     total = Statistics.sum_devices([statistics for _, statistics, *_ in ran])
-    assert ran[0][3].startswith(f"{total.hit_rate:.1%} of layers found there")
+    assert ran[0][3].startswith(f"{total.hit_rate:.1%} of layers were on the device")
     assert f"(predictor {predictor!r}), {total.late} late, {total.misses} missed" in ran[0][3]
     assert total.hit_rate > 0.5
     for found, statistics, here, _ in ran:
@@ -108,5 +108,5 @@ def test_says_what_is_missing(schedule: str | CSP, ranks: int, recompute: bool, 
 
 
 def test_an_unknown_predictor_is_refused() -> None:
-    with pytest.raises(PlanError, match="predictor is one of in_turn, algorithm_3, simulated, got 'none'"):
+    with pytest.raises(PlanError, match="predictor must be one of in_turn, algorithm_3, simulated, got 'none'"):
         MemorySwap(10**6, predictor="none")

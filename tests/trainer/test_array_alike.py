@@ -79,7 +79,7 @@ def test_one_that_fails_on_a_rank_before_any_rank_trains_ends_alone(case: str, v
         ("returns", "sibling 1 of the array has returned on rank 1, in its turn 1, but continues here, in its turn 1"),
         ("returns first", "sibling 0 of the array has returned on rank 1, in its turn 1, but continues here"),
         ("fits again", "sibling 1 of the array has returned on rank 1, in its turn"),
-        ("fewer jobs", "rank 1 has 2 jobs for the array, and rank 0 has begun another one"),
+        ("fewer jobs", "rank 1 has 2 jobs for the array, but rank 0 has begun another one"),
     ],
 )
 def test_ranks_that_go_apart_end_the_array(case: str, says: str) -> None:

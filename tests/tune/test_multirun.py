@@ -201,14 +201,14 @@ def alone(rank: int, folder: str, *more: str) -> str:
     [
         (["lr=0.1"], "nothing to search"),
         (["lr=interval(1e-3,1e-1)", "hydra.sweeper.direction=[minimize,maximize]"], "can't prune with several"),
-        (["hydra.sweeper.direction=down"], "there is minimize, maximize"),
+        (["hydra.sweeper.direction=down"], "it must be minimize, maximize"),
         (["hydra.sweeper.storage=study.txt"], "a journal file that ends in .log"),
         (["hydra.sweeper.n_trials=-1"], "n_trials must be"),
         (["hydra.job.chdir=true"], "set hydra.job.chdir=false"),
         (["hydra.launcher.array_size=0"], "hydra.launcher.array_size must be at least 1"),
         (["hydra.launcher.array_size=two"], "hydra.launcher.array_size must be"),
-        (["hydra.launcher.array_size=auto"], "size='auto' follows from memory"),
-        (["hydra.launcher.memory={device_byte: 9}"], "MemorySwap does not take"),
+        (["hydra.launcher.array_size=auto"], "size='auto' is computed from memory"),
+        (["hydra.launcher.memory={device_byte: 9}"], "MemorySwap does not accept"),
         (["hydra.launcher.memory={device_bytes: 100}"], "the device's budget is 100"),
     ],
 )

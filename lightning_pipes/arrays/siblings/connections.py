@@ -95,8 +95,8 @@ class SiblingConnections(Connections):
     @override
     def check_asynchronous(self, schedule: str) -> None:
         raise PlanError(
-            f"{schedule} does not flush between batches, which siblings of an array have to; they keep each other's "
-            "stages busy, so choose 'jap' or '1f1b'"
+            f"{schedule} does not flush between batches, but siblings of an array must. Other siblings use the idle "
+            "time of a stage, so choose 'jap' or '1f1b'"
         )
 
     @override

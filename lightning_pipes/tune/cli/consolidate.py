@@ -26,7 +26,9 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
         raise InputError(f"--format is one of {' and '.join(FORMATS)}, not {form!r}")
     if form == "lightning":
         if options.prefix or options.model:
-            raise InputError("--prefix and --model belong to --format safetensors; a Lightning checkpoint is whole")
+            raise InputError(
+                "--prefix and --model belong to --format safetensors; a Lightning checkpoint is always complete"
+            )
         consolidate(checkpoint, out)
     else:
         export_weights(checkpoint, out, prefix=options.prefix or "", model=_make_model(options.model))
@@ -48,15 +50,15 @@ def _make_model(folder: str | None) -> Any:
     names = getattr(config, "architectures", None) or []
     kind = getattr(transformers, names[0], None) if names else None
     if kind is None:
-        raise InputError(f"the config.json in {folder} has no architectures that transformers has; it names {names}")
+        raise InputError(f"the config.json in {folder} does not name an architecture of transformers; it names {names}")
     with torch.device("meta"):
         return kind(config)
 
 
 COMMAND = Command(
     "consolidate",
-    "Makes one Lightning checkpoint of a folder that checkpoint='sharded' has written, or safetensors files of any\n"
-    "checkpoint, which save_pretrained's readers load. Needs no processes.",
+    "Creates one Lightning checkpoint from a folder that checkpoint='sharded' has written, or safetensors files from "
+    "any\ncheckpoint, which from_pretrained can read. Does not start other processes.",
     [
         "lightning-pipes consolidate checkpoints/last whole.ckpt",
         "lightning-pipes consolidate last.ckpt out --format safetensors --prefix net --model base",

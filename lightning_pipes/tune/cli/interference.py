@@ -34,9 +34,10 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
         {"predictor": name, "R2": f"{found[f'{key}_r2']:.2f}", "mean error of the ratio": f"{found[f'{key}_mae']:.3f}"}
         for name, key in (("formula", "formula"), ("formula x forest", "forest"))
     ]
-    print(f"{found['windows']} windows; each kind of neighbour is predicted from the others:\n\n{format_table(rows)}")
-    better = "better" if found["forest_mae"] < found["formula_mae"] else "no better: leave the predictor out"
-    print(f"\non this machine the forest makes the formula {better}")
+    print(f"{found['windows']} windows; each kind of neighbor is predicted from the others:\n\n{format_table(rows)}")
+    improves = found["forest_mae"] < found["formula_mae"]
+    effect = "improves the formula" if improves else "does not improve the formula, so do not use the predictor"
+    print(f"\non this machine, the forest {effect}")
     print(f'\nmeasurements: {file}\nuse: PipelineStrategy("dynpipe", schedule_args={{"predictor": "{file}"}})')
 
 

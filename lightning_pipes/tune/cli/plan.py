@@ -55,7 +55,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
         return
     profile = require_profile(cfg, "plan")
     if cfg.ranks > len(profile.layers):
-        raise InputError(f"ranks={cfg.ranks}: the model has {len(profile.layers)} layers, and each rank needs one")
+        raise InputError(f"ranks={cfg.ranks}: the model has {len(profile.layers)} layers, but each rank needs one")
     check_count("batch", cfg.batch, "; samples")
     deployment = Deployment.from_cluster(cluster_from_settings(cfg, cfg.ranks * cfg.replicas), cfg.ranks, cfg.replicas)
     schedule = schedule_from_settings(cfg)
@@ -105,8 +105,7 @@ def _iterations(cfg: DictConfig, schedule: Schedule | Policy | None) -> Iteratio
     found = Iterations.from_setting("stale_gradients", setting)  # type: ignore[arg-type]  # checked there
     if found is not None and schedule is not None:
         raise InputError(
-            f"stale_gradients={setting} is for schedule=auto, and schedule={schedule.name} is named; leave one of them "
-            "out"
+            f"stale_gradients={setting} is for schedule=auto, but schedule={schedule.name} is set; remove one of them"
         )
     return found
 
@@ -124,7 +123,7 @@ def _plan_script(script: str, options: argparse.Namespace) -> None:
         flag for flag in ("png", "html") if options.__dict__[flag]
     ]
     if given:
-        raise InputError(f"{given[0]} is for a plan by a profile; {script} sets its own model, data and devices")
+        raise InputError(f"{given[0]} is for a plan from a profile; {script} sets its own model, data and devices")
     if not Path(script).is_file():
         raise InputError(f"{script}: there is no such script")
     with tempfile.TemporaryDirectory() as folder:
@@ -133,8 +132,8 @@ def _plan_script(script: str, options: argparse.Namespace) -> None:
         status = subprocess.run([sys.executable, script, *options.arguments], env=env).returncode
         if not file.exists():
             raise PipelineError(
-                f"{script} has cut no module (it ended with status {status}); use "
-                "Trainer(strategy=PipelineStrategy(...)) in it, and fit"
+                f"{script} did not cut a module (it ended with status {status}); call fit of a "
+                "Trainer(strategy=PipelineStrategy(...)) in it"
             )
         pieces = json.loads(file.read_text())
     if options.json:
@@ -273,10 +272,10 @@ def _change(option: Option, run: Timeline | None = None) -> Change:
 
 COMMAND = Command(
     "plan",
-    "Chooses schedule, micro-batches, recomputation and partition for a model on a cluster, within its memory, by\n"
-    "simulating what might be fastest.\n\n"
-    "With a SCRIPT that trains by a PipelineStrategy: draws the layers that it cuts, or the units of a module without\n"
-    "a container of layers, their times, and the borders that the training has chosen. It ends before its first batch.",
+    "Chooses schedule, micro-batches, recomputation and partition for a model on a cluster, within its memory, "
+    "by\nsimulating the options that might be fastest.\n\nWith a SCRIPT that trains with a PipelineStrategy: draws "
+    "the layers that it cuts, or the units of a module without\na container of layers, their times, and the borders "
+    "that the training has chosen. It ends before its first batch.",
     [
         "lightning-pipes plan profile=profile.json ranks=4 batch=64",
         "lightning-pipes plan model=GPT-2-345M device=A100-40G ranks=8 batch=64 schedule=auto memory=16GiB",

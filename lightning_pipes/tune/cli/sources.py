@@ -29,7 +29,7 @@ def profile_from_settings(cfg: DictConfig) -> ModelProfile | None:
         InputError: both are set, the file is not a profile, or the name of the model is unknown.
     """
     if cfg.profile is not None and cfg.named is not None:
-        raise InputError(f"profile={cfg.profile} and model={cfg.named}: give one of them")
+        raise InputError(f"profile={cfg.profile} and model={cfg.named}: give only one of them")
     if cfg.profile is not None:
         return load_profile(cfg.profile)
     if cfg.named is None:
@@ -92,8 +92,8 @@ def cluster_from_settings(cfg: DictConfig, devices: int) -> Cluster:
     if len(made.devices) < devices:
         per_host = cfg.cluster.devices_per_host
         raise InputError(
-            f"{devices} devices are needed and the cluster has {len(made.devices)}; "
-            f"set cluster.hosts={-(-devices // per_host)}, or use fewer ranks or replicas"
+            f"{devices} devices are needed, but the cluster has {len(made.devices)}; set "
+            f"cluster.hosts={-(-devices // per_host)}, or use fewer ranks or replicas"
         )
     if memory is not None:
         made = replace(made, devices=tuple(replace(device, memory=memory) for device in made.devices))

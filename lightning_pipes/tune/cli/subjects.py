@@ -60,20 +60,22 @@ def subject_from_factory(path: str) -> Subject:
             f"model={path}: {error}. Pass package.module:function; the package is searched in this folder, too"
         ) from error
     if not callable(factory):
-        raise InputError(f"model={path} is {short_repr(factory)}, and must be a function that makes a model")
+        raise InputError(f"model={path} is {short_repr(factory)}, but must be a function that returns a model")
     try:
         made = factory()
     except Exception as error:
         raise InputError(f"model={path} fails: {type(error).__name__}: {error}") from error
     module, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(module, nn.Module):
-        raise InputError(f"model={path} gave a {type(module).__name__}, not a module, or a module and an example input")
+        raise InputError(
+            f"model={path} returned a {type(module).__name__}, not a module, or a module and an example input"
+        )
     if example is None:
         example = getattr(module, "example_input_array", None)
     if example is None:
         raise InputError(
-            f"model={path}: the input of {type(module).__name__} is unknown; set its example_input_array, or have the "
-            "function return the module and an example input"
+            f"model={path}: the input of {type(module).__name__} is unknown; set its example_input_array, or return "
+            "the module and an example input from the function"
         )
     return _subject(module, example, f"model={path}")
 
@@ -140,7 +142,7 @@ def _subject(module: nn.Module, example: Any, what: str) -> Subject:
             f"{what}: {type(module).__name__}.{path} is a {type(layers).__name__}; only layers of an nn.Sequential can "
             "be measured one by one"
         )
-    raise InputError(f"{what} gave a {type(module).__name__}; an nn.Sequential or a LightningModule is needed")
+    raise InputError(f"{what} returned a {type(module).__name__}; an nn.Sequential or a LightningModule is needed")
 
 
 def _rows(example: Any, rows: int, device: torch.device) -> Any:
@@ -198,6 +200,6 @@ def _optimizer(module: nn.Module, name: str | None) -> Optimizer:
     found: Any = module.configure_optimizers()
     while not isinstance(found, Optimizer):
         if not found:
-            raise InputError(f"{type(module).__name__}.configure_optimizers gave no optimizer; set optimizer=AdamW")
+            raise InputError(f"{type(module).__name__}.configure_optimizers returned no optimizer; set optimizer=AdamW")
         found = found["optimizer"] if isinstance(found, Mapping) else found[0]
     return found

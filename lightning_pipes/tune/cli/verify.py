@@ -40,8 +40,8 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
             print(finding.text)
     if not findings:
         raise PipelineError(
-            f"{script} has trained no batch by a PipelineStrategy (it ended with status {status}), so there is nothing "
-            "to compare; use Trainer(strategy=PipelineStrategy(...)) in it"
+            f"{script} did not train a batch with a PipelineStrategy (it ended with status {status}), so there is "
+            "nothing to compare; use Trainer(strategy=PipelineStrategy(...)) in it"
         )
     if not equal:
         raise SystemExit(1)
@@ -49,14 +49,15 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
 
 COMMAND = Command(
     "verify",
-    "Runs a script that trains by a PipelineStrategy, trains its first batches in one plain process, too, and names\n"
-    "the first value that differs. The script ends training after these batches. Exits with 1 where anything differs.",
+    "Runs a script that trains with a PipelineStrategy, also trains its first batches in one plain process, and "
+    "names\nthe first value that differs. The script ends training after these batches. Exits with 1 if a value "
+    "differs.",
     [
         "lightning-pipes verify train.py --lr 0.1",
         "lightning-pipes verify --batches 4 train.py",
     ],
     run,
     positionals=("SCRIPT",),
-    flags={"--batches": ("N", f"how many batches are compared; {BATCHES} by default")},
+    flags={"--batches": ("N", f"the number of batches to compare; {BATCHES} by default")},
     script=True,
 )

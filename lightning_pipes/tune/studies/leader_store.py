@@ -159,8 +159,8 @@ class _StoreConnection:
         else:
             if _has_other_launcher():
                 raise InputError(
-                    "the processes were started by a launcher other than Lightning or torchrun, and can't find rank 0 "
-                    "before they train; start the script by torchrun, on SLURM by srun torchrun"
+                    "the processes were started by a launcher other than Lightning or torchrun, and can't find rank "
+                    "0 before they train; start the script with torchrun, or with srun torchrun on SLURM"
                 )
             self.rank, self.hosted = 0, True
             secret = secret_for_children()

@@ -89,7 +89,7 @@ class OptunaPruning(pl.Callback):
         if trial is not None and len(trial.directions) > 1:
             raise InputError(
                 f"OptunaPruning({self._monitor!r}): Optuna can't prune trials of a study with {len(trial.directions)} "
-                "objectives; take the callback out"
+                "objectives; remove the callback"
             )
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -106,7 +106,9 @@ class OptunaPruning(pl.Callback):
             return
         if self._monitor not in trainer.callback_metrics:
             logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
-            raise InputError(f"OptunaPruning({self._monitor!r}): no such metric is logged; there is {logged}")
+            raise InputError(
+                f"OptunaPruning({self._monitor!r}): no such metric is logged; the logged metrics are {logged}"
+            )
         trial.report(float(trainer.callback_metrics[self._monitor]), self._reports)
         self._reports += 1
         if trial.should_prune():

@@ -134,8 +134,8 @@ class OptunaSearch:
             raise InputError("Optuna can't prune with several directions: set hydra/sweeper/pruner=none")
         if self._multirun is None and (int(os.environ.get("WORLD_SIZE", "1")) > 1 or "LOCAL_RANK" in os.environ):
             raise InputError(
-                "each of several processes would run a sweep of its own with this launcher: choose "
-                "hydra/launcher=job_array, which runs one on all"
+                "with this launcher, each of several processes would run a separate sweep: choose "
+                "hydra/launcher=job_array, which runs one sweep on all of them"
             )
 
     def run(self, arguments: list[str]) -> dict[str, Any]:
@@ -331,7 +331,7 @@ def _result(study: Study) -> dict[str, Any]:
 def _directions(given: Any) -> list[Any]:
     directions = [given] if isinstance(given, str) else [str(one) for one in given]
     if not directions or set(directions) - {"minimize", "maximize"}:
-        raise InputError(f"hydra.sweeper.direction={given}: there is minimize, maximize, or a list of these")
+        raise InputError(f"hydra.sweeper.direction={given}: it must be minimize, maximize, or a list of these")
     return directions
 
 
@@ -345,7 +345,7 @@ def open_storage(given: str | None) -> str | BaseStorage | None:
         return given
     if not given.endswith((".log", ".journal")):
         raise InputError(
-            f"hydra.sweeper.storage={given}: give an URL, such as sqlite:///study.db, or a journal file that ends in "
+            f"hydra.sweeper.storage={given}: give a URL, such as sqlite:///study.db, or a journal file that ends in "
             ".log"
         )
     Path(given).absolute().parent.mkdir(parents=True, exist_ok=True)

@@ -98,7 +98,7 @@ def optimize_array(
         StudyFailedError: rank 0 raised an exception. Raised on the other ranks.
     """
     if not isinstance(study, Study) and not callable(study):
-        raise InputError(f"study must be a study of Optuna, or a function that makes one, got {short_repr(study)}")
+        raise InputError(f"study must be a study of Optuna, or a function that returns one, got {short_repr(study)}")
     check_type("objective", objective, Callable)
     if check_type("n_trials", n_trials, int | None):
         check_count("n_trials", n_trials, "; or None for as many as there is time for")
@@ -108,7 +108,7 @@ def optimize_array(
         check_number("timeout", timeout, "seconds from 0 on, or None", lambda x: x >= 0)
     for kind in catch if isinstance(catch, tuple) else (catch,):
         if not isinstance(kind, type) or not issubclass(kind, Exception):
-            raise InputError(f"catch must be a type of exceptions or a tuple of some, got {short_repr(catch)}")
+            raise InputError(f"catch must be an exception type or a tuple of exception types, got {short_repr(catch)}")
     check_type("callbacks", callbacks, Sequence[Callable])  # type: ignore[type-arg]
     return run_leader_or_follower(
         LeaderStore(), study, objective, lambda _: n_trials, array_size, timeout, catch, callbacks

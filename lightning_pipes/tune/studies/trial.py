@@ -187,8 +187,8 @@ def storage_errors() -> Iterator[None]:
         while cause.__cause__ is not None:  # Optuna's own error is general, and the last cause is specific
             cause = cause.__cause__
         raise StorageLostError(
-            f"the study's storage can't be used any more ({type(cause).__name__}: {cause}); trials that had ended are "
-            "in it: make it reachable and run again, and the others are tried again"
+            f"the storage of the study is no longer available ({type(cause).__name__}: {cause}). It has all trials "
+            "that have ended. Make it available and run again to repeat the other trials"
         ) from error
 
 

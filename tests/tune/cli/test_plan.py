@@ -70,7 +70,7 @@ class TestPlan:
             (["model=GPT-2", "memory=lots"], "memory: 'lots' is not a size; write it as 16GiB"),
             (
                 ["model=GPT-2", "cluster=dgx_a100", "replicas=40"],
-                "160 devices are needed and the cluster has 64; set clus",
+                "160 devices are needed, but the cluster has 64; set clus",
             ),
             (
                 ["model=GPT-2", "cluster=local", "bandwidth=1GB/s"],
@@ -83,7 +83,7 @@ class TestPlan:
             ),
             (["model=GPT-2", "microbatches=[0]"], "microbatches=[0]: needs a number from 1 to"),
             (["model=GPT-2", "cluster=dgx"], "cluster=dgx: there is no such cluster. There is: dgx_a100"),
-            (["model=GPT-2", "profile=a.json"], "profile=a.json and model=GPT-2: give one of them"),
+            (["model=GPT-2", "profile=a.json"], "profile=a.json and model=GPT-2: give only one of them"),
         ],
     )
     def test_mistakes(self, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,6 +132,6 @@ class TestPlanOfAScript:
     def test_what_can_not_be_drawn(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         script = tmp_path / "train.py"
         script.write_text("")
-        assert "has cut no module" in refused(capsys, "plan", str(script))
+        assert "did not cut a module" in refused(capsys, "plan", str(script))
         assert "there is no such script" in refused(capsys, "plan", str(tmp_path / "none.py"))
-        assert "ranks=2 is for a plan by a profile" in refused(capsys, "plan", "ranks=2", str(script))
+        assert "ranks=2 is for a plan from a profile" in refused(capsys, "plan", "ranks=2", str(script))

@@ -48,7 +48,7 @@ class TestProfile:
     @pytest.mark.parametrize(
         ("arguments", "said"),
         [
-            (["model=tests.tune.factories:nothing"], "model=tests.tune.factories:nothing gave a str, not a module"),
+            (["model=tests.tune.factories:nothing"], "model=tests.tune.factories:nothing returned a str, not a module"),
             (["model=tests.tune.factories:no_example"], "model=tests.tune.factories:no_example: the input of"),
             (["model=tests.tune.factories:absent"], "model=tests.tune.factories:absent: module"),
             (["model=nowhere.at_all:f"], "model=nowhere.at_all:f: No module named 'nowhere'"),

@@ -60,7 +60,7 @@ def test_verify_refuses_what_trains_nothing(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("print('nothing')")
     for words, error in (
-        (["verify", str(script)], "has trained no batch"),
+        (["verify", str(script)], "did not train a batch"),
         (["verify", str(tmp_path / "none.py")], "there is no such script"),
         (["verify", "--batches", "none", str(script)], "--batches"),
     ):

@@ -175,7 +175,7 @@ def test_a_trial_that_is_too_large_fails_alone() -> None:
 
     study = optimize_array(new_study(), one, 4, JobArray(2, memory=MemorySwap(80_000)))
     assert states(study) == ["COMPLETE", "FAIL", "COMPLETE", "COMPLETE"]
-    assert re.match(r"sibling 1 has a state of \d+ bytes, and device_bytes=80000 has no room for two", *told)
+    assert re.match(r"sibling 1 has a state of \d+ bytes, but device_bytes=80000 has no room for two", *told)
 
 
 def test_stop_and_maximal_trials() -> None:
@@ -343,7 +343,7 @@ def test_storage_that_vanishes(tmp_path: Path) -> None:
             path.write_bytes(b"no database" * 1000)
         return toy(trial)
 
-    with pytest.raises(StorageLostError, match=r"can't be used any more \(DatabaseError: file is not a database"):
+    with pytest.raises(StorageLostError, match=r"is no longer available \(DatabaseError: file is not a database"):
         optimize_array(study, loses, 6, 2, catch=Exception)
     kept = optuna.load_study(study_name="s", storage=f"sqlite:///{tmp_path}/kept")
     assert states(kept)[:2] == ["COMPLETE"] * 2
