@@ -15,6 +15,7 @@ waits for the batch of another sibling.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import time
@@ -45,7 +46,9 @@ from lightning_pipes.sim.timeline import Event, Timeline
 from lightning_pipes.trainer.loop.connections import share_connections
 from lightning_pipes.trainer.loop.host import PipelineHost
 from lightning_pipes.trainer.loop.stopping import sigterm_error
+from lightning_pipes.trainer.weights.pretrained import list_names
 
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _NO_MORE: Any = object()
@@ -274,6 +277,7 @@ class JobArray(Generic[T]):
         self._terminated |= isinstance(sibling.outcome.error, SIGTERMException)  # on all ranks, in the same turn
         del self._running[sibling.index]
         self.shared.stage_loads.end_sibling(sibling.index)
+        self.shared.tensors.release(sibling.index)
         self._news_of_peers.pop(sibling.index, None)
         if self._fails_later_on_peers(sibling):
             self._queue.append(None)
@@ -299,6 +303,14 @@ class JobArray(Generic[T]):
         trainer, memory = sibling.trainer, self.memory
         assert trainer is not None, "a sibling with a window has a trainer"
         host: PipelineHost = trainer.strategy  # type: ignore[assignment]  # a sibling with a window has one
+        changed = self.shared.tensors.renew(sibling.index)
+        if changed:
+            _log.info(
+                "Sibling %d has changed %s, which did not train when it began, and has separate memory for it now",
+                sibling.index,
+                list_names(changed),
+            )
+            memory.release_sibling(sibling.index)
         try:
             with host.current_run.cut.scope.module_view(False):  # stand-ins for other stages are not part of the state
                 memory.end_turn(

@@ -49,6 +49,29 @@ BatchNorm = _BatchNorm
 """The base class of batch normalization with any number of dimensions."""
 
 
+def make_copy_on_write(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that uses the memory of another one until either of them is written.
+
+    Args:
+        tensor: a tensor that does not require a gradient.
+
+    Raises:
+        RuntimeError: torch has not allocated the memory of the tensor.
+    """
+    return torch._lazy_clone(tensor)
+
+
+def is_copy_on_write(tensor: torch.Tensor) -> bool:
+    """Return whether a write to the tensor would first give it separate memory."""
+    return bool(torch._C._is_cow_tensor(tensor))
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Return the address at which the memory of a tensor begins, without giving a copy on write separate memory."""
+    begin: int = torch._C._data_address(tensor)
+    return begin - tensor.storage_offset() * tensor.element_size()
+
+
 def run_backward(roots: Sequence[torch.Tensor | GradientEdge], gradients: Sequence[torch.Tensor]) -> None:
     """Run the last part of `torch.autograd.backward`, without the checks that precede it.
 

@@ -395,3 +395,20 @@ def test_transforms_of_torch_func() -> None:
     assert not private.has_storage(torch._efficientzerotensor(3))
     assert not private.has_storage(x.detach().to_sparse())
     assert not private.has_storage(x.to("meta"))
+
+
+def test_lazy_clone():
+    """A copy on write uses the same memory until one of both is written, also through `data` and by NumPy."""
+    tensor = torch.arange(8.0)
+    lazy = private.make_copy_on_write(tensor)
+    part = private.make_copy_on_write(tensor[2:])
+    assert private.is_copy_on_write(tensor)
+    assert private.storage_address(lazy) == private.storage_address(part) == private.storage_address(tensor)
+    (lazy + 1).sum(), torch.equal(lazy, tensor), lazy.clone()
+    assert private.is_copy_on_write(lazy)
+    lazy.data.add_(1)
+    assert not private.is_copy_on_write(lazy)
+    assert tensor.equal(torch.arange(8.0))
+    assert part.equal(tensor[2:])
+    with pytest.raises(RuntimeError):
+        private.make_copy_on_write(torch.zeros(4).share_memory_())

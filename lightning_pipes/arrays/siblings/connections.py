@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
 from typing_extensions import override
 
 from lightning_pipes.arrays.siblings.sibling import MisfitError, Sibling, SiblingWatch, wait_in_turn
@@ -91,6 +93,15 @@ class SiblingConnections(Connections):
         self, module: pl.LightningModule, plain: Decision, decide: Callable[[], Decision]
     ) -> Decision:
         return decide_shared_cut(self.sibling, module, plain, decide)
+
+    @override
+    def find_tensor(self, source: Hashable, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+        return self.sibling.array.shared.tensors.find(source, dtype, device)
+
+    @override
+    def share_tensors(self, module: nn.Module, sources: Mapping[int, Hashable]) -> None:
+        tensors = dict([*module.named_parameters(), *module.named_buffers()])
+        self.sibling.array.shared.tensors.share(self.sibling.index, tensors, sources)
 
     @override
     def check_asynchronous(self, schedule: str) -> None:

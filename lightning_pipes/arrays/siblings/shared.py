@@ -10,6 +10,7 @@ from typing import Any
 from lightning_pipes.arrays.siblings.sibling_board import PeerStore
 from lightning_pipes.arrays.siblings.stage_loads import StageLoads
 from lightning_pipes.engine.messages.mailbox import Key, Mailbox, Transport
+from lightning_pipes.engine.residency.shared_tensors import SharedTensors
 from lightning_pipes.engine.watch.failure import FailureWatch
 from lightning_pipes.ir import InputError
 from lightning_pipes.sim.timeline import Event
@@ -28,6 +29,7 @@ class SharedConnections:
         board: the board on which ranks inform each other about siblings.
         facts: values that earlier siblings determined, by name.
         stage_loads: the work of the running siblings on each rank.
+        tensors: the frozen tensors of all siblings.
     """
 
     def __init__(self) -> None:
@@ -36,6 +38,7 @@ class SharedConnections:
         self.board = PeerStore()
         self.facts: dict[str, Any] = {}
         self.stage_loads = StageLoads()
+        self.tensors = SharedTensors()
         self._free: dict[int, Control] = {}
         """Connections that ended siblings have returned, by their number."""
         self._numbers: dict[Control, int] = {}

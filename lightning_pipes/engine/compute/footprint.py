@@ -10,7 +10,13 @@ from typing import Any
 import torch
 
 from lightning_pipes.engine.compute.reducer import local_part
-from lightning_pipes.engine.private_torch import TorchDispatchMode, allow_transforms, has_storage, unwrap_transformed
+from lightning_pipes.engine.private_torch import (
+    TorchDispatchMode,
+    allow_transforms,
+    has_storage,
+    storage_address,
+    unwrap_transformed,
+)
 from lightning_pipes.engine.trees import tensors_in
 
 
@@ -127,8 +133,8 @@ def storage_of(tensor: torch.Tensor) -> tuple[int, int]:
     tensor = unwrap_transformed(tensor)
     if not has_storage(tensor):
         return 0, 0
-    storage = local_part(tensor).untyped_storage()
-    return storage.data_ptr(), storage.nbytes()
+    tensor = local_part(tensor)
+    return storage_address(tensor), tensor.untyped_storage().nbytes()
 
 
 @contextmanager

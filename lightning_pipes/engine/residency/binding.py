@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from lightning_pipes.engine.private_torch import has_accumulate_hooks, has_gradient_hooks
+from lightning_pipes.engine.private_torch import has_accumulate_hooks, has_gradient_hooks, is_copy_on_write
 from lightning_pipes.engine.residency.swap import Key, Swap
 from lightning_pipes.ir import PipelineError, PlanError
 
@@ -110,7 +110,7 @@ class Binding:
         module: the module whose parameters and buffers are bound.
         optimizers: the optimizers whose states are bound, and also their parameters that don't belong to the module.
         device: the device of the tensors to bind. Tensors on other devices, such as step counters on the host, stay
-            there.
+            there. So do copies on write, whose memory several modules share.
     """
 
     def __init__(self, module: nn.Module, optimizers: Sequence[OptimizerLike], device: torch.device) -> None:
@@ -236,12 +236,14 @@ def _holders(module: nn.Module, optimizers: Iterable[OptimizerLike], device: tor
     for name, p in _parameters(module, optimizers):
         if id(p) not in names:
             names[id(p)] = name
-            if p.device == device:
+            if p.device == device and not is_copy_on_write(p):
                 holders[name] = _Parameter(p)
     buffers = {id(child._buffers) for child in module.modules()}
     for name, mapping, key in _entries(module, optimizers, names):
         tensor = mapping[key]
-        if isinstance(tensor, torch.Tensor) and tensor.device == device and id(tensor) not in names:
+        if not isinstance(tensor, torch.Tensor) or is_copy_on_write(tensor):
+            continue
+        if tensor.device == device and id(tensor) not in names:
             if id(tensor) not in entries:
                 holders[name] = entries[id(tensor)] = _Entries(id(mapping) in buffers)
             entries[id(tensor)].places.append((mapping, key))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 import lightning.pytorch as pl
+import torch
+from torch import nn
 
 from lightning_pipes.engine.engine import Turns, Watch
 from lightning_pipes.engine.messages.mailbox import Transport
@@ -73,6 +75,24 @@ class Connections:
     ) -> Decision:
         """Return the decision. Trainings of equal modules that request the same cut call `decide` once."""
         return decide()
+
+    def find_tensor(self, source: Hashable, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+        """Return a tensor with the value that another training has read from the same files, or None.
+
+        Args:
+            source: identifies an entry of the files and its content.
+            dtype: the dtype of the tensor.
+            device: the device of the tensor.
+        """
+        return None
+
+    def share_tensors(self, module: nn.Module, sources: Mapping[int, Hashable]) -> None:
+        """Let the tensors that do not train use the memory of equal tensors of other trainings.
+
+        Args:
+            module: the module after it was cut.
+            sources: the sources of the tensors that were read from files, by the id of the tensor.
+        """
 
     def check_asynchronous(self, schedule: str) -> None:
         """Check whether a schedule that does not flush between batches can be used.

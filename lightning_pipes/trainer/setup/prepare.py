@@ -78,7 +78,7 @@ def prepare(context: SetupContext) -> None:
     names_by_optimizer = make_optimizers(context)
     with alone():  # around the steps that are recorded and measured
         setup = choose_setup(context, weights)
-        deferred = DeferredWeights(context.module, setup.group_parts())
+        deferred = DeferredWeights(context.module, setup.group_parts(), context.connections.find_tensor)
         decision = decide(context, setup)
     holdings = place_layers(context, setup, decision)
     plans = make_plans(context, setup, decision, holdings)
@@ -412,6 +412,7 @@ def cut_module(
     for layout in session.layouts:
         layout.keep_local(cut.is_foreign)
     host.model_to_device()
+    context.connections.share_tensors(module, deferred.sources)
     gather_state = partial(checkpointing.gather_state, cut)
     localize_callbacks(private.callbacks(context.trainer), cut, gather_state, ranks, patches)
     checkpointing.shards = None

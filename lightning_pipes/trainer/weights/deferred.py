@@ -9,7 +9,7 @@ random numbers depend only on the seed and the layer.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -41,6 +41,8 @@ from lightning_pipes.trainer.weights.pretrained import (
 )
 from lightning_pipes.trainer.weights.spread import SPREAD
 
+FindTensor = Callable[[Hashable, torch.dtype, torch.device], torch.Tensor | None]
+"""Returns a tensor with the value of a source, or None."""
 NOT_SAMPLES = Span(0, 0)
 """Used instead of the span of a micro-batch in the seed of the random numbers that initialize weights."""
 
@@ -70,12 +72,24 @@ class DeferredWeights:
         module: the user's whole module.
         groups: the parts of the module in groups that are initialized together, by the number of the group. The random
             numbers of a group depend on its number.
+        find: returns a tensor with the value that another training has read from the same entry of the same files, with
+            a dtype and on a device, or None. Frozen weights use its memory instead of reading the files.
+
+    Attributes:
+        sources: the entries of the files from which frozen tensors have their values, by the id of the tensor.
 
     Raises:
         PipelineError: the values of a tensor are unknown, because it is not in any file and no initializer sets it.
     """
 
-    def __init__(self, module: pl.LightningModule, groups: Mapping[int, Iterable[nn.Module]]) -> None:
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        groups: Mapping[int, Iterable[nn.Module]],
+        find: FindTensor = lambda *_: None,
+    ) -> None:
+        self.sources: dict[int, Hashable] = {}
+        self._find = find
         self._groups: dict[int, list[nn.Module]] = {}
         self._tied: list[_Tied] = []
         self._initializers: dict[int, Initializer] = {}
@@ -153,6 +167,7 @@ class DeferredWeights:
 
     def _make_group(self, number: int, seeds: tuple[int, int], device: torch.device) -> None:
         group = self._groups[number]
+        adopted = self._adopt_tensors(group, device)
         with forked_rng(device):
             for module in group:
                 give_memory(module, own_meta_tensors(module), device)
@@ -160,17 +175,45 @@ class DeferredWeights:
             inside = [t for module in group for t in self._inside.get(id(module), ())]
             kept = [(t, t.detach().clone()) for t in inside if id(t) in self._kept]
             for module in group:
-                changed = (*own_tensors(module), *self._inside.get(id(module), ()))
-                if id(module) in self._initializers and not all(map(self._is_in_files, changed)):
+                if self._needs_initializer(module):
                     with whole_parameters(module):
                         self._initializers[id(module)]()
             with torch.no_grad():
                 for tensor, value in kept:
                     tensor.copy_(value)
             for weights in self._pretrained:
-                weights.fill([tensor for module in group for tensor in own_tensors(module)])
+                weights.fill([t for module in group for t in own_tensors(module) if id(t) not in adopted])
             for initialize in (each for module in group for each in self._adapters.get(id(module), ())):
                 initialize()
+
+    def _needs_initializer(self, module: nn.Module) -> bool:
+        """Return whether the initializer of a part runs, because the files do not contain all tensors that it sets."""
+        changed = (*own_tensors(module), *self._inside.get(id(module), ()))
+        return id(module) in self._initializers and not all(map(self._is_in_files, changed))
+
+    def _adopt_tensors(self, group: Sequence[nn.Module], device: torch.device) -> set[int]:
+        """Let frozen tensors of a group use the values that another training has read.
+
+        Returns:
+            The ids of these tensors. They are neither initialized nor read.
+        """
+        adopted: set[int] = set()
+        initialized = {
+            id(t) for m in group if self._needs_initializer(m) for t in (*own_tensors(m), *self._inside.get(id(m), ()))
+        }
+        for module in group:
+            values = {}
+            for tensor in own_meta_tensors(module):
+                weights = next((each for each in self._pretrained if tensor in each), None)
+                if weights is None or tensor.requires_grad or id(tensor) in initialized:
+                    continue
+                source = self.sources[id(tensor)] = weights.describe_source(tensor)
+                value = self._find(source, tensor.dtype, device)
+                if value is not None and value.shape == tensor.shape:
+                    values[id(tensor)] = value
+            give_memory(module, [t for t in own_meta_tensors(module) if id(t) in values], device, values)
+            adopted.update(values)
+        return adopted
 
     def _is_in_files(self, tensor: torch.Tensor) -> bool:
         return any(tensor in weights for weights in self._pretrained)

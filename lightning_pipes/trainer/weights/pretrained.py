@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -144,6 +145,18 @@ class PretrainedWeights:
     def __contains__(self, tensor: Tensor) -> bool:
         return any(name in self._sources for name in self._names.get(id(tensor), ()))
 
+    def describe_source(self, tensor: Tensor) -> Hashable:
+        """Return a value that is equal for tensors of other modules if their values in the files are the same.
+
+        Args:
+            tensor: a tensor that has a value in the files.
+        """
+        name = next(name for name in self._names[id(tensor)] if name in self._sources)
+        source = self._sources[name]
+        files = [os.stat(path) for path in dict.fromkeys(self._files[key] for key in source.keys)]
+        versions = tuple((file.st_dev, file.st_ino, file.st_size, file.st_mtime_ns) for file in files)
+        return versions, source, name if source.converted else ""
+
     def replace_tensor(self, old: Tensor, new: Tensor) -> None:
         """Register the tensor `new` to be filled instead of `old`, with the same names."""
         if id(old) in self._tensors:
@@ -245,7 +258,9 @@ def own_meta_tensors(module: nn.Module) -> list[Tensor]:
     return [t for t in own_tensors(module) if t.is_meta]
 
 
-def give_memory(module: nn.Module, tensors: Iterable[Tensor], device: torch.device) -> None:
+def give_memory(
+    module: nn.Module, tensors: Iterable[Tensor], device: torch.device, values: Mapping[int, Tensor] = {}
+) -> None:
     """Allocate uninitialized memory on a device for tensors of a module, or release it if the device is `meta`.
 
     The tensors stay the same objects.
@@ -254,10 +269,11 @@ def give_memory(module: nn.Module, tensors: Iterable[Tensor], device: torch.devi
         module: the module. If it is recurrent, its weak references to weights are renewed.
         tensors: the tensors of the module.
         device: the device.
+        values: tensors whose memory is used instead, by the id of the tensor of the module.
     """
     with without_weak_references(module):
         for tensor in tensors:
-            empty = torch.empty_like(tensor, device=device)
+            empty = values[id(tensor)] if id(tensor) in values else torch.empty_like(tensor, device=device)
             made = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
             torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
 

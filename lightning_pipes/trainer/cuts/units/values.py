@@ -13,6 +13,7 @@ from lightning_pipes.engine.private_torch import (
     FakeTensor,
     count_python_references,
     has_storage,
+    storage_address,
     storage_key,
     unwrap_transformed,
 )
@@ -232,4 +233,4 @@ def storage_of(tensor: torch.Tensor) -> int | None:
         return storage_key(tensor)
     if not has_storage(tensor) or not tensor.numel():
         return None
-    return tensor.untyped_storage().data_ptr()
+    return storage_address(tensor)

@@ -1,0 +1,175 @@
+"""Tests that siblings with one frozen base hold it once, read it once, and train as they do alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pipes import JobArray, MemorySwap, PipelineStrategy, load_pretrained
+from lightning_pipes.arrays.siblings.sibling import current_sibling
+from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer.weights.pretrained import PretrainedWeights
+from tests.trainer.lit import quiet
+from tests.trainers import make_trainer
+
+pytest.importorskip("safetensors", reason="the base is a safetensors file")
+
+WIDTH, DEPTH = 64, 4
+BASE_BYTES = WIDTH * WIDTH * 4
+"""The bytes of the base of one layer."""
+
+
+class Adapted(nn.Module):
+    """A linear layer that does not train, with an adapter of low rank that does."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+        self.down = nn.Linear(WIDTH, rank, bias=False)
+        self.up = nn.Linear(rank, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+class Tuned(pl.LightningModule):
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self.job = job
+        self.net: Any = None
+        self.losses: list[float] = []
+
+    def configure_model(self) -> None:
+        if self.net is not None:
+            return
+        with torch.device("meta"):
+            self.net = nn.Sequential(*(Adapted(self.job.rank) for _ in range(DEPTH)))
+        load_pretrained(self.net, self.job.file, strict=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return nn.functional.mse_loss(self.net(batch[0]), batch[0])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+        for layer in self.net if self.job.writes and batch_idx == 2 else ():
+            layer.base.weight.data.mul_(0.5)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 5:
+            sibling = current_sibling()
+            assert sibling is not None
+            BASES[sibling.index] = addresses(self.net)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=self.job.lr)
+
+
+BASES: dict[int, list[int]] = {}
+"""The addresses of the bases on this rank, by the index of the sibling."""
+
+
+def addresses(net: nn.Module) -> list[int]:
+    """Return the addresses of the bases on this rank. The stand-ins for other ranks have no memory."""
+    found = [torch._C._data_address(p) for name, p in net.named_parameters() if "base" in name]
+    return [each for each in found if each]
+
+
+@dataclass(frozen=True)
+class Job:
+    """The settings of one sibling, and the function that trains it."""
+
+    file: str
+    rank: int
+    lr: float
+    writes: bool = False
+    folder: str = ""
+    module: str = ""
+
+    def __call__(self) -> Any:
+        torch.manual_seed(self.rank)
+        x = torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(5))
+        saving = [ModelCheckpoint(f"{self.folder}/{self.rank}", every_n_train_steps=2)] if self.folder else []
+        module = Tuned(self)
+        trainer = make_trainer(
+            devices=int(os.environ["WORLD_SIZE"]),
+            strategy=PipelineStrategy("1f1b", microbatches=2, module=self.module or "net"),
+            max_epochs=1,
+            callbacks=saving,
+        )
+        trainer.fit(module, DataLoader(TensorDataset(x), 4))
+        weights = {n: p.detach().clone() for n, p in module.named_parameters() if p.device.type != "meta"}
+        return module.losses, weights
+
+
+def tune(rank: int, jobs: Sequence[Job], memory: MemorySwap | None = None) -> tuple[list[Any], list[Any], int, int]:
+    """Return the results in one array and alone, and the numbers of files read and of addresses of bases there."""
+    quiet()
+    logging.getLogger("lightning_pipes").setLevel(logging.ERROR)
+    reads: list[str] = []
+    read = PretrainedWeights._read
+
+    def counted(self: PretrainedWeights, key: str) -> torch.Tensor:
+        reads.append(key)
+        return read(self, key)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PretrainedWeights, "_read", counted)
+        outcomes = sorted(JobArray[Any](len(jobs), memory=memory).run(jobs), key=lambda each: each.index)
+    assert not [each.error for each in outcomes if each.error]
+    found = len(reads), len({each for bases in BASES.values() for each in bases})
+    alone = [outcome.value for job in jobs for outcome in JobArray[Any](1).run([job])]
+    return [each.value for each in outcomes], alone, *found
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> str:
+    from safetensors.torch import save_file
+
+    g = torch.Generator().manual_seed(3)
+    path = tmp_path / "base.safetensors"
+    save_file({f"{n}.base.weight": torch.randn(WIDTH, WIDTH, generator=g) / 8 for n in range(DEPTH)}, path)
+    return str(path)
+
+
+def assert_alike(together: list[Any], alone: list[Any]) -> None:
+    for (losses, weights), (losses_alone, weights_alone) in zip(together, alone, strict=True):
+        assert losses == losses_alone
+        assert weights.keys() == weights_alone.keys()
+        assert all(torch.equal(weights[name], weights_alone[name]) for name in weights)
+
+
+@pytest.mark.parametrize("module", ["net", pytest.param("*", marks=pytest.mark.slow)])
+def test_one_base_is_held_and_read_once(module: str, base: str, tmp_path: Path) -> None:
+    """Check siblings with adapters of different ranks, and checkpoints, which contain the base."""
+    jobs = [Job(base, rank, 0.01 * rank, folder=str(tmp_path), module=module.strip("*")) for rank in (2, 4, 8)]
+    for together, alone, reads, bases in run_ranks(tune, 2, jobs, timeout=120):
+        assert_alike(together, alone)
+        assert reads == bases == DEPTH // 2
+
+
+def test_a_write_to_the_base_belongs_to_its_sibling(base: str) -> None:
+    """Check that a sibling which writes the base trains as alone, and so do its neighbors."""
+    jobs = [Job(base, 2, 0.01), Job(base, 4, 0.01, writes=True), Job(base, 8, 0.01)]
+    for together, alone, _, bases in run_ranks(tune, 2, jobs, timeout=120):
+        assert_alike(together, alone)
+        assert bases == 2 * DEPTH // 2
+
+
+def test_states_are_swapped_without_the_base(base: str) -> None:
+    """Check states that take turns in memory that is too small for two bases."""
+    jobs = [Job(base, rank, 0.01) for rank in (1, 2, 1, 2)]
+    memory = MemorySwap(device_bytes=2 * BASE_BYTES)
+    for together, alone, _, bases in run_ranks(tune, 2, jobs, memory, timeout=120):
+        assert_alike(together, alone)
+        assert bases == DEPTH // 2
