@@ -68,8 +68,8 @@ def is_copy_on_write(tensor: torch.Tensor) -> bool:
 
 def storage_address(tensor: torch.Tensor) -> int:
     """Return the address at which the memory of a tensor begins, without giving a copy on write separate memory."""
-    begin: int = torch._C._data_address(tensor)
-    return begin - tensor.storage_offset() * tensor.element_size()
+    address: int = torch._C._data_address(tensor)
+    return address
 
 
 def run_backward(roots: Sequence[torch.Tensor | GradientEdge], gradients: Sequence[torch.Tensor]) -> None:
