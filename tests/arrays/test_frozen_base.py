@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipes import JobArray, MemorySwap, PipelineStrategy, load_pretrained
 from lightning_pipes.arrays.siblings.sibling import current_sibling
+from lightning_pipes.engine.private_torch import storage_address
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.weights.pretrained import PretrainedWeights
 from tests.trainer.lit import quiet
@@ -81,7 +82,7 @@ BASES: dict[int, list[int]] = {}
 
 def addresses(net: nn.Module) -> list[int]:
     """Return the addresses of the bases on this rank. The stand-ins for other ranks have no memory."""
-    found = [torch._C._data_address(p) for name, p in net.named_parameters() if "base" in name]
+    found = [storage_address(p) for name, p in net.named_parameters() if "base" in name]
     return [each for each in found if each]
 
 

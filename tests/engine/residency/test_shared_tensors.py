@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipes.engine.private_torch import is_copy_on_write
+from lightning_pipes.engine.private_torch import is_copy_on_write, storage_address
 from lightning_pipes.engine.residency.shared_tensors import MIN_SHARED_BYTES, SharedTensors
 
 SIZE = MIN_SHARED_BYTES // 4
@@ -17,11 +17,6 @@ SIZE = MIN_SHARED_BYTES // 4
 
 def frozen(seed: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(SIZE, generator=torch.Generator().manual_seed(seed)), requires_grad=False)
-
-
-def address(tensor: torch.Tensor) -> int:
-    found: int = torch._C._data_address(tensor)
-    return found
 
 
 def test_equal_tensors_exist_once() -> None:
@@ -33,8 +28,8 @@ def test_equal_tensors_exist_once() -> None:
     negative[1] = -0.0
     shared.share(0, {"w": one})
     shared.share(1, {"w": other, "v": different, "n": negative})
-    assert address(one) == address(other)
-    assert len({address(t) for t in (one, different, negative)}) == 3
+    assert storage_address(one) == storage_address(other)
+    assert len({storage_address(t) for t in (one, different, negative)}) == 3
     assert shared.nbytes == 3 * MIN_SHARED_BYTES
     assert other[2:].equal(frozen(0)[2:])
 
@@ -81,7 +76,7 @@ def test_a_write_reaches_nobody_else(write: Callable[[torch.Tensor], Any]) -> No
     assert shared.renew(0) == shared.renew(1) == []
     later = frozen(0)
     shared.share(2, {"w": later})
-    assert address(later) == address(one) != address(other)
+    assert storage_address(later) == storage_address(one) != storage_address(other)
 
 
 def test_memory_that_was_only_read_is_shared_again() -> None:
@@ -89,9 +84,9 @@ def test_memory_that_was_only_read_is_shared_again() -> None:
     shared.share(0, {"w": one})
     shared.share(1, {"w": other})
     other.numpy()
-    assert address(one) != address(other)
+    assert storage_address(one) != storage_address(other)
     assert shared.renew(1) == []
-    assert address(one) == address(other)
+    assert storage_address(one) == storage_address(other)
 
 
 def test_memory_of_others_is_copied_first() -> None:
@@ -110,7 +105,7 @@ def test_values_without_a_training_are_forgotten() -> None:
     shared.release(0)
     found = shared.find("file", torch.float32, torch.device("cpu"))
     assert found is not None
-    assert address(found) == address(first)
+    assert storage_address(found) == storage_address(first)
     assert shared.find("file", torch.float64, torch.device("cpu")) is None
     shared.share(1, {"w": frozen(1)})
     assert shared.nbytes == MIN_SHARED_BYTES
