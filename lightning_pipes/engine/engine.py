@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from lightning_pipes.cost import Link
 from lightning_pipes.engine.compute.executor import Executor
 from lightning_pipes.engine.compute.order import InstructionOrder, PredictedOrder, ReadyOrder, StaticOrder, StreamOrder
-from lightning_pipes.engine.compute.reducer import ReplicaAverages
 from lightning_pipes.engine.compute.rng import forked_rng
 from lightning_pipes.engine.compute.spans import Item
-from lightning_pipes.engine.compute.stage import Stage
-from lightning_pipes.engine.compute.weights import OffloadedVersions, WeightVersions
+from lightning_pipes.engine.compute.stage import NOTHING_SHARED, RankResources, Stage
 from lightning_pipes.engine.messages.links import measure_links, measure_offsets
 from lightning_pipes.engine.messages.mailbox import Transport
 from lightning_pipes.engine.residency.deliveries import LayerDeliveries, NeedSource
-from lightning_pipes.engine.residency.layer_memory import LayerMemory, VersionMemory
-from lightning_pipes.engine.residency.mirrors import Mirrors
-from lightning_pipes.engine.residency.upcoming import PredictorChoice, UpcomingTasks
+from lightning_pipes.engine.residency.upcoming import UpcomingTasks
 from lightning_pipes.engine.watch.failure import PeerFailure
 from lightning_pipes.ir import (
     RECEIVES,
@@ -103,9 +98,9 @@ class Engine:
         transport: sends messages to the other ranks and receives messages from them.
         rank: the rank of this process in the pipeline.
         device: the device on which this rank computes; the CPU by default.
-        seed: the seed from which the seeds of all random streams are derived.
         watch: receives the failures of this rank, and raises an error here if another rank fails.
         turns: decides when the engine runs its window, if several engines share the rank.
+        resources: what the engine shares with its stages, which were created with the same resources.
 
     Raises:
         PlanError: `stages` are not the stages that the plan assigns to this rank, or the plan can't be run by an
@@ -121,9 +116,9 @@ class Engine:
         *,
         rank: int = 0,
         device: torch.device | None = None,
-        seed: int = 0,
         watch: Watch | None = None,
         turns: Turns | None = None,
+        resources: RankResources = NOTHING_SHARED,
     ) -> None:
         self.events: list[Event] = []
         """Events of this rank in the last drained window, with times in nanoseconds of its monotonic clock."""
@@ -136,12 +131,8 @@ class Engine:
         self._windows = 0
         self._window: _Window | None = None
         self._batches: Counter[int] = Counter()
-        self._seed = seed
-        self._mirrors: tuple[Mirrors, Mapping[int, nn.Module]] | None = None
-        self._memory: LayerMemory | None = None
-        self._predictor: PredictorChoice | None = None
-        self._stash: VersionMemory | None = None
-        self._replica_averages: ReplicaAverages | None = None
+        self._mirrors, self._memory, self._predictor = resources.mirrors, resources.memory, resources.predictor
+        self._version_memory, self._replica_averages = resources.version_memory, resources.replica_averages
         self.plan = plan
         self._set_stages(plan, stages)
         self._program = self._prepare_order(plan, order)
@@ -180,7 +171,7 @@ class Engine:
         Raises:
             PlanError: the batch has no samples or more samples than the plan, uses layers that its stages don't have,
                 reads layers late although the order is fixed in advance, or has a cut of its own although the order is
-                not an endless policy or mirrors are not enabled.
+                not an endless policy or there are no mirrors.
         """
         if self._watch is not None:
             self._watch.check()
@@ -194,7 +185,7 @@ class Engine:
         if item.use is not None and item.use.cut is not None and (self._mirrors is None or not self._is_endless):
             raise PlanError(
                 "a batch has a cut of its own, and layers do not move between batches here: take a policy that does "
-                "not flush, and call `enable_mirrors` before, or leave the cut to the plan"
+                "not flush, and give the stages and the engine mirrors, or leave the cut to the plan"
             )
         if item.use is not None and item.use.delays and isinstance(self._program, Program):
             raise PlanError(
@@ -260,58 +251,6 @@ class Engine:
     def is_open(self) -> bool:
         """Whether a window is open, so that batches were injected and not yet drained."""
         return self._window is not None
-
-    def enable_mirrors(self, mirrors: Mirrors, layers: Mapping[int, nn.Module]) -> None:
-        """Allow batches with cuts of their own, from the next window on.
-
-        Layers are sent to the ranks on which batches use them. When the window is drained, all layers are back on the
-        ranks that own them.
-
-        Args:
-            mirrors: the copies of other ranks' layers on this rank.
-            layers: all layers of the model, in the form that `Stage` takes.
-
-        Raises:
-            PlanError: a window is open.
-        """
-        self._require_closed("layers begin to move from rank to rank")
-        self._mirrors = mirrors, layers
-        self._equip_stages()
-
-    def enable_offload(self, memory: LayerMemory, predictor: PredictorChoice | None = None) -> None:
-        """Load the layers of batches to the device only when they are used, from the next window on.
-
-        Args:
-            memory: the memory of this rank that loads and offloads layers.
-            predictor: predicts the next tasks. If it is None, the rank uses only the batches that it has begun and the
-                instructions that are ready.
-
-        Raises:
-            PlanError: a window is open.
-        """
-        self._require_closed("layers begin to take turns")
-        self._memory, self._predictor = memory, predictor
-        self._equip_stages()
-
-    def average_over_replicas(self, averages: ReplicaAverages) -> None:
-        """Average the gradients of each batch over replicas separately, from the next window on.
-
-        Raises:
-            PlanError: a window is open.
-        """
-        self._require_closed("replicas begin to average gradients")
-        self._replica_averages = averages
-        self._equip_stages()
-
-    def offload_versions(self, memory: VersionMemory) -> None:
-        """Keep the weight versions of stages that recompute in `memory`, from the next window on.
-
-        Raises:
-            PlanError: a window is open.
-        """
-        self._require_closed("weight versions begin to take turns")
-        self._stash = memory
-        self._give_versions(self.plan)
 
     def evaluate(self, item: Item, micro_batches: int | None = None) -> list[tuple[Span, Any]]:
         """Run only the forward of a batch, without gradients.
@@ -459,20 +398,6 @@ class Engine:
         self._stages = list(stages)
         here = {stage.number: frozenset(map(str, stage.layers)) for stage in self._stages}
         self._whole = LayerUse(tuple(here.get(s, frozenset()) for s in range(plan.n_stages)))
-        for stage in self._stages:
-            stage.seed, stage.device = self._seed, self._device
-        self._equip_stages()
-
-    def _equip_stages(self) -> None:
-        """Pass mirrors, the memory for offloaded layers, and replica averages to the stages, if they are enabled."""
-        if self._mirrors is not None:
-            self._mirrors[0].memory = self._memory
-        for stage in self._stages:
-            stage.replica_averages = self._replica_averages
-            if self._mirrors is not None:
-                stage.use_mirrors(*self._mirrors)
-            if self._memory is not None:
-                stage.enable_offload(self._memory)
 
     def _finish(self) -> None:
         if self._turns is None:
@@ -504,8 +429,8 @@ class Engine:
         if not isinstance(order, Program):
             return _Window(self._ready_order(order, plan), executor)
         static = StaticOrder(order, self._rank)
-        if self._stash is not None:
-            self._stash.upcoming = lambda: (
+        if self._version_memory is not None:
+            self._version_memory.upcoming = lambda: (
                 version.key for version in executor.upcoming_versions(static.upcoming_instructions())
             )
         return _Window(static, executor)
@@ -517,8 +442,7 @@ class Engine:
         sources: list[Callable[[Ledger], NeedSource]] = []
         if (averages := self._replica_averages) is not None:
             sources.append(lambda ledger: averages)
-        if self._mirrors is not None:
-            mirrors, _ = self._mirrors
+        if (mirrors := self._mirrors) is not None:
             sources.append(lambda ledger: LayerDeliveries(ledger, rank, number, mirrors, notify))
         if self._memory is None:
             return StreamOrder(policy, plan, rank, sources)
@@ -553,20 +477,13 @@ class Engine:
         window.order.mark_done(i)
 
     def _prepare_order(self, plan: Plan, order: Program | Policy) -> Program | Policy:
-        self._give_versions(plan)
+        for stage in self._stages:
+            stage.limit_versions(plan.versions[stage.number] if plan.shared_weights else 1)
         if isinstance(order, Program):
             return lower(order, plan)
         if order.is_endless:
             check_stream(order, plan)
         return order
-
-    def _give_versions(self, plan: Plan) -> None:
-        for stage in self._stages:
-            most = plan.versions[stage.number] if plan.shared_weights else 1
-            if self._stash is not None and most > 1 and stage.recompute:
-                stage.weights = OffloadedVersions(stage.layers, most, stage.number, self._stash, self._device)
-            elif stage.weights.max_versions != most:
-                stage.weights = WeightVersions(stage.layers, most)
 
 
 @lru_cache(maxsize=32)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lightning_pipes.engine import Engine, Item, LoopbackTransport, Mailbox, Stage
+from lightning_pipes.engine.compute.stage import NOTHING_SHARED, RankResources
 from lightning_pipes.ir import Plan, Policy, Program, Span
 
 WIDTH = 3
@@ -100,15 +101,20 @@ class Loopback:
         plan: the plan.
         order: the program or policy.
         stages: returns the stages of a rank.
-        seed: the seed of the engines.
+        resources: returns what the stages and the engine of a rank share.
     """
 
     def __init__(
-        self, plan: Plan, order: Program | Policy, stages: Callable[[int], Sequence[Stage]], seed: int = 0
+        self,
+        plan: Plan,
+        order: Program | Policy,
+        stages: Callable[[int], Sequence[Stage]],
+        resources: Callable[[int], RankResources] = lambda rank: NOTHING_SHARED,
     ) -> None:
         boxes = [Mailbox() for _ in range(plan.n_ranks)]
         self.engines = [
-            Engine(plan, order, stages(r), LoopbackTransport(boxes, r), rank=r, seed=seed) for r in range(plan.n_ranks)
+            Engine(plan, order, stages(r), LoopbackTransport(boxes, r), rank=r, resources=resources(r))
+            for r in range(plan.n_ranks)
         ]
 
     def inject(self, make: Callable[[], Item]) -> None:

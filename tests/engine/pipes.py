@@ -88,6 +88,7 @@ def make_stages(
     step: Callable[[Sequence[nn.Module]], Callable[[Item], None]] | None = None,
     body: Callable[..., Any] = body,
     job: int = 0,
+    seed: int = 0,
 ) -> list[Stage]:
     """Return the stages of one rank. The layers of `model` are divided evenly among all stages of the plan."""
     made = []
@@ -95,7 +96,8 @@ def make_stages(
         lo, hi = s * len(model) // plan.n_stages, (s + 1) * len(model) // plan.n_stages
         mine = {n: model[n] for n in range(lo, hi)}
         recompute = bool(plan.recompute) and plan.recompute[s]
-        stage = Stage(s, mine, body, step(list(mine.values())) if step else None, recompute=recompute, job=job)
+        steps = step(list(mine.values())) if step else None
+        stage = Stage(s, mine, body, steps, recompute=recompute, job=job, seed=seed)
         stage.is_last_of_test = s == plan.n_stages - 1  # type: ignore[attr-defined]
         made.append(stage)
     return made

@@ -118,7 +118,7 @@ def test_dropout_does_not_depend_on_the_number_of_stages() -> None:
         schedule = make_schedule("1f1b")
         assert isinstance(schedule, Schedule)
         plan = Plan.even(stages, 4, ROWS)
-        pipe = Loopback(plan, schedule.program(plan), lambda r, p=plan, m=model: make_stages(p, r, m), seed=3)
+        pipe = Loopback(plan, schedule.program(plan), lambda r, p=plan, m=model: make_stages(p, r, m, seed=3))
         torch.manual_seed(100 * stages)  # the result must not depend on the global generators
         run(pipe, number=5)
         found.append(gradients(model))

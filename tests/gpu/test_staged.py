@@ -55,7 +55,7 @@ def train(rank: int, name: str, settings: dict[str, Any], ranks: int, recompute:
             optimizer.step()
             optimizer.zero_grad()
 
-        stages.append(Stage(s, mine, body, step, recompute=recompute))
+        stages.append(Stage(s, mine, body, step, recompute=recompute, seed=1, device=device))
     watch, transport = None, None
     if ranks > 1:
         import torch.distributed as dist
@@ -65,7 +65,7 @@ def train(rank: int, name: str, settings: dict[str, Any], ranks: int, recompute:
     else:
         watch = FailureWatch(None, rank)
     transport = make_transport(plan, rank, range(ranks), device, watch)
-    engine = Engine(plan, schedule.program(plan), stages, transport, rank=rank, device=device, seed=1, watch=watch)
+    engine = Engine(plan, schedule.program(plan), stages, transport, rank=rank, device=device, watch=watch)
     for number in range(5):
         rows = ROWS if number < 4 else 7
         engine.inject(Item(number, rows, data(number, device)))

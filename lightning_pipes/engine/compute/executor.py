@@ -189,16 +189,17 @@ class Executor:
 
     def _forward(self, i: Instruction, item: Item) -> None:
         stage, last = self._stages[i.stage, i.job], self._is_last(i.stage)
-        stage.cuts_differ = not self.plan.uniform_jobs[i.job]
+        cuts_differ = not self.plan.uniform_jobs[i.job]
         version = self._version_of(stage, i, item) if item.training else None
         for part, kept in self._split_forward(i, item):
             received, flags = (None, ()) if i.stage == 0 else self._buffer_of(Kind.RF, i).take_span(part)
             wanted: autograd.Flags = ()
             if not item.training:
-                output = stage.forward(item, part, received, None)
+                output = stage.forward(item, part, received, None, cuts_differ=cuts_differ)
             elif stage.recompute or len(kept) > 1:
                 with torch.no_grad():
-                    output = stage.forward(item, part, received, version, in_parts=len(kept) > 1)
+                    in_parts = len(kept) > 1
+                    output = stage.forward(item, part, received, version, in_parts=in_parts, cuts_differ=cuts_differ)
                 wanted = autograd.may_want_gradients(output)
                 for span in kept:
                     saved = SavedForward(span, version, recompute=True, sent_flags=wanted)
@@ -206,7 +207,8 @@ class Executor:
                     self._saved[i.stage, i.job, i.batch].append(saved)
             else:
                 saved = SavedForward(part, version)
-                output = stage.forward(item, part, autograd.enter_stage(received, flags, saved), version)
+                entered = autograd.enter_stage(received, flags, saved)
+                output = stage.forward(item, part, entered, version, cuts_differ=cuts_differ)
                 output, wanted = autograd.leave_stage(output, saved)
                 self._saved[i.stage, i.job, i.batch].append(saved)
             if not last:
@@ -234,9 +236,9 @@ class Executor:
             late = self._late.get((i.stage, i.job))
             if late is not None:
                 self._versions[batch] = late.make_version(i.batch)
-            elif stage.predict is not None:
+            elif (predict := stage.predict(item)) is not None:
                 missed = i.batch - self._updates[i.stage, i.job]
-                self._versions[batch] = stage.weights.predict_version(missed, stage.predict(item))
+                self._versions[batch] = stage.weights.predict_version(missed, predict)
             else:
                 self._versions[batch] = stage.weights.current_version()
         return self._versions[batch]
@@ -264,7 +266,8 @@ class Executor:
                 saved.received = None
             saved.entered, saved.outputs = [], []
             entered = autograd.enter_stage(received, flags, saved)
-            output = stage.forward(item, saved.span, entered, saved.version, again=True)
+            cuts_differ = not self.plan.uniform_jobs[stage.job]
+            output = stage.forward(item, saved.span, entered, saved.version, again=True, cuts_differ=cuts_differ)
             autograd.leave_stage(output, saved, saved.sent_flags)
 
     def _step(self, i: Instruction, item: Item) -> None:

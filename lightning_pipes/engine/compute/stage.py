@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,10 +25,18 @@ from lightning_pipes.engine.compute.rng import (
     stream_seed,
 )
 from lightning_pipes.engine.compute.spans import Item, remove_marks
-from lightning_pipes.engine.compute.weights import BuffersBefore, Change, LateWeights, WeightVersion, WeightVersions
+from lightning_pipes.engine.compute.weights import (
+    BuffersBefore,
+    Change,
+    LateWeights,
+    OffloadedVersions,
+    WeightVersion,
+    WeightVersions,
+)
 from lightning_pipes.engine.private_torch import BatchNorm
-from lightning_pipes.engine.residency.layer_memory import LayerMemory
+from lightning_pipes.engine.residency.layer_memory import LayerMemory, VersionMemory
 from lightning_pipes.engine.residency.mirrors import MirroredLayers, Mirrors
+from lightning_pipes.engine.residency.upcoming import PredictorChoice
 from lightning_pipes.ir import Kind, LayerUse, PlanError, Span
 from lightning_pipes.ir.clock import read_seconds
 
@@ -135,6 +144,33 @@ def clone_leaf(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone() if tensor.requires_grad and tensor.is_leaf else tensor
 
 
+@dataclass(frozen=True)
+class RankResources:
+    """What the stages of a rank share with its engine.
+
+    Attributes:
+        mirrors: the copies of other ranks' layers on this rank, if batches may have cuts of their own. Layers are then
+            sent to the ranks on which batches use them. When a window is drained, all layers are back on the ranks that
+            own them.
+        all_layers: all layers of the model by number, in the form that `Stage` takes, if there are mirrors.
+        memory: loads the layers of batches to the device and offloads them, if they are there only while they are used.
+        predictor: predicts the next tasks for `memory`. If it is None, the rank uses only the batches that it has begun
+            and the instructions that are ready.
+        version_memory: keeps the weight versions of stages that recompute, if they are offloaded.
+        replica_averages: averages the gradients of each batch over replicas separately, if batches overlap.
+    """
+
+    mirrors: Mirrors | None = None
+    all_layers: Mapping[int, nn.Module] = field(default_factory=dict)
+    memory: LayerMemory | None = None
+    predictor: PredictorChoice | None = None
+    version_memory: VersionMemory | None = None
+    replica_averages: ReplicaAverages | None = None
+
+
+_CPU, NOTHING_SHARED = torch.device("cpu"), RankResources()
+
+
 class Stage:
     """The layers of one stage, and the code that runs around them.
 
@@ -153,6 +189,11 @@ class Stage:
         clock: receives the number of each layer, the number of samples, and the seconds of its forward in training.
         show_version: returns a context in which the body, and code that backward runs again, reads the weights of a
             version.
+        predict: returns a function that predicts the change of a parameter by one update, or None if a batch reads the
+            current weights.
+        seed: the seed from which the seeds of all random streams are derived.
+        device: the device on which the stage computes.
+        resources: what the stages of a rank share.
     """
 
     def __init__(
@@ -167,20 +208,26 @@ class Stage:
         named: Mapping[int, nn.Module] | None = None,
         clock: Callable[[int, int, float], None] | None = None,
         show_version: Callable[[WeightVersion], AbstractContextManager[None]] | None = None,
+        predict: Callable[[Item], Change | None] = lambda item: None,
+        seed: int = 0,
+        device: torch.device = _CPU,
+        resources: RankResources = NOTHING_SHARED,
     ) -> None:
         self.number = number
         self.layers = dict(layers)
-        self._parts = LayerParameters(number, self.layers if named is None else named)
-        self._mirrored: MirroredLayers | None = None
+        mirrors = resources.mirrors
+        self._mirrored = None if mirrors is None else MirroredLayers(number, mirrors, resources.all_layers)
+        if mirrors is None:
+            self._parts = LayerParameters(number, self.layers if named is None else named)
+        else:
+            self._parts = LayerParameters(number, mirrors.layers, mirrors)
         self.body = body
         self.step = step
         self.job = job
         self.last_backward = last_backward
-        self.seed = 0
-        self.device = torch.device("cpu")
+        self.seed, self.device = seed, device
         self._clock = clock
-        self.predict: Callable[[Item], Change] | None = None
-        """Returns a function that predicts the change of a parameter by one update. If None, no update is predicted."""
+        self.predict = predict
         self.cuts_differ = False
         """Whether the stages and links cut the batch that is running differently."""
         self.unsampled_ids: frozenset[int] = frozenset()
@@ -191,9 +238,11 @@ class Stage:
         """Copies of buffers to which the second run of the layers has written, by module and name."""
         self.weights = WeightVersions(self.layers, max_versions=1)
         self.show_version = show_version
-        self.offload: LayerOffload | None = None
+        self._version_memory = resources.version_memory
+        memory = resources.memory
+        self.offload = None if memory is None else LayerOffload(memory, number, self._parts, recompute)
         """Keeps layers on the device while tasks use them, if layers are offloaded."""
-        self.replica_averages: ReplicaAverages | None = None
+        self.replica_averages = resources.replica_averages
         """Averages gradients over replicas batch by batch, if batches overlap."""
         self._version: WeightVersion | None = None
         self._read_only_ids: frozenset[int] = frozenset()  # ids of parameters that the batch does not step
@@ -217,6 +266,7 @@ class Stage:
         version: WeightVersion | None,
         again: bool = False,
         in_parts: bool = False,
+        cuts_differ: bool = False,
     ) -> Any:
         """Run the body with the weights of `version`.
 
@@ -227,6 +277,7 @@ class Stage:
             version: the weights to read; None for the live weights.
             again: whether this is the second run on these samples.
             in_parts: whether forward will run again in parts, each on some of these samples.
+            cuts_differ: whether the stages and links cut the batch differently.
 
         Returns:
             The output of the body.
@@ -235,7 +286,7 @@ class Stage:
             PlanError: the result of a run in parts could differ from the result of this run, or the batch changes
                 buffers of layers that it only reads or reads late.
         """
-        self._version, self.recomputing = version, again
+        self._version, self.recomputing, self.cuts_differ = version, again, cuts_differ
         if item.use is None:
             self._read_only_ids, kept = frozenset(), {}
         else:
@@ -243,7 +294,7 @@ class Stage:
             kept = {name: (buffer, buffer._version) for name, buffer in self._parts.read_only_buffers(item.use).items()}
         self._in_parts = SampleIndependenceCheck(self.number, span, self.device) if in_parts else None
         try:
-            if self.cuts_differ:  # otherwise, no tensor is marked
+            if cuts_differ:  # otherwise, no tensor is marked
                 received, self.unsampled_ids = remove_marks(received)
             out = self.body(self, item, span, received)
             if self._in_parts is not None:
@@ -269,19 +320,12 @@ class Stage:
         """Discard the buffer values that earlier backwards have used."""
         self._buffers.forget_taken()
 
-    def use_mirrors(self, mirrors: Mirrors, layers: Mapping[int, nn.Module]) -> None:
-        """Allow batches with a cut of their own to run any layer of the model on this stage.
-
-        Args:
-            mirrors: the copies of other ranks' layers on this rank.
-            layers: all layers of the model by number, in the form that `Stage` takes.
-        """
-        self._mirrored = MirroredLayers(self.number, mirrors, layers)
-        self._parts = LayerParameters(self.number, mirrors.layers, mirrors)
-
-    def enable_offload(self, memory: LayerMemory) -> None:
-        """Load layers to the device only for the tasks that need them."""
-        self.offload = LayerOffload(memory, self.number, self._parts, self._recompute)
+    def limit_versions(self, most: int) -> None:
+        """Keep at most this number of versions of the weights, beginning with the next window."""
+        if self._version_memory is not None and most > 1 and self._recompute:
+            self.weights = OffloadedVersions(self.layers, most, self.number, self._version_memory, self.device)
+        elif self.weights.max_versions != most:
+            self.weights = WeightVersions(self.layers, most)
 
     def task_context(self, kind: Kind, item: Item) -> AbstractContextManager[None]:
         """Return a context in which the layers of a task are on the device."""

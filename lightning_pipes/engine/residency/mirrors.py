@@ -125,10 +125,10 @@ class Mirrors:
             Its arguments are the number of the optimizer, the number of the layer, and the name of the parameter in the
             layer.
         device: the device of the copies; the CPU by default.
+        memory: loads and offloads layers, including the copies; None if all layers stay on the device.
 
     Attributes:
         copies: the copies of other ranks' layers by name.
-        memory: loads and offloads layers, including the copies; None if all layers stay on the device.
     """
 
     def __init__(
@@ -139,12 +139,13 @@ class Mirrors:
         optimizers: Callable[[], Sequence[Optimizer]],
         group_of: Callable[[int, int, str], int | None],
         device: torch.device | None = None,
+        memory: LayerMemory | None = None,
     ) -> None:
         self.layers = layers
         self._at_home, self._transport, self.optimizers, self._group_of = at_home, transport, optimizers, group_of
         self._device = device or torch.device("cpu")
         self.copies: dict[str, Mirror] = {}
-        self.memory: LayerMemory | None = None
+        self.memory = memory
         self._marks: dict[str, ChangeMarks] = {}  # of own layers, when they were sent to other ranks
 
     def is_remote(self, name: str) -> bool:

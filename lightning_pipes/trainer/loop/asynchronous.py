@@ -13,6 +13,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pipes.engine.compute.spans import Item
-from lightning_pipes.engine.compute.stage import Stage
+from lightning_pipes.engine.compute.stage import RankResources, Stage
 from lightning_pipes.engine.compute.weights import Change
 from lightning_pipes.engine.residency.layer_memory import LayerMemory, StateMemory, VersionMemory
 from lightning_pipes.engine.residency.mirrors import BulkTreeTransport
@@ -83,8 +84,11 @@ class AsynchronousLoop(TrainingLoop):
             check_prediction(run, memory)
         self._run = run
         self._all = control
-        self._memory = None if memory is None else enable_offload(run, memory)
-        run.local_layers.average_by_batch(run.engine)
+        plan, _ = run.plans.for_rows(run.plans.trial_rows)
+        resources = RankResources(replica_averages=run.local_layers.order_by_batch(lambda: run.engine.is_open))
+        if memory is not None:
+            resources = add_offload(resources, run, plan, memory)
+        self._memory = resources.memory
 
         # Data that ranks exchange while they are at different batches.
         depth = schedule.depth if isinstance(schedule, Policy) else 0
@@ -93,9 +97,13 @@ class AsynchronousLoop(TrainingLoop):
         self._results = Results(notices, run.control.ranks[0], self._max_lag, run.last_stage_ranks)
         self.statistics = AsynchronousStatistics(run.statistics, notices, control.ranks, rank, self._max_lag)
         warn_without_uses(run.cut.module, schedule, len(run.global_ranks))
-        self._mirroring = LayerCopies(run, control) if several and Cuts.are_needed(run.cut.module, schedule) else None
-        if self._mirroring is not None:
+        self._mirroring: LayerCopies | None = None
+        if several and Cuts.are_needed(run.cut.module, schedule):
+            self._mirroring = LayerCopies(run, control, self._memory)
+            resources = self._mirroring.add_to(resources)
             run.relocation.check_layers_stay("each batch has its own cut")
+
+        self.resources = resources
 
         # Values that hooks may see and change while batches are in flight.
         overrides_hooks = partial(has_hooks, run.cut.module, private.callbacks(run.trainer))
@@ -190,9 +198,6 @@ class AsynchronousLoop(TrainingLoop):
             self.between.forget_layers()
             self._steps = None
             self._groups.clear()
-            if run.plans.schedule.predicts_weights:
-                for stage in run.stages.values():
-                    stage.predict = self._predict_changes
             run.state.remember_state()
         if self._optimizers is not optimizers:
             self._optimizers, self._steps = optimizers, None
@@ -209,8 +214,10 @@ class AsynchronousLoop(TrainingLoop):
         run.weigh_losses(step)
         step.use = use_of(run.cut.module, run.cut.full, step.batch, engine.plan)
 
-    def _predict_changes(self, item: Item) -> Change:
+    def predict_changes(self, item: Item) -> Change | None:
         """Return a function that predicts the updates of parameters, using the optimizer settings of the batch."""
+        if not self._run.plans.schedule.predicts_weights:
+            return None
         optimizers = [private.plain_optimizer(o) for o in self._optimizers]
         if not self._groups:
             self._groups = {
@@ -612,28 +619,25 @@ def check_trainer_settings(trainer: pl.Trainer, schedule: Schedule | Policy, gri
         )
 
 
-def enable_offload(run: PipelineRun, memory: StateMemory) -> LayerMemory | None:
-    """Swap weights between host and device.
+def add_offload(resources: RankResources, run: PipelineRun, plan: Plan, memory: StateMemory) -> RankResources:
+    """Return the resources of a rank that swaps weights between host and device.
 
-    Returns:
-        The memory of the layers, or None if weight versions are swapped instead of layers.
+    Layers are swapped, or weight versions if the schedule has a fixed order.
 
     Raises:
         PipelineError: the run, the module or its optimizers do not allow it.
     """
     if isinstance(run.plans.schedule, Schedule):
-        check_stash(run)
-        run.engine.offload_versions(VersionMemory(memory, run.device))
-        return None
-    check_turns(run)
+        check_stash(run, plan)
+        return replace(resources, version_memory=VersionMemory(memory, run.device))
+    check_turns(run, plan)
     plain = [private.plain_optimizer(o) for o in run.trainer.optimizers]
-    for number in run.stages:
+    for number in plan.stages[run.local_layers.holdings.rank]:
         layers = run.local_layers.layers_of(number)
         check_room(number, layers, plain, memory.device_bytes, run.device.type == "cpu")
     run.relocation.check_layers_stay("MemorySwap keeps only some layers on the device at a time")
     layer_memory = LayerMemory(memory, run.device, lambda: run.trainer.optimizers)
-    run.engine.enable_offload(layer_memory, choose_predictor(run, memory.predictor))
-    return layer_memory
+    return replace(resources, memory=layer_memory, predictor=choose_predictor(run, memory.predictor))
 
 
 def choose_predictor(run: PipelineRun, name: str) -> PredictorChoice | None:
@@ -651,14 +655,14 @@ def choose_predictor(run: PipelineRun, name: str) -> PredictorChoice | None:
     return PredictorChoice(name, costs.cost, transport)
 
 
-def check_turns(run: PipelineRun) -> None:
+def check_turns(run: PipelineRun, plan: Plan) -> None:
     """Check whether the layers of the run can be swapped between host and device.
 
     Raises:
         PipelineError: the module does not specify the layers that batches use, forwards keep layers on the device, or
             the two halves of a split backward need the same layers.
     """
-    module, plan = run.cut.module, run.engine.plan
+    module = run.cut.module
     if not isinstance(module, ChoosesLayers):
         raise PipelineError(
             f"MemorySwap keeps only the layers on the device that batches use, but {type(module).__name__} does not "
@@ -696,14 +700,14 @@ def check_prediction(run: PipelineRun, memory: StateMemory | None) -> None:
             )
 
 
-def check_stash(run: PipelineRun) -> None:
+def check_stash(run: PipelineRun, plan: Plan) -> None:
     """Check whether the weight versions of the run can be swapped between host and device.
 
     Raises:
         PipelineError: a forward keeps its version on the device until the backward, or the two halves of a split
             backward need the same version.
     """
-    plan, name = run.engine.plan, run.plans.schedule.name
+    name = run.plans.schedule.name
     if not _recomputes(plan):
         raise PipelineError(
             f"MemorySwap moves weight versions of schedule {name!r}, and needs PipelineStrategy(recompute=True). "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
@@ -11,6 +12,8 @@ from typing import Any, Protocol, runtime_checkable
 import lightning.pytorch as pl
 from torch.optim import Optimizer
 
+from lightning_pipes.engine.compute.stage import RankResources
+from lightning_pipes.engine.residency.layer_memory import LayerMemory
 from lightning_pipes.engine.residency.mirrors import BulkTreeTransport, Mirrors
 from lightning_pipes.ir import LayerUse, PipelineError, Plan, PlanError, Policy, Span
 from lightning_pipes.trainer.cuts.layers.proxy import Layers
@@ -114,12 +117,13 @@ class LayerCopies:
     Args:
         run: the run of the training.
         control: the collectives of all ranks, including the ranks of other replicas, which use the same cuts.
+        memory: loads and offloads layers; None if all layers stay on the device.
 
     Raises:
         PipelineError: siblings of a job array share the ranks.
     """
 
-    def __init__(self, run: PipelineRun, control: Control) -> None:
+    def __init__(self, run: PipelineRun, control: Control, memory: LayerMemory | None) -> None:
         module, full, local_layers = run.cut.module, run.cut.full, run.local_layers
         if run.connections.turns is not None:
             raise PipelineError(
@@ -139,10 +143,13 @@ class LayerCopies:
             lambda: self._optimizers,
             cache(local_layers.group_of),
             run.device,
+            memory,
         )
-        run.engine.enable_mirrors(
-            self._mirrors, {n: TapedLayer(layer, n, local_layers.around_layer) for n, layer in enumerate(full)}
-        )
+        self._layers = {n: TapedLayer(layer, n, local_layers.around_layer) for n, layer in enumerate(full)}
+
+    def add_to(self, resources: RankResources) -> RankResources:
+        """Return the resources of a rank with these copies."""
+        return replace(resources, mirrors=self._mirrors, all_layers=self._layers)
 
     def layer_use(self, batch: Any, use: LayerUse, plan: Plan) -> LayerUse:
         """Return the use of a batch with its own cut."""

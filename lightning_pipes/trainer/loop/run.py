@@ -17,7 +17,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
 from lightning_pipes.engine.compute.spans import Item
-from lightning_pipes.engine.compute.stage import Body, Stage
+from lightning_pipes.engine.compute.stage import NOTHING_SHARED, Body, RankResources, Stage
+from lightning_pipes.engine.compute.weights import Change
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.messages.transport import make_transport
 from lightning_pipes.engine.watch.fault_points import fault_point
@@ -50,9 +51,15 @@ class TrainingLoop(ABC):
 
     Attributes:
         is_asynchronous: whether batches overlap, so that stages step at different times.
+        resources: what the stages and the engine share.
     """
 
     is_asynchronous: ClassVar[bool] = False
+    resources: RankResources = NOTHING_SHARED
+
+    def predict_changes(self, item: Item) -> Change | None:
+        """Return a function that predicts the updates of parameters for a batch, if the schedule predicts weights."""
+        return None
 
     @abstractmethod
     def train(self, batch: Any, arguments: tuple[Any, ...], optimizers: Sequence[Optimizer], complete: bool) -> Any:
@@ -158,7 +165,7 @@ class PipelineRun:
         seed: the seed of the random streams of the layers.
         transport: the name of the transport of messages, as in `make_transport`.
         check_loss: whether to determine in the first batches how losses of micro-batches are weighted.
-        make_training_loop: creates the training loop. Called at the end of the construction.
+        make_training_loop: creates the training loop. Called before the stages and the engine are created.
         relocation: how layers move during training.
         ruled_out: weightings of the micro-batches that are known not to give the loss of the batch, or None if none
             were compared.
@@ -230,6 +237,12 @@ class PipelineRun:
                 f"the last stage has {len(self.last_stage_ranks)} ranks, each with its own samples. Give it one, as in "
                 "data_parallel=[2, 1], or log the values instead"
             )
+        self.relocation = LayerRelocation(trainer, local_layers, ranks.control, relocation, plans)
+        self.watchers = Watchers()
+        self.decision: Decision | None = None
+        self._seed = seed
+        self.training_loop = make_training_loop(self)
+        self.relocation.is_asynchronous = self.training_loop.is_asynchronous
         self.stages = self._make_stages(plan)
         self.loss_weights = None
         if self.is_fitting and LossWeights.are_needed(cut.module, check_loss or ruled_out is not None):
@@ -249,15 +262,10 @@ class PipelineRun:
             connections.open_transport(connect),
             rank=rank,
             device=device,
-            seed=seed,
             watch=connections.engine_watch,
             turns=connections.turns,
+            resources=self.training_loop.resources,
         )
-        self.relocation = LayerRelocation(trainer, local_layers, ranks.control, relocation, plans)
-        self.watchers = Watchers()
-        self.decision: Decision | None = None
-        self.training_loop = make_training_loop(self)
-        self.relocation.is_asynchronous = self.training_loop.is_asynchronous
         user_steps.may_skip_batches = (
             user_steps.runs_whole_evaluation and not self.is_asynchronous and ranks.grid.replicas == 1
         )
@@ -371,6 +379,10 @@ class PipelineRun:
                 named=layers,
                 clock=self.statistics.add_layer if measures else None,
                 show_version=self.user_steps.show_version,
+                predict=self.training_loop.predict_changes,
+                seed=self._seed,
+                device=self.device,
+                resources=self.training_loop.resources,
             )
         return made
 

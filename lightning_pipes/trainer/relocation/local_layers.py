@@ -6,14 +6,13 @@ state. Gradients, clipping, checkpoints and logs read the new placement from `Ho
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pipes.engine.compute.reducer import ReplicaAverages, complete_gradient
-from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.messages.bulk_transfer import BulkTransfer
 from lightning_pipes.engine.residency.layer_state import LayerState
 from lightning_pipes.engine.residency.mirrors import BulkTreeTransport
@@ -134,11 +133,15 @@ class LocalLayers:
         """The optimizers of this rank."""
         return [layout.optimizer for layout in self.layouts]
 
-    def average_by_batch(self, engine: Engine) -> None:
-        """Let the engine average gradients over replicas batch by batch, if replicas have their own orders."""
+    def order_by_batch(self, is_open: Callable[[], bool]) -> ReplicaAverages | None:
+        """Return the averages of gradients over replicas batch by batch, if replicas have their own orders.
+
+        Args:
+            is_open: whether replicas run batches in their own orders at the moment.
+        """
         if self.replica_averages is not None:
-            engine.average_over_replicas(self.replica_averages)
-            self._replicas.has_own_order = lambda: engine.is_open
+            self._replicas.has_own_order = is_open
+        return self.replica_averages
 
     def close(self) -> None:
         """Close the connections of layer moves and of replicas, if there are any, and remove the reducer."""

@@ -74,8 +74,10 @@ class RepeatedStage(Stage):
     def __init__(self, of: Stage, run: PipelineRun, made: RepeatedValues, draws: SampleDraws | None) -> None:
         # A bound method would be a reference cycle, which keeps gradients alive.
         body: Any = RepeatedStage._run_body
-        super().__init__(of.number, of.layers, body, recompute=of.recompute, show_version=of.show_version)
-        self.seed, self.device = of.seed, of.device
+        seed, device = of.seed, of.device
+        super().__init__(
+            of.number, of.layers, body, recompute=of.recompute, show_version=of.show_version, seed=seed, device=device
+        )
         self._user_body = run.user_steps.stage_body(of.number)
         self._is_last = of.number == run.engine.plan.n_stages - 1
         self._made, self._draws = made, draws

@@ -20,6 +20,7 @@ from torch import nn
 from lightning_pipes import MemorySwap
 from lightning_pipes.engine import Item, Stage
 from lightning_pipes.engine.compute.rng import seed_all, stream_seed
+from lightning_pipes.engine.compute.stage import RankResources
 from lightning_pipes.engine.messages.bulk_transfer import TreeDescription, pack_tree
 from lightning_pipes.engine.residency.layer_memory import LayerMemory
 from lightning_pipes.engine.residency.mirrors import Mirrors
@@ -258,6 +259,7 @@ def ranks_of(plan: Plan, policy: Policy, device_bytes: int = 0) -> Ranks:
     letters, all_layers, all_mirrors, posts = Letters(), [], [], []
     made: dict[int, list[Stage]] = {}
     memories: list[MemorySwap] = []
+    resources: list[RankResources] = []
     for rank in range(plan.n_ranks):
         layers = copy.deepcopy(model())
         home = {n for s in plan.stages[rank] for n in range(*plan.layers[s])}
@@ -266,24 +268,26 @@ def ranks_of(plan: Plan, policy: Policy, device_bytes: int = 0) -> Ranks:
                 t.data = t.data * torch.nan
         optimizers = two({f"{n}.{at}": p for n in sorted(home) for at, p in layers[n].named_parameters()})
         post = LocalPost(letters, rank)
+        memory = None
+        if device_bytes:
+            memories.append(MemorySwap(device_bytes))
+            memories[-1]._poison = True
+            memory = LayerMemory(memories[-1], torch.device("cpu"), lambda optimizers=optimizers: optimizers)  # type: ignore[misc]
         mirrors = Mirrors(
             dict(enumerate(layers)),
             home.__contains__,
             post,
             lambda optimizers=optimizers: optimizers,  # type: ignore[misc]
             lambda optimizer, layer, name: {(0, 0): 0, (0, 1): 1, (1, 2): 0}.get((optimizer, _kind(name))),
+            memory=memory,
         )
-        made[rank] = [stage_of(s, plan, layers, mirrors, optimizers) for s in plan.stages[rank]]
+        resources.append(RankResources(mirrors, dict(enumerate(layers)), memory))
+        made[rank] = [stage_of(s, plan, layers, resources[rank], optimizers) for s in plan.stages[rank]]
         all_layers.append(layers)
         all_mirrors.append(mirrors)
         posts.append(post)
-    pipe = Loopback(plan, policy, made.__getitem__)
+    pipe = Loopback(plan, policy, made.__getitem__, resources.__getitem__)
     for rank, engine in enumerate(pipe.engines):
-        engine.enable_mirrors(all_mirrors[rank], dict(enumerate(all_layers[rank])))
-        if device_bytes:
-            memories.append(MemorySwap(device_bytes))
-            memories[-1]._poison = True
-            engine.enable_offload(LayerMemory(memories[-1], torch.device("cpu"), all_mirrors[rank].optimizers))
         original = engine.progress
 
         def progress(wait: bool = True, original: Any = original, post: LocalPost = posts[rank]) -> bool:
@@ -295,7 +299,11 @@ def ranks_of(plan: Plan, policy: Policy, device_bytes: int = 0) -> Ranks:
 
 
 def stage_of(
-    number: int, plan: Plan, layers: Sequence[nn.Module], mirrors: Mirrors, optimizers: Sequence[torch.optim.Optimizer]
+    number: int,
+    plan: Plan,
+    layers: Sequence[nn.Module],
+    resources: RankResources,
+    optimizers: Sequence[torch.optim.Optimizer],
 ) -> Stage:
     """Return a stage whose step updates only the layers that a batch steps, including copies of other ranks' layers."""
 
@@ -309,6 +317,8 @@ def stage_of(
 
     def step(item: Item) -> None:
         assert item.use is not None
+        mirrors = resources.mirrors
+        assert mirrors is not None
         mine = {id(p) for p in stage.stepped_parameters(item)}
         with mirrors.in_optimizers(item.use.stepped_layers(number)):
             every = [p for o in optimizers for g in o.param_groups for p in g["params"]]
@@ -322,7 +332,8 @@ def stage_of(
                 p.grad = gradient
 
     again = bool(plan.recompute) and plan.recompute[number]
-    stage = Stage(number, {n: layers[n] for n in range(*plan.layers[number])}, body, step, recompute=again)
+    own = {n: layers[n] for n in range(*plan.layers[number])}
+    stage = Stage(number, own, body, step, recompute=again, resources=resources)
     return stage
 
 
@@ -409,12 +420,8 @@ def test_what_is_only_read_gets_no_gradients() -> None:
 
 
 def test_refuses_cuts_that_nobody_follows() -> None:
-    """A batch with a separate cut is refused without mirrors, and mirrors cannot be enabled within a window."""
+    """A batch with a separate cut is refused without mirrors."""
     plan, layers = PLANS["2 stages"], model()
     pipe = Loopback(plan, Jumbled(), lambda r: [Stage(r, {n: layers[n] for n in range(*plan.layers[r])})])
     with pytest.raises(PlanError, match="a cut of its own, and layers do not move between batches here"):
         pipe.inject(lambda: item(0, plan))
-    ranks = ranks_of(plan, Jumbled())
-    ranks.pipe.inject(lambda: item(0, plan))
-    with pytest.raises(PlanError, match="between two windows only"):
-        ranks.pipe.engines[0].enable_mirrors(ranks.mirrors[0], {})
