@@ -20,12 +20,12 @@ import hydra
 import lightning as L
 import torch
 import torch.nn.functional as F
-from data import Digits, StdlibText
 from hydra.core.hydra_config import HydraConfig
 from models import Embedding
 from omegaconf import DictConfig, OmegaConf
 from optuna.samplers import TPESampler
 from plots import Tried, save_search
+from settings import register
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -150,17 +150,16 @@ def parameters(net: Supernet, choices: Any) -> int:
     return sum(p.numel() for p in net.extract_subnet(choices).parameters())
 
 
-@hydra.main(version_base="1.3", config_path="pkg://lightning_pipes.conf", config_name="supernet")
+@hydra.main(version_base="1.3", config_path="conf", config_name="supernet")
 def main(cfg: DictConfig) -> None:
     for noise in (".*does not have many workers.*", ".*LeafSpec.*is deprecated.*", ".*hyperparameter.*"):
         warnings.filterwarnings("ignore", noise)
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
     directory = Path(HydraConfig.get().runtime.output_dir)
     L.seed_everything(cfg.seed, verbose=False)
-    settings = {str(key): value for key, value in cfg.data.items() if key != "name"}
-    data: Any = StdlibText(**settings) if cfg.data.name == "stdlib" else Digits(**settings)
+    data: Any = hydra.utils.instantiate(cfg.data)
     data.setup("fit")
-    sizes = {**cfg.supernet, "context": settings.get("context", 0)}
+    sizes = {**cfg.supernet, "context": cfg.data.get("context", 0)}
     net = supernet(**sizes)
     stream = SubnetStream(Uniform(net.space, cfg.seed))
 
@@ -207,5 +206,6 @@ def quiet(trainer: DictConfig, directory: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    register()
     with plain_errors():
         main()

@@ -1,6 +1,7 @@
 """Train a model in a pipeline: `python examples/train.py schedule=1f1b trainer.devices=2`.
 
-All settings are in conf/train.yaml and the folders next to it. `--help` lists them.
+All settings are in conf/example.yaml, in the folders next to it, and in the configuration of lightning_pipes. `--help`
+lists them.
 """
 
 from __future__ import annotations
@@ -14,21 +15,18 @@ from typing import Any
 import hydra
 import lightning as L
 import torch
-from data import Digits, StdlibText
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
-from models import GPT, MLP, ResNetDigits
 from omegaconf import DictConfig, OmegaConf
+from settings import register
 
 from lightning_pipes import OptunaPruning, PipelineStrategy, TimelineLogger
 from lightning_pipes.cost.units import seconds_text
 from lightning_pipes.trainer import PipelineReport
 from lightning_pipes.tune.messages import plain_errors
 
-MODELS: dict[str, type[L.LightningModule]] = {"gpt": GPT, "mlp": MLP, "resnet_digits": ResNetDigits}
-DATA: dict[str, type[L.LightningDataModule]] = {"stdlib": StdlibText, "digits": Digits}
 READS = {"gpt": "stdlib", "mlp": "digits", "resnet_digits": "digits"}  # the data that each model can read
 UNITS = {"stdlib": "tokens/s", "digits": "images/s"}
 
@@ -60,13 +58,13 @@ def check(cfg: DictConfig) -> None:
     Raises:
         SystemExit: two settings do not fit together.
     """
-    model, data = cfg.model.name, cfg.data.name
+    chosen = HydraConfig.get().runtime.choices
+    model, data = chosen["model"], chosen["data"]
     if READS[model] != data:
         others = [name for name in READS if READS[name] == data]
         raise SystemExit(
             f"model={model} can't read data={data}: choose data={READS[model]}, or model={' or model='.join(others)}"
         )
-    chosen = HydraConfig.get().runtime.choices
     if (
         HydraConfig.get().mode == RunMode.MULTIRUN
         and chosen["hydra/launcher"] != "job_array"
@@ -87,11 +85,6 @@ def describe_bubble(report: PipelineReport) -> str:
     return f"{report.bubble_measured:.1%} measured{predicted}"
 
 
-def make(kinds: dict[str, Any], settings: DictConfig, **more: Any) -> Any:
-    arguments = {str(key): value for key, value in settings.items()}
-    return kinds[arguments.pop("name")](**arguments, **more)
-
-
 def newest_checkpoint(directory: Path) -> Path | None:
     """Return the last checkpoint that an earlier attempt of this run saved, regularly or at the request of SLURM."""
     found = [*directory.glob("checkpoints/last.ckpt"), *directory.glob("hpc_ckpt_*.ckpt")]
@@ -105,7 +98,7 @@ def attempt(metrics: Path) -> str:
     return f"restart_{earlier}" if earlier else ""
 
 
-@hydra.main(version_base="1.3", config_path="pkg://lightning_pipes.conf", config_name="train")
+@hydra.main(version_base="1.3", config_path="conf", config_name="example")
 def main(cfg: DictConfig) -> float:
     """Return the validation loss, or the loss of the last batch if there was no validation.
 
@@ -118,8 +111,8 @@ def main(cfg: DictConfig) -> float:
     directory = Path(HydraConfig.get().runtime.output_dir)
 
     L.seed_everything(cfg.seed, verbose=False)
-    model = make(MODELS, cfg.model, **cfg.optimizer)
-    data = make(DATA, cfg.data)
+    model = hydra.utils.instantiate(cfg.model, **cfg.optimizer)
+    data = hydra.utils.instantiate(cfg.data)
     strategy = PipelineStrategy(
         hydra.utils.instantiate(cfg.schedule),
         **OmegaConf.to_container(cfg.pipeline),  # type: ignore[arg-type]
@@ -153,7 +146,7 @@ def main(cfg: DictConfig) -> float:
         saved = report.save(directory)
         validated = f", validation {loss['val_loss']:.3f}" if "val_loss" in loss else ", not validated"
         print(f"loss        last batch {loss['train_loss']:.3f}{validated}")
-        print(f"{UNITS[cfg.data.name]:11} {speed.labels / max(speed.seconds, 1e-9):.0f}")
+        print(f"{UNITS[HydraConfig.get().runtime.choices['data']]:11} {speed.labels / max(speed.seconds, 1e-9):.0f}")
         print(f"step        {seconds_text(report.measured.step)} measured. {report.prediction_text}".rstrip())
         print(f"bubble      {describe_bubble(report)}")
         print(f"checkpoint  {checkpoint.best_model_path or 'none: nothing was validated'}")
@@ -164,5 +157,6 @@ def main(cfg: DictConfig) -> float:
 
 
 if __name__ == "__main__":
+    register()
     with plain_errors():
         main()

@@ -161,59 +161,6 @@ class OptimizerSettings:
 
 
 @dataclass
-class ModelSettings:
-    """A model of examples/models.py, given by its name."""
-
-    name: str = MISSING
-
-
-@dataclass
-class GPTSettings(ModelSettings):
-    name: str = "gpt"
-    context: int = 64  # bytes
-    width: int = 128
-    heads: int = 4
-    blocks: int = 4
-    dropout: float = 0.1
-
-
-@dataclass
-class MLPSettings(ModelSettings):
-    name: str = "mlp"
-    width: int = 256
-    blocks: int = 4
-    dropout: float = 0.1
-
-
-@dataclass
-class ResNetDigitsSettings(ModelSettings):
-    name: str = "resnet_digits"
-    channels: int = 16
-    blocks: int = 4
-
-
-@dataclass
-class DataSettings:
-    """A data module of examples/data.py, given by its name."""
-
-    name: str = MISSING
-    batch_size: int = 32
-    seed: int = 0
-
-
-@dataclass
-class StdlibSettings(DataSettings):
-    name: str = "stdlib"
-    context: int = 64  # bytes
-    windows: int = 6400  # per epoch
-
-
-@dataclass
-class DigitsSettings(DataSettings):
-    name: str = "digits"
-
-
-@dataclass
 class LinkSettings:
     """The link between two devices, in each direction."""
 
@@ -235,12 +182,12 @@ class ClusterSettings:
 
 @dataclass
 class TrainSettings:
-    """All settings of examples/train.py."""
+    """The settings of a training: of the strategy, the trainer and the optimizer, and the app's own model and data."""
 
     schedule: Any = MISSING  # a schedule of another distribution has its own schema
     pipeline: PipelineSettings = field(default_factory=PipelineSettings)
-    model: Any = MISSING
-    data: Any = MISSING
+    model: Any = None
+    data: Any = None
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
     seed: int = 0
@@ -252,7 +199,7 @@ class LayersSettings:
     """Layers, given by a profile or computed by formula, and the devices and links on which they run."""
 
     profile: str | None = None
-    named: str | None = None  # `model` is a group
+    model: str | None = None
     device: str = "A100-80G"
     dtype: str = "bfloat16"
     optimizer: str = "adam"
@@ -296,7 +243,7 @@ class SimulateSettings(LayersSettings):
 class ProfileSettings:
     """Settings of `lightning-pipes profile`."""
 
-    factory: str | None = None  # `model` is a group
+    model: str | None = None
     rows: Any = field(default_factory=lambda: [1, 2, 4, 8])
     repeats: int = 5
     device: str = "cpu"
@@ -313,11 +260,6 @@ SCHEMAS: dict[str, type] = {
     "profile": ProfileSettings,
     "cluster": ClusterSettings,
     "schedule/auto": AutoSettings,
-    "model/gpt": GPTSettings,
-    "model/mlp": MLPSettings,
-    "model/resnet_digits": ResNetDigitsSettings,
-    "data/stdlib": StdlibSettings,
-    "data/digits": DigitsSettings,
 }
 
 

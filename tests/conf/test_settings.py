@@ -6,16 +6,15 @@ import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from hydra import compose, initialize_config_module
+from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.errors import HydraException
-from hydra.utils import instantiate
+from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_pipes.ir import PlanError
@@ -112,17 +111,49 @@ def test_pipeline_settings_are_arguments_of_the_strategy() -> None:
     assert list(declared) == [name for name in taken if name in declared], "the order by theme"
 
 
-@pytest.mark.parametrize("kind", ["model", "data"])
-def test_model_and_data_settings_are_arguments_of_the_examples(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    import train
+@pytest.fixture
+def examples(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of the examples, whose configuration is composed, and whose modules can be imported."""
+    folder = ROOT / "examples"
+    monkeypatch.syspath_prepend(str(folder))
+    import settings
 
-    made: dict[str, Callable[..., Any]] = {"model": train.MODELS, "data": train.DATA}[kind]
-    names = {path.stem for path in (ROOT / "conf" / kind).glob("*.yaml")}
-    assert names == set(made) == {key.split("/")[1] for key in schema.SCHEMAS if key.startswith(f"{kind}/")}
+    settings.register()
+    with initialize_config_dir(str(folder / "conf"), version_base="1.3"):
+        yield folder
+
+
+@pytest.mark.parametrize("kind", ["model", "data"])
+def test_model_and_data_settings_are_arguments_of_the_examples(kind: str, examples: Path) -> None:
+    import settings
+
+    names = {path.stem for path in (examples / "conf" / kind).glob("*.yaml")}
+    assert names == {key.split("/")[1] for key in settings.SETTINGS if key.startswith(f"{kind}/")}
     for name in names:
-        taken = set(inspect.signature(made[name].__init__).parameters)
-        assert {f.name for f in fields(schema.SCHEMAS[f"{kind}/{name}"])} - {"name"} <= taken
+        declared = settings.SETTINGS[f"{kind}/{name}"]
+        taken = set(inspect.signature(get_class(declared._target_).__init__).parameters)  # type: ignore[misc]
+        assert {f.name for f in fields(declared)} - {"_target_"} <= taken
+        written = yaml.safe_load((examples / "conf" / kind / f"{name}.yaml").read_text())
+        assert written["_target_"] == declared._target_
+
+
+def test_the_examples_are_composed_with_their_models(examples: Path) -> None:
+    """The configuration of the examples extends that of lightning_pipes, and is checked in the same way."""
+    cfg = compose("example", overrides=["model=mlp", "data=digits", "schedule=1f1b", "model.width=8"])
+    assert (cfg.pipeline.microbatches, cfg.schedule.name, cfg.data.batch_size) == (8, "1f1b", 32)
+    assert type(instantiate(cfg.model, **cfg.optimizer)).__name__ == "MLP"
+    assert compose("supernet").data._target_ == "data.Digits"
+    for override, said in EXAMPLE_MISTAKES:
+        with pytest.raises(HydraException) as caught:
+            compose("example", overrides=[override])
+        assert explain_error(caught.value).startswith(said)
+
+
+EXAMPLE_MISTAKES = [
+    ("model=resnet", "model=resnet: there is no such model. Did you mean 'resnet_digits'? There is: gpt, mlp,"),
+    ("model.depth=2", "model.depth: model has no 'depth'. Did you mean"),
+    ("model.width=wide", "model.width=wide: needs int, as in model.width=128"),
+]
 
 
 @pytest.mark.parametrize(
@@ -140,8 +171,6 @@ def test_model_and_data_settings_are_arguments_of_the_examples(kind: str, monkey
         ("trainer.limit_val_batches=a", "trainer.limit_val_batches=a: needs int | float | None"),
         ("optimizer.lr=fast", "optimizer.lr=fast: needs float, as in optimizer.lr=0.003"),
         ("optimizer.learning_rate=1", "optimizer.learning_rate: optimizer has no 'learning_rate'. There is: lr,"),
-        ("model=resnet", "model=resnet: there is no such model. Did you mean 'resnet_digits'? There is: gpt, mlp,"),
-        ("model.depth=2", "model.depth: model has no 'depth'. Did you mean"),
         ("pipeline=3", "pipeline=3: set one of its values instead: pipeline.microbatches,"),
         ("pipeline.microbatches=[4]", "pipeline.microbatches=[4]: needs int | None, as in pipeline.microbatches=8"),
         ("schedule.k", "schedule.k: Error parsing override"),

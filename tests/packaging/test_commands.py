@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_module
+from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from lightning_pipes.tune.cli.main import COMMANDS, _parser, _settings
@@ -40,8 +41,11 @@ def check_script(script: str, arguments: list[str]) -> None:
     parsed = OverridesParser.create().parse_overrides([a for a in arguments if not a.startswith("-")])
     overrides = [f"{o.key_or_group}=???" if o.is_sweep_override() else o.input_line or "" for o in parsed]
     register()
-    with initialize_config_module("lightning_pipes.conf", version_base="1.3"):
-        compose(script.removesuffix(".py"), overrides)
+    sys.path.insert(0, str(ROOT / "examples"))
+    import_module("settings").register()
+    (name,) = re.findall(r'config_name="(\w+)"', text)
+    with initialize_config_dir(str(ROOT / "examples" / "conf"), version_base="1.3"):
+        compose(name, overrides)
 
 
 @pytest.mark.parametrize("command", [*list_commands()])

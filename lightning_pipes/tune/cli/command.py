@@ -27,7 +27,6 @@ class Command:
         defaults: overrides that repeat a default value but are not accepted by Hydra. They are ignored.
         optional: whether all positional arguments can be omitted.
         script: whether the last positional argument is a Python script, which receives the rest of the command line.
-        translate: converts an override into Hydra's form.
     """
 
     name: str
@@ -40,7 +39,6 @@ class Command:
     defaults: frozenset[str] = frozenset()
     optional: bool = False
     script: bool = False
-    translate: Callable[[str], str] = lambda override: override
 
 
 PICTURES = {

@@ -79,7 +79,7 @@ def _settings(command: Command, overrides: Sequence[str]) -> DictConfig:
         return DictConfig({})
     register()
     with initialize_config_module("lightning_pipes.conf", version_base="1.3"):
-        accepted = [command.translate(override) for override in overrides if override not in command.defaults]
+        accepted = [override for override in overrides if override not in command.defaults]
         try:
             return compose(command.config, overrides=accepted)
         except (TypeError, ValueError) as error:  # from Hydra, if a group is set to a number or a list

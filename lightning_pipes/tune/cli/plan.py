@@ -42,7 +42,6 @@ from lightning_pipes.tune.cli.sources import (
     parse_numbers,
     require_profile,
     schedule_from_settings,
-    translate_model_override,
 )
 
 _MOST_LINES = 40
@@ -290,6 +289,5 @@ COMMAND = Command(
     optional=True,
     script=True,
     flags=PICTURES,
-    translate=translate_model_override,
     defaults=frozenset({"schedule=auto", "schedule=null", "cluster=null"}),
 )

@@ -36,7 +36,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
         progress("loading torch", 0.0)
         from lightning_pipes.tune.cli import subjects
 
-        subject = subjects.subject_from_factory(cfg.factory or "")
+        subject = subjects.subject_from_factory(cfg.model or "")
         profile = subjects.profile_subject(
             subject, rows, cfg.device, cfg.threads, cfg.optimizer, cfg.split, cfg.repeats, progress
         )
@@ -81,12 +81,6 @@ def _text(profile: ModelProfile, rows: int) -> str:
     return f"{format_table(shown)}\n\nTimes are of {rows} rows, on {profile.device}."
 
 
-def _translate_model_override(override: str) -> str:
-    """Convert `model=package.module:function` into Hydra's form."""
-    name, _, value = override.partition("=")
-    return f"factory={value}" if name == "model" else override
-
-
 COMMAND = Command(
     "profile",
     "Measures the layers of a model on this device, one by one and as the engine runs them, and writes a file\n"
@@ -99,6 +93,5 @@ COMMAND = Command(
     ],
     run,
     config="profile",
-    translate=_translate_model_override,
     flags={"--clear": ("", "remove the profiles that trainings have kept in this folder")},
 )

@@ -26,7 +26,6 @@ from lightning_pipes.tune.cli.sources import (
     profile_from_settings,
     read_setting,
     schedule_from_settings,
-    translate_model_override,
 )
 
 
@@ -142,6 +141,5 @@ COMMAND = Command(
     run,
     config="simulate",
     flags=PICTURES,
-    translate=translate_model_override,
     defaults=frozenset({"cluster=null"}),
 )

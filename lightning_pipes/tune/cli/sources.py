@@ -28,15 +28,15 @@ def profile_from_settings(cfg: DictConfig) -> ModelProfile | None:
     Raises:
         InputError: both are set, the file is not a profile, or the name of the model is unknown.
     """
-    if cfg.profile is not None and cfg.named is not None:
-        raise InputError(f"profile={cfg.profile} and model={cfg.named}: give only one of them")
+    if cfg.profile is not None and cfg.model is not None:
+        raise InputError(f"profile={cfg.profile} and model={cfg.model}: give only one of them")
     if cfg.profile is not None:
         return load_profile(cfg.profile)
-    if cfg.named is None:
+    if cfg.model is None:
         return None
-    if Path(str(cfg.named)).suffix == ".json":
-        raise InputError(f"model={cfg.named} looks like a file; use profile={cfg.named}")
-    return named_profile(str(cfg.named), cfg.device, dtype=cfg.dtype, optimizer=cfg.optimizer)
+    if Path(str(cfg.model)).suffix == ".json":
+        raise InputError(f"model={cfg.model} looks like a file; use profile={cfg.model}")
+    return named_profile(str(cfg.model), cfg.device, dtype=cfg.dtype, optimizer=cfg.optimizer)
 
 
 def require_profile(cfg: DictConfig, command: str) -> ModelProfile:
@@ -52,12 +52,6 @@ def require_profile(cfg: DictConfig, command: str) -> ModelProfile:
             "model=GPT-2-345M device=A100-40G"
         )
     return profile
-
-
-def translate_model_override(override: str) -> str:
-    """Convert `model=NAME` into Hydra's form, because `model` is already a group in the settings of the examples."""
-    name, _, value = override.partition("=")
-    return f"named={value}" if name == "model" else override
 
 
 def load_profile(path: str) -> ModelProfile:

@@ -17,7 +17,6 @@ from lightning_pipes.tune.cli.sources import (
     cluster_from_settings,
     parse_numbers,
     require_profile,
-    translate_model_override,
 )
 
 THEORY = ("loss", "lipschitz", "noise", "lr", "target")
@@ -117,6 +116,5 @@ COMMAND = Command(
         "--cached": ("", "devices keep two weight versions, as with MemorySwap; by default stage s of p keeps p - s"),
         "--all-shapes": ("", "also shards of layers that differ between stages, which can be planned but not run"),
     },
-    translate=translate_model_override,
     defaults=frozenset({"schedule=auto", "schedule=null", "cluster=null"}),
 )
