@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
@@ -119,6 +120,7 @@ def examples(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     import settings
 
     settings.register()
+    GlobalHydra.instance().clear()  # which `hydra` has initialized
     with initialize_config_dir(str(folder / "conf"), version_base="1.3"):
         yield folder
 
