@@ -22,7 +22,17 @@ from benchmarks.papers.csp.figures import STAGES, bounds, costs, scaling, spaces
 from benchmarks.papers.csp.reproducibility import trained
 from lightning_pipes.engine.compute.order import StreamOrder
 from lightning_pipes.engine.messages.mailbox import Key, Mailbox
-from lightning_pipes.ir import RECEIVES, SENDS, Instruction, Kind, LayerUse, Plan, Span, adapt_plan, batch_instructions
+from lightning_pipes.ir import (
+    RECEIVE_KINDS,
+    SEND_KINDS,
+    Instruction,
+    Kind,
+    LayerUse,
+    Plan,
+    Span,
+    adapt_plan,
+    batch_instructions,
+)
 from lightning_pipes.strategies.csp import CSP
 
 MICROBATCHES = 8
@@ -95,7 +105,7 @@ def measured(space: str = "NLP.c1", microbatches: int = 8, subnets: int = 150, d
         order.mark_begun(i)
         order.mark_done(i)
         spent += process_time_ns() - begun
-        if i.kind in RECEIVES or i.kind in SENDS:
+        if i.kind in RECEIVE_KINDS or i.kind in SEND_KINDS:
             continue
         decisions.append(spent)
         queued.append(sum(n > 0 for y, n in left.items() if y < entered))

@@ -44,7 +44,7 @@ from benchmarks.harness.emulated import EmulatedLayer, EmulatedStep, join_ranks,
 from benchmarks.harness.report import describe_machine, make_parser
 from lightning_pipes.cost import CostModel
 from lightning_pipes.engine import Engine, FailureWatch, Item, Stage, make_transport
-from lightning_pipes.ir import COMPUTE, Plan, Schedule, Span
+from lightning_pipes.ir import COMPUTE_KINDS, Plan, Schedule, Span
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.sim import Timeline, simulate
 from lightning_pipes.sim.timeline import Event
@@ -322,7 +322,7 @@ def evaluate(cell: Cell, by_rank: list[dict[str, Any]], overheads: Overheads) ->
     program = schedule.program(plan)
     timelines = [Timeline.from_ranks(w, plan) for w in zip(*(r["windows"] for r in by_rank), strict=True)]
     measured = CostModel.from_timelines(timelines)
-    alone = CostModel({key: table for key, table in measured.seconds.items() if key[0] in COMPUTE})
+    alone = CostModel({key: table for key, table in measured.seconds.items() if key[0] in COMPUTE_KINDS})
 
     def takes(costs: CostModel) -> float:
         return simulate(program, plan, costs).makespan / 1e9
@@ -331,7 +331,7 @@ def evaluate(cell: Cell, by_rank: list[dict[str, Any]], overheads: Overheads) ->
         return statistics.median(a - b for a, b in zip(ours, simulated, strict=True)) / each
 
     own = [measured.with_recorded_times(t).each for t in timelines]
-    computing = [takes(replace(alone, each={i: s for i, s in e.items() if i.kind in COMPUTE})) for e in own]
+    computing = [takes(replace(alone, each={i: s for i, s in e.items() if i.kind in COMPUTE_KINDS})) for e in own]
     simulated = takes(measured if cell.model == "gpt" else cell.costs({}, None))
     emulated = cell.model == "emulated"
     step, each = statistics.median(ours), 2 * cell.microbatches * cell.stages_per_rank

@@ -42,7 +42,7 @@ from lightning_pipes.engine import Item, Stage, make_transport
 from lightning_pipes.engine.compute.profiler import profile_layers
 from lightning_pipes.engine.messages.channel import POSTED
 from lightning_pipes.engine.messages.links import measure_links
-from lightning_pipes.ir import SENDS, Kind, Plan, Schedule, Span
+from lightning_pipes.ir import SEND_KINDS, Kind, Plan, Schedule, Span
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.auto import choose_option
 from lightning_pipes.planning.fit import evaluate_plan, fit_layers
@@ -114,7 +114,7 @@ class Overheads:
                     costs.seconds_at(kind, s, 1) - told.seconds_at(kind, s, 1) for s in stages
                 )
             for kind, stage in costs.seconds:
-                if kind in SENDS:
+                if kind in SEND_KINDS:
                     target = cell.plan.ranks[stage + (1 if kind is Kind.SF else -1)]
                     link = told.link_between(cell.plan.ranks[stage], target)
                     free = max(0.0, link.send_seconds(MESSAGE) - link.burst_seconds)  # the bucket is full again by then

@@ -25,13 +25,13 @@ from benchmarks.papers.jap import run as jap_run
 from benchmarks.papers.jap.epochs import Epoch
 from lightning_pipes.arrays.memory_swap import choose_microbatches
 from lightning_pipes.cost import CostModel
-from lightning_pipes.ir import SENDS, Kind, Schedule
+from lightning_pipes.ir import SEND_KINDS, Kind, Schedule
 from lightning_pipes.sim import load_kernel
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.hanayo import Hanayo
 from lightning_pipes.strategies.interleaved import Interleaved
 from lightning_pipes.strategies.jap import ArrayProblem, ArraySolution, Effort, solve_array
-from lightning_pipes.strategies.jap.solvers.kernel import SOLVERS
+from lightning_pipes.strategies.jap.solvers.kernel import SOLVER_KERNELS
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from tests.strategies.jap.random_arrays import random_array, random_costs
 
@@ -117,7 +117,7 @@ def generated(imbalance: float = 0.0, overhead: float | None = None) -> Callable
         stages = len(where)
 
         def part(kind: Kind, seconds: float) -> float:
-            return seconds if kind in SENDS else seconds * STAGES / stages
+            return seconds if kind in SEND_KINDS else seconds * STAGES / stages
 
         return CostModel(
             {
@@ -187,7 +187,7 @@ def solver_table(rows: dict[tuple[str, int], dict[str, float]]) -> list[str]:
 def simulated_keys(quick: bool) -> dict[str, float]:
     """Print the quality of orders and the time of epochs of many jobs, and return the headline numbers."""
     load_kernel()
-    by = "numba" if SOLVERS.numba else "plain Python"
+    by = "numba" if SOLVER_KERNELS.numba else "plain Python"
     print(f"{describe_machine()}, Python {platform.python_version()}, {by}; simulated\n")
     sets = ["language"] if quick else list(SETS)
     solvers = solver_rows(sets, (30, 64) if quick else (16, 30, 64), 1 if quick else 3, 1.0, not quick)

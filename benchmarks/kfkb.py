@@ -32,7 +32,7 @@ from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import Kind, Plan, Policy, Program, Rule, RulePolicy, Schedule
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.candidates import Candidate, tuning_planner
-from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
+from lightning_pipes.planning.measured import WINDOW_STEPS, Averages, StepSample
 from lightning_pipes.planning.tuning import CandidateRanker, TuningDecision
 from lightning_pipes.sim import makespan
 
@@ -214,7 +214,7 @@ def link_times(case: Situation, message: int) -> Iterator[tuple[str, Any]]:
         for k in (1, 2):
             rng = random.Random(k - 1)
             trial = Trial(
-                {"kfkb": make_schedule("kfkb", k=k)}, STAGES, MICROBATCHES, case.forward / 1e3, message, WINDOW
+                {"kfkb": make_schedule("kfkb", k=k)}, STAGES, MICROBATCHES, case.forward / 1e3, message, WINDOW_STEPS
             )
             alone = {d: rng.uniform(0.5, 1.5) * trial.forward for d in directions()}
             for direction, seconds in alone.items():
@@ -317,11 +317,13 @@ def adaptive(case: Situation, links: Mapping[Direction, Trace], until: int, limi
     while at < until:
         replay = Replay(ordered(running.schedule, plan), plan, case.times, links, at)
         chosen = not isinstance(running.schedule, Schedule)
-        recent = [*recent, [StepSample.from_events(events, plan, at, chosen) for events in replay.by_rank()]][-WINDOW:]
+        recent = [*recent, [StepSample.from_events(events, plan, at, chosen) for events in replay.by_rank()]][
+            -WINDOW_STEPS:
+        ]
         steps += min(1.0, (until - at) / (replay.end - at))
         at, count = replay.end, count + 1
         if count == next_:
-            next_ = count + (WINDOW if count == FIRST else INTERVAL)
+            next_ = count + (WINDOW_STEPS if count == FIRST else INTERVAL)
             for step in recent[-1:] if count == FIRST else recent:
                 averages.add(step)
             candidates = source.list_candidates(plan, averages.costs(base), limit)
@@ -479,10 +481,10 @@ def choices_replayed(seeds: Iterable[int], forward: int = QUICK_MS, steps: int =
         at = 0
         averages = Averages()
         if seed % 2:
-            links = switching(case, seed, 0.02 * forward * (WINDOW + 2 + steps) * case.microbatches)
+            links = switching(case, seed, 0.02 * forward * (WINDOW_STEPS + 2 + steps) * case.microbatches)
         else:
             links = {d: Trace.steady(case.message(0.1 * 20 ** rng.random())) for d in directions(stages)}
-        for _ in range(WINDOW + 1):
+        for _ in range(WINDOW_STEPS + 1):
             replay = Replay(ordered(first, plan), plan, case.times, links, at)
             averages.add(StepSample.from_events(events, plan, at) for events in replay.by_rank())
             at = replay.end

@@ -31,7 +31,7 @@ from lightning_pipes.ir import MAX_FORWARDS, Kind, Plan, Program, Rule, RulePoli
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.auto import choose_option
 from lightning_pipes.sim import cost_representatives, load_kernel, makespan, makespans, simulate
-from lightning_pipes.sim.loops.kernel import KERNEL
+from lightning_pipes.sim.loops.kernel import SIMULATION_KERNELS
 
 STAGES, MICROBATCHES, VECTORS = 8, 64, 256
 LARGE_BATCH = 10_000
@@ -111,7 +111,7 @@ def measure(quick: bool) -> dict[str, Times]:
     times = {}
     many = 1 if quick else 4
     for name in ("_python", ""):
-        KERNEL.patience = 1 << 60 if name else 0
+        SIMULATION_KERNELS.patience = 1 << 60 if name else 0
         if not name and load_kernel() == "python":
             break
         repeats = many * (25 if name else 250)

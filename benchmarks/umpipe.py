@@ -25,7 +25,7 @@ from benchmarks.papers.umpipe.executed import compare_schedules, emulated, keys_
 from benchmarks.papers.umpipe.overlapped import gain
 from lightning_pipes.strategies.umpipe.search import SchemeEvolution, evolve_schemes, search_optimum
 from lightning_pipes.strategies.umpipe.search.chain import evaluate_genes
-from lightning_pipes.strategies.umpipe.search.kernel import CHUNKS
+from lightning_pipes.strategies.umpipe.search.kernel import CHUNK_KERNELS
 from tests.strategies.umpipe.search.greedy import best_equal_scheme
 from tests.strategies.umpipe.synthetic_networks import simulated
 
@@ -149,7 +149,7 @@ def main() -> None:
     parser = make_parser(__doc__, "fewer seeds, sizes and steps; within 120 s")
     parser.add_argument("--part", nargs="*", choices=PARTS, default=list(PARTS))
     options = parser.parse_args()
-    print(f"{describe_machine()}, Python {platform.python_version()}, {CHUNKS.load()}\n")
+    print(f"{describe_machine()}, Python {platform.python_version()}, {CHUNK_KERNELS.load()}\n")
     keys = run_parts(PARTS, options.part, options.quick)
     if options.json:
         print(json.dumps(keys))

@@ -51,10 +51,10 @@ from lightning_pipes.trainer.weights.pretrained import list_names
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_NO_MORE: Any = object()
-_NOTICE_SECONDS = 0.05
+_END_OF_QUEUE: Any = object()
+_IDLE_CHECK_SECONDS = 0.05
 """The interval at which an idle rank checks whether a sibling has ended on another rank."""
-_LOOK_SECONDS = 0.001
+_ARRAY_POLL_SECONDS = 0.001
 """The interval at which an idle rank polls for changes that no message reports."""
 
 
@@ -176,8 +176,8 @@ class JobArray(Generic[T]):
             while True:
                 while more and not self._terminated and len(self._queue) < self.size:
                     restore_random_state(self._home)
-                    job = next(source, _NO_MORE)
-                    if job is _NO_MORE:
+                    job = next(source, _END_OF_QUEUE)
+                    if job is _END_OF_QUEUE:
                         more = False
                         self.shared.board.post_news(JobCount(self._started))
                         break
@@ -429,11 +429,11 @@ class JobArray(Generic[T]):
         if shared.watch is not None:
             shared.watch.check()
         if shared.transport is None:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_ARRAY_POLL_SECONDS)
         else:
-            shared.transport.mailbox.wait_any(_LOOK_SECONDS)
+            shared.transport.mailbox.wait_any(_ARRAY_POLL_SECONDS)
         now = time.monotonic()
-        if now > self._looked + _NOTICE_SECONDS:
+        if now > self._looked + _IDLE_CHECK_SECONDS:
             self._looked = now
             self._handle_news(now)
 

@@ -95,7 +95,7 @@ def _batches(trainer: pl.Trainer) -> int | None:
     return int(total) if 0 < total < float("inf") else None
 
 
-KEPT = 200_000
+MAX_RECORDED_EVENTS = 200_000
 """The largest number of recorded events. Later events of a long run are not recorded."""
 
 
@@ -117,7 +117,7 @@ class ArrayRecord:
             return
         batch, plan = self._batches[index], engine.plan
         self._batches[index] += 1
-        if len(self.events) < KEPT:
+        if len(self.events) < MAX_RECORDED_EVENTS:
             self.events += [
                 e._replace(instruction=e.instruction._replace(job=index, batch=batch)) for e in engine.events_so_far
             ]

@@ -387,13 +387,13 @@ def _name(rank: int, when: str = "now") -> str:
 
 
 AUTO = "auto"
-_PER_STAGE = 2
+_SIBLINGS_PER_STAGE = 2
 """The number of siblings per stage that keep all stages busy, according to simulations."""
 
 
 def count_useful_siblings(stages: int) -> int:
     """Return the number of siblings that keep all stages busy."""
-    return _PER_STAGE * stages
+    return _SIBLINGS_PER_STAGE * stages
 
 
 def choose_microbatches(stages: int, siblings: int) -> int:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from lightning_pipes.cost.links import FREE, Link, Regime, regime_named
+from lightning_pipes.cost.links import FREE_LINK, Link, Regime, regime_named
 from lightning_pipes.cost.units import parse_bytes, parse_rate, parse_seconds, parse_setting
 from lightning_pipes.ir import MAX_STAGES, InputError, check_count, check_fields, short_repr
 
@@ -56,8 +56,8 @@ class Cluster:
     """
 
     devices: tuple[Device, ...]
-    inside: Link = FREE
-    between: Link = FREE
+    inside: Link = FREE_LINK
+    between: Link = FREE_LINK
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict, hash=False)
     shared: bool = False
     regime: str = Regime.ASYNCHRONOUS
@@ -74,7 +74,12 @@ class Cluster:
 
     @classmethod
     def from_counts(
-        cls, hosts: int, devices_per_host: int, memory: int | None = None, inside: Link = FREE, between: Link = FREE
+        cls,
+        hosts: int,
+        devices_per_host: int,
+        memory: int | None = None,
+        inside: Link = FREE_LINK,
+        between: Link = FREE_LINK,
     ) -> Cluster:
         """Create a cluster of equal devices in which consecutive devices share a host.
 
@@ -133,7 +138,7 @@ def make_cluster(
 
 def _link(name: str, settings: LinkSettings | None) -> Link:
     if settings is None:
-        return FREE
+        return FREE_LINK
     if not isinstance(settings, Mapping):
         raise InputError(f"{name} must be a mapping with bandwidth and latency, got {short_repr(settings)}")
     unknown = sorted(map(str, set(settings) - {"bandwidth", "latency"}))

@@ -10,7 +10,7 @@ from itertools import chain
 from numbers import Real
 from typing import Any, Protocol
 
-from lightning_pipes.cost.links import LONGEST
+from lightning_pipes.cost.links import MAX_SECONDS
 from lightning_pipes.ir import InputError, Instruction, Kind, Plan, check_fields, check_number, layer_passes, short_repr
 
 Table = tuple[tuple[int, float], ...]
@@ -40,7 +40,7 @@ def to_nanoseconds(seconds: float) -> int:
     Raises:
         InputError: if the duration is too long to simulate.
     """
-    if not seconds < LONGEST:
+    if not seconds < MAX_SECONDS:
         raise InputError(f"{seconds:g} s is too long to simulate; check the units, and look for a slow link")
     return round(seconds * 1e9)
 
@@ -84,7 +84,7 @@ def check_tables(seconds: object) -> None:
             )
 
 
-_TIMES = ("forward", "backward", "input_backward", "weight_backward")
+_DURATION_NAMES = ("forward", "backward", "input_backward", "weight_backward")
 
 
 @dataclass(frozen=True)
@@ -170,14 +170,14 @@ class LayerProfile:
     def scaled(self, factor: float) -> LayerProfile:
         """Return this layer with all forward and backward times multiplied by `factor`."""
         times: dict[str, Any] = {
-            name: tuple((rows, value * factor) for rows, value in getattr(self, name)) for name in _TIMES
+            name: tuple((rows, value * factor) for rows, value in getattr(self, name)) for name in _DURATION_NAMES
         }
         return replace(self, **times)
 
     @staticmethod
     def mean_of(parts: Sequence[LayerProfile]) -> LayerProfile:
         """Return the first of several profiles of the same layer, with the mean seconds of all profiles."""
-        means: dict[str, Any] = {name: _mean_table([getattr(p, name) for p in parts]) for name in _TIMES}
+        means: dict[str, Any] = {name: _mean_table([getattr(p, name) for p in parts]) for name in _DURATION_NAMES}
         return replace(parts[0], step=sum(p.step for p in parts) / len(parts), **means)
 
 

@@ -16,7 +16,7 @@ from lightning_pipes.ir.checks import lookup_name
 
 Amount = TypeVar("Amount", float, npt.NDArray[np.float64])
 
-LONGEST = 1e9
+MAX_SECONDS = 1e9
 """The maximum time in seconds, about thirty years. Sums of many such times must fit into 64 bits of nanoseconds."""
 
 
@@ -60,8 +60,8 @@ class Link:
             raise InputError(f"a link needs bandwidth > 0 and a finite latency >= 0, got {self}")
         if not 0 <= self.burst < math.inf or self.peak < self.bandwidth or self.max_in_flight < 0:
             raise InputError(f"a link needs a finite burst >= 0, a peak >= its bandwidth and posted >= 0, got {self}")
-        if self.latency >= LONGEST or self.burst_seconds >= LONGEST:
-            raise InputError(f"a link's latency, and burst / bandwidth, must be below {LONGEST:g} s; got {self}")
+        if self.latency >= MAX_SECONDS or self.burst_seconds >= MAX_SECONDS:
+            raise InputError(f"a link's latency, and burst / bandwidth, must be below {MAX_SECONDS:g} s; got {self}")
 
     def send_seconds(self, size: Amount) -> Amount:
         """Return the seconds that a message of `size` bytes occupies the link at its bandwidth, without the latency."""
@@ -89,7 +89,7 @@ class Link:
         return 0.0 if self.peak == math.inf else self.bandwidth / self.peak
 
 
-FREE = Link()
+FREE_LINK = Link()
 """A link whose messages take no time."""
 
 
@@ -192,7 +192,7 @@ _DESCRIPTIONS = {
     Regime.BLOCKING_SHARED: "a rank continues to compute when the last byte of its message has left it, and the two "
     "directions between two ranks take turns on one wire",
 }
-FREE_LINKS = "links that take no time"
+FREE_LINKS_LABEL = "links that take no time"
 
 
 def regime_named(name: str) -> Regime:
@@ -227,4 +227,4 @@ def describe_regimes(regimes: Iterable[Regime]) -> str:
 
     If there are no regimes, because no message takes time, the description says so.
     """
-    return " and ".join(each.label for each in regimes) or FREE_LINKS
+    return " and ".join(each.label for each in regimes) or FREE_LINKS_LABEL

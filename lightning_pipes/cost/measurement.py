@@ -10,10 +10,10 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from lightning_pipes.cost.layer import Table, at_rows
 from lightning_pipes.ir import (
-    COMPUTE,
-    RECEIVES,
-    RECOMPUTES,
-    SENDS,
+    COMPUTE_KINDS,
+    RECEIVE_KINDS,
+    RECOMPUTE_KINDS,
+    SEND_KINDS,
     Instruction,
     Kind,
     Pass,
@@ -74,7 +74,7 @@ class Measurement(NamedTuple):
         for timeline in timelines:
             waited += dispatch_delays(timeline)
             for i, took in _occupancy_ns(timeline, latency):
-                if i.kind in COMPUTE:
+                if i.kind in COMPUTE_KINDS:
                     computed.append((i, took, timeline.plan))
                     by_passes[i.kind, i.stage][tuple(layer_passes(i, timeline.plan))].append(took)
                 else:
@@ -103,9 +103,9 @@ def operation_seconds(timeline: RecordedTimeline, latency: Latency) -> dict[Inst
 def _occupancy_ns(timeline: RecordedTimeline, latency: Latency) -> Iterable[tuple[Instruction, int]]:
     """Yield the nanoseconds that each computation occupies its rank and that each message occupies its link."""
     for _, i, start, end in timeline.events:
-        if i.kind in COMPUTE:
+        if i.kind in COMPUTE_KINDS:
             yield i, end - start
-        elif i.kind in SENDS:
+        elif i.kind in SEND_KINDS:
             yield i, max(0, end - start - latency(i, timeline.plan))
 
 
@@ -137,7 +137,7 @@ def times_of_passes(
 
     for i, took, plan in computed:
         each = layer_passes(i, plan)
-        if i.kind in RECOMPUTES and any(again for _, again in each):
+        if i.kind in RECOMPUTE_KINDS and any(again for _, again in each):
             later.append((i, took, each))
         else:
             add_passes(i, took, each)
@@ -151,7 +151,7 @@ def times_of_passes(
     return {key: by for key, by in found.items() if by}
 
 
-def dispatch_delays(timeline: RecordedTimeline, of: Set[Kind] = COMPUTE) -> list[int]:
+def dispatch_delays(timeline: RecordedTimeline, of: Set[Kind] = COMPUTE_KINDS) -> list[int]:
     """Return the nanoseconds from the moment at which each computation becomes ready to its start.
 
     A computation is ready when its inputs have arrived and its rank is free.
@@ -160,12 +160,12 @@ def dispatch_delays(timeline: RecordedTimeline, of: Set[Kind] = COMPUTE) -> list
         timeline: the recorded run.
         of: the kinds of computations to include.
     """
-    arrivals = {i: end for _, i, _, end in timeline.events if i.kind in SENDS}
+    arrivals = {i: end for _, i, _, end in timeline.events if i.kind in SEND_KINDS}
     free: dict[int, int] = {}
     found = []
     for rank, i, start, end in sorted(timeline.events, key=lambda e: e[2]):
-        if i.kind in COMPUTE:
-            inputs = [arrivals.get(send_of(n), 0) for n in needs(i, timeline.plan) if n.kind in RECEIVES]
+        if i.kind in COMPUTE_KINDS:
+            inputs = [arrivals.get(send_of(n), 0) for n in needs(i, timeline.plan) if n.kind in RECEIVE_KINDS]
             if i.kind in of and (rank in free or inputs):
                 found.append(max(0, start - max(free.get(rank, 0), *inputs, 0)))
             free[rank] = end
@@ -212,7 +212,7 @@ class InputQueue(NamedTuple):
 def input_queues(timeline: RecordedTimeline) -> tuple[InputQueue, ...]:
     """Return the input queues of all stages that receive messages, sorted by direction and stage."""
     plan, arrived = timeline.plan, defaultdict[tuple[Kind, int], list[int]](list)
-    arrivals = {i: end for _, i, _, end in timeline.events if i.kind in SENDS}
+    arrivals = {i: end for _, i, _, end in timeline.events if i.kind in SEND_KINDS}
     for i, end in arrivals.items():
         arrived[(Kind.F, i.stage + 1) if i.kind is Kind.SF else (Kind.B, i.stage - 1)].append(end)
     for times in arrived.values():
@@ -222,14 +222,14 @@ def input_queues(timeline: RecordedTimeline) -> tuple[InputQueue, ...]:
     free: dict[int, int] = {}
     found: dict[tuple[Kind, int], list[tuple[int, int, int]]] = defaultdict(list)
     first, last = dict[int, int](), dict[int, int]()
-    computed = sorted((e for e in timeline.events if e[1].kind in COMPUTE), key=lambda e: e[2])
+    computed = sorted((e for e in timeline.events if e[1].kind in COMPUTE_KINDS), key=lambda e: e[2])
     for rank, i, start, end in computed:
         if i.kind is Kind.F:
             last[i.stage] = start
         elif i.kind is not Kind.STEP:
             first.setdefault(i.stage, start)
         key = (Kind.F if i.kind is Kind.F else Kind.B, i.stage)
-        inputs = {n for n in needs(i, plan) if n.kind in RECEIVES and send_of(n) in arrivals}
+        inputs = {n for n in needs(i, plan) if n.kind in RECEIVE_KINDS and send_of(n) in arrivals}
         if inputs - consumed[key]:
             due = free.get(rank, begin)
             stalled = max(0, max(arrivals[send_of(n)] for n in inputs) - due)

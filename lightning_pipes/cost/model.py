@@ -20,12 +20,12 @@ from lightning_pipes.cost.layer import (
     resident_bytes,
     to_nanoseconds,
 )
-from lightning_pipes.cost.links import FREE, Link, Regime, regime_named, unused_link_warnings
+from lightning_pipes.cost.links import FREE_LINK, Link, Regime, regime_named, unused_link_warnings
 from lightning_pipes.cost.measurement import Measurement, RecordedTimeline, dispatch_delays, operation_seconds
 from lightning_pipes.ir import (
     MAX_STAGES,
-    RECOMPUTES,
-    SENDS,
+    RECOMPUTE_KINDS,
+    SEND_KINDS,
     InputError,
     Instruction,
     Kind,
@@ -82,7 +82,7 @@ class CostModel:
     forward_bytes: tuple[float, ...] = ()
     backward_bytes: tuple[float, ...] = ()
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict, hash=False)
-    link: Link = FREE
+    link: Link = FREE_LINK
     activation_bytes: tuple[int, ...] = ()
     weight_bytes: tuple[int, ...] = ()
     state_bytes: tuple[int, ...] = ()
@@ -138,7 +138,7 @@ class CostModel:
         step: float = 0.0,
         rows: int | None = None,
         message_bytes: float = 0.0,
-        link: Link = FREE,
+        link: Link = FREE_LINK,
         activation_bytes: int = 0,
         weight_bytes: int = 0,
         overhead: float = 0.0,
@@ -213,7 +213,7 @@ class CostModel:
         found = Measurement.from_timelines(given, base._latency_ns)
         if not found.seconds:
             raise InputError("a cost model can't be measured from timelines without events")
-        if any(kind in SENDS for kind, _ in found.seconds):
+        if any(kind in SEND_KINDS for kind, _ in found.seconds):
             links = {pair: replace(link, burst=0.0) for pair, link in base.links.items()}
             base = replace(base, link=replace(base.link, burst=0.0), links=links)
         overhead = base.overhead if found.overhead is None else found.overhead
@@ -269,7 +269,7 @@ class CostModel:
         found = 0
         for rows, again in layer_passes(i, plan):
             found += self._pass_ns(i.kind, i.stage, rows)
-            if again and i.kind in RECOMPUTES:
+            if again and i.kind in RECOMPUTE_KINDS:
                 found += self._pass_ns(Kind.F, i.stage, rows)
         return found + self._concat_ns(i, plan) if self.joining else found
 

@@ -21,13 +21,13 @@ from lightning_pipes.cost.model import CostModel
 from lightning_pipes.ir import MAX_STAGES, InputError, Kind, Span, check_fields, check_number, short_repr
 from lightning_pipes.ir.checks import check_json_fields, field_types, read_object
 
-FORMAT = 1
+PROFILE_FORMAT = 1
 """The version of the file format. It is increased when a reader of an older version would misread the file."""
 MAX_LAYERS = MAX_STAGES
 """The maximum number of layers. A plan can't have more stages than this, so more layers would have no use."""
-LEAST_ROWS = "least_rows"
+MIN_ROWS_NOTE = "least_rows"
 """The key of a profile's notes for the smallest number of samples on which the model ran, if fewer samples failed."""
-_NOTHING_BEFORE, _NOTHING_AFTER = (LayerProfile(name, ((1, 0.0),), ((1, 0.0),)) for name in ("before", "after"))
+_EMPTY_BEFORE, _EMPTY_AFTER = (LayerProfile(name, ((1, 0.0),), ((1, 0.0),)) for name in ("before", "after"))
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,15 @@ class ModelProfile:
             for half precision, because the engine sums gradients in float32.
         device: the name of the measured device, for display.
         source: the origin of the numbers: "measured", or the formula.
-        notes: further information about the profile, such as `LEAST_ROWS`.
+        notes: further information about the profile, such as `MIN_ROWS_NOTE`.
 
     Raises:
         InputError: if there are no layers or more than `MAX_LAYERS`, or if a number is out of range.
     """
 
     layers: tuple[LayerProfile, ...]
-    before: LayerProfile = _NOTHING_BEFORE
-    after: LayerProfile = _NOTHING_AFTER
+    before: LayerProfile = _EMPTY_BEFORE
+    after: LayerProfile = _EMPTY_AFTER
     overhead: float = 0.0
     joining: float = 0.0
     widened: float = 1.0
@@ -84,7 +84,7 @@ class ModelProfile:
     @property
     def least_rows(self) -> int:
         """The smallest number of samples in a micro-batch with which the model is known to run."""
-        return int(self.notes.get(LEAST_ROWS, 1))
+        return int(self.notes.get(MIN_ROWS_NOTE, 1))
 
     def seconds(self, kind: Kind, layer: int, rows: int) -> float:
         """Return the seconds of one computation of a layer. `rows` has no effect on a STEP.
@@ -204,7 +204,7 @@ class ModelProfile:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the profile as data that can be written as JSON."""
-        return {"format": FORMAT, **asdict(self)}
+        return {"format": PROFILE_FORMAT, **asdict(self)}
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> ModelProfile:
@@ -233,11 +233,13 @@ class ModelProfile:
         """
         try:
             found = read_object(path)
-            if found.get("format", FORMAT) == FORMAT:
+            if found.get("format", PROFILE_FORMAT) == PROFILE_FORMAT:
                 return cls.from_dict(found)
         except InputError as error:
             raise InputError(f"{path} is not a profile that `lightning-pipes profile` wrote: {error}") from error
-        raise InputError(f"{path} has format {short_repr(found['format'])}, this version reads {FORMAT}; profile again")
+        raise InputError(
+            f"{path} has format {short_repr(found['format'])}, this version reads {PROFILE_FORMAT}; profile again"
+        )
 
 
 def _layer(where: str, found: object) -> LayerProfile:

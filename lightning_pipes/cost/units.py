@@ -14,14 +14,14 @@ from lightning_pipes.ir import InputError, short_repr
 _T = TypeVar("_T")
 MAX_VALUE = 1e30
 """The largest accepted value in any unit. Larger values, and values below its reciprocal, are treated as typos."""
-_POWERS = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4}
-_BYTES = {f"{prefix}B": Fraction(1000**power) for prefix, power in _POWERS.items()} | {
-    f"{prefix.upper()}iB": Fraction(1024**power) for prefix, power in _POWERS.items() if prefix
+_UNIT_PREFIXES = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4}
+_BYTE_UNITS = {f"{prefix}B": Fraction(1000**power) for prefix, power in _UNIT_PREFIXES.items()} | {
+    f"{prefix.upper()}iB": Fraction(1024**power) for prefix, power in _UNIT_PREFIXES.items() if prefix
 }
-_BITS = {f"{prefix}bit": Fraction(1000**power, 8) for prefix, power in _POWERS.items()}
-_RATES = {f"{unit}/s": size for unit, size in (_BYTES | _BITS).items()}
-_SECONDS = {unit: Fraction(1, 1000**power) for power, unit in enumerate(("s", "ms", "us", "ns"))}
-_NUMBER = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|inf)\s*([A-Za-z/]*)\s*")
+_BIT_UNITS = {f"{prefix}bit": Fraction(1000**power, 8) for prefix, power in _UNIT_PREFIXES.items()}
+_RATE_UNITS = {f"{unit}/s": size for unit, size in (_BYTE_UNITS | _BIT_UNITS).items()}
+_SECOND_UNITS = {unit: Fraction(1, 1000**power) for power, unit in enumerate(("s", "ms", "us", "ns"))}
+_NUMBER_PATTERN = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|inf)\s*([A-Za-z/]*)\s*")
 
 
 def parse_bytes(value: str | float) -> int:
@@ -32,7 +32,7 @@ def parse_bytes(value: str | float) -> int:
     Raises:
         InputError: if the value can't be read, or if it is negative or infinite.
     """
-    found = _number(value, _BYTES, "a size", "16GiB")
+    found = _number(value, _BYTE_UNITS, "a size", "16GiB")
     if not math.isfinite(found):
         raise InputError(f"a size has to be finite, got {short_repr(value)}")
     return round(found)
@@ -47,7 +47,7 @@ def parse_rate(value: str | float) -> float:
     Raises:
         InputError: if the value can't be read, or if it is not positive.
     """
-    found = _number(value, _RATES, "a rate", "12.5GB/s")
+    found = _number(value, _RATE_UNITS, "a rate", "12.5GB/s")
     if not found:
         raise InputError(f"a rate has to be positive, got {short_repr(value)}")
     return found
@@ -61,7 +61,7 @@ def parse_seconds(value: str | float) -> float:
     Raises:
         InputError: if the value can't be read, or if it is negative or infinite.
     """
-    found = _number(value, _SECONDS, "a time", "10us")
+    found = _number(value, _SECOND_UNITS, "a time", "10us")
     if not math.isfinite(found):
         raise InputError(f"a time has to be finite, got {short_repr(value)}")
     return found
@@ -97,7 +97,7 @@ def _text(value: object) -> str:
 
 
 def _number(value: str | float, units: Mapping[str, Fraction], what: str, example: str) -> float:
-    match = _NUMBER.fullmatch(_text(value))
+    match = _NUMBER_PATTERN.fullmatch(_text(value))
     unit = match[2] if match else None
     if match is None or (unit and unit not in units) or float(match[1]) < 0:
         raise InputError(

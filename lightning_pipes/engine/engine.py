@@ -23,8 +23,8 @@ from lightning_pipes.engine.residency.deliveries import LayerDeliveries, NeedSou
 from lightning_pipes.engine.residency.upcoming import UpcomingTasks
 from lightning_pipes.engine.watch.failure import PeerFailure
 from lightning_pipes.ir import (
-    RECEIVES,
-    SENDS,
+    RECEIVE_KINDS,
+    SEND_KINDS,
     B,
     Cut,
     F,
@@ -72,7 +72,7 @@ AHEAD = 2
 
 The layers of the next batch can then be loaded while another batch runs.
 """
-_AFTER = SENDS | {Kind.STEP}
+_AFTER = SEND_KINDS | {Kind.STEP}
 """The kinds of instructions that run directly after a computation."""
 
 
@@ -358,7 +358,7 @@ class Engine:
         window, computed = self._window, False
         assert window is not None, "nothing was injected"
         while (i := self.next_ready()) is not None and not (computed and i.kind not in _AFTER):
-            computed = computed or i.kind not in SENDS | RECEIVES
+            computed = computed or i.kind not in SEND_KINDS | RECEIVE_KINDS
             self._run(window, i)
 
     def measure_clock_offsets(self) -> None:

@@ -18,10 +18,10 @@ from lightning_pipes.ir.checks import (
 )
 from lightning_pipes.ir.dependencies import DependencyTracker, Need, Reduction, needs
 from lightning_pipes.ir.instruction import (
-    COMPUTE,
-    RECEIVES,
-    RECOMPUTES,
-    SENDS,
+    COMPUTE_KINDS,
+    RECEIVE_KINDS,
+    RECOMPUTE_KINDS,
+    SEND_KINDS,
     STEP,
     B,
     F,
@@ -68,13 +68,13 @@ from lightning_pipes.ir.stream import Delayed, LayerUse, LayerVersion, Ledger, T
 from lightning_pipes.ir.verify import ProgramStats, deadlock_error, draw_grid, verify
 
 __all__ = [
-    "COMPUTE",
+    "COMPUTE_KINDS",
     "MAX_MICROBATCHES",
     "MAX_FORWARDS",
     "MAX_STAGES",
-    "RECEIVES",
-    "RECOMPUTES",
-    "SENDS",
+    "RECEIVE_KINDS",
+    "RECOMPUTE_KINDS",
+    "SEND_KINDS",
     "STEP",
     "CostKey",
     "B",

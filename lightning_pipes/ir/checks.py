@@ -56,10 +56,10 @@ class DeadlockError(ProgramError):
 
 
 _T = TypeVar("_T")
-_SHOWN = 80
+_MAX_REPR_CHARACTERS = 80
 """The maximum number of characters of a value in an error message."""
 _hints: dict[type, Mapping[str, Any]] = {}
-_PLAIN = frozenset({int, bool, str, NoneType})
+_SCALAR_KINDS = frozenset({int, bool, str, NoneType})
 
 
 def short_repr(value: object) -> str:
@@ -68,7 +68,7 @@ def short_repr(value: object) -> str:
         text = repr(value)
     except Exception as error:  # an int with more digits than Python prints, or an error in a user's __repr__
         text = f"<{type(value).__name__}: {type(error).__name__}>"
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 4]} ..."
+    return text if len(text) <= _MAX_REPR_CHARACTERS else f"{text[: _MAX_REPR_CHARACTERS - 4]} ..."
 
 
 def check_count(what: str, value: object, hint: str = "", most: int | None = None) -> int:
@@ -144,7 +144,7 @@ def check_fields(made: Any, entries: bool = True) -> None:
     for name, hint in field_types(type(made)).items():
         value = getattr(made, name)
         kind = type(value)
-        if (kind is hint and kind in _PLAIN) or (not entries and kind in (tuple, dict) and _holds(hint, kind)):
+        if (kind is hint and kind in _SCALAR_KINDS) or (not entries and kind in (tuple, dict) and _holds(hint, kind)):
             continue
         found = check_type(f"{type(made).__name__}: {name}", value, hint)
         if found is not value:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_pipes.ir.checks import ProgramError
 from lightning_pipes.ir.dependencies import needs
-from lightning_pipes.ir.instruction import COMPUTE, RECEIVES, Instruction, Kind, Span
+from lightning_pipes.ir.instruction import COMPUTE_KINDS, RECEIVE_KINDS, Instruction, Kind, Span
 from lightning_pipes.ir.plan import Plan
 from lightning_pipes.ir.program import Program, Row, remember_results
 
@@ -22,7 +22,7 @@ def lower(program: Program, plan: Plan) -> Program:
     """
     if program.n_ranks != plan.n_ranks:
         raise ProgramError(f"the program has {program.n_ranks} rows, but the plan has {plan.n_ranks} ranks")
-    if any(i.kind not in COMPUTE for i in program.iter_instructions()):
+    if any(i.kind not in COMPUTE_KINDS for i in program.iter_instructions()):
         return program
     parts = {}
     for part in ("head", "cycle", "tail"):
@@ -49,7 +49,7 @@ def _lower_row(row: Row, plan: Plan) -> Row:
     for i in row:
         if i.kind is not Kind.STEP:
             for n in needs(i, plan):
-                if n.kind in RECEIVES and n not in received:
+                if n.kind in RECEIVE_KINDS and n not in received:
                     received.add(n)
                     out.append(n)
         out.append(i)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from lightning_pipes.ir.instruction import COMPUTE, Instruction, Kind, Span
+from lightning_pipes.ir.instruction import COMPUTE_KINDS, Instruction, Kind, Span
 from lightning_pipes.ir.plan import Plan, Spans
 
 CostKey = int | tuple[tuple["Pass", ...], "Concat"]
@@ -78,14 +78,14 @@ class Concat(NamedTuple):
     outputs: int
 
 
-_NOTHING = Concat(0, 0)
+_NO_CONCAT = Concat(0, 0)
 
 
 def count_concatenated(i: Instruction, plan: Plan) -> Concat:
     """Return the samples that the computation `i` concatenates in its inputs and in the messages that it completes."""
     forward = i.kind is Kind.F
     if plan.uniform_jobs[i.job] or not (forward or i.kind is Kind.B or i.kind is Kind.I):
-        return _NOTHING
+        return _NO_CONCAT
     source, target = (i.stage - 1, i.stage + 1) if forward else (i.stage + 1, i.stage - 1)
     mine = run_spans(i, plan)
     arriving = leaving = 0
@@ -124,7 +124,7 @@ def cost_key(i: Instruction, plan: Plan) -> CostKey:
 def cost_classes(kind: Kind, stage: int, plan: Plan) -> list[tuple[Instruction, int]]:
     """Return one instruction of job 0 for each class of instructions with equal cost, and the size of the class."""
     spans = plan.spans(kind, stage)
-    if kind not in COMPUTE or plan.uniform_jobs[0]:
+    if kind not in COMPUTE_KINDS or plan.uniform_jobs[0]:
         return [(Instruction(kind, stage, span=span), count) for span, count in _sizes(spans)]
     every = [Instruction(kind, stage, span=span) for span in spans]
     counts = Counter(cost_key(i, plan) for i in every)

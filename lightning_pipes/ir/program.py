@@ -18,9 +18,9 @@ Row = tuple[Instruction, ...]
 Rows = tuple[Row, ...]
 
 _Made = TypeVar("_Made")
-MAX_REMEMBERED = 2**19
+MAX_CACHED_INSTRUCTIONS = 2**19
 """The maximum number of instructions in all programs whose results a function caches, at some hundred bytes each."""
-_TOKEN = re.compile(
+_INSTRUCTION_PATTERN = re.compile(
     r"(?:j(?P<job>\d+):)?(?P<kind>STEP|SF|RF|SB|RB|F|B|I|W)(?P<stage>\d+)(?:\.(?P<n>\d+))?(?:@(?P<batch>\d+))?"
 )
 
@@ -153,7 +153,7 @@ class Program:
 def remember_results(most: int) -> Callable[[Callable[[Program, Plan], _Made]], Callable[[Program, Plan], _Made]]:
     """Return a decorator that caches the latest results of a function of a program and its plan.
 
-    The cache holds at most `most` results, and fewer if the programs together have more than `MAX_REMEMBERED`
+    The cache holds at most `most` results, and fewer if the programs together have more than `MAX_CACHED_INSTRUCTIONS`
     instructions. It always keeps the latest result.
     """
 
@@ -172,7 +172,7 @@ def remember_results(most: int) -> Callable[[Callable[[Program, Plan], _Made]], 
             with lock:
                 known[key] = made
                 size = sum(each.size for each, _ in known)
-                while len(known) > 1 and (len(known) > most or size > MAX_REMEMBERED):
+                while len(known) > 1 and (len(known) > most or size > MAX_CACHED_INSTRUCTIONS):
                     (oldest, _), _ = known.popitem(last=False)
                     size -= oldest.size
             return made
@@ -188,7 +188,7 @@ def shift_batches(row: Sequence[Instruction], batches: int) -> Row:
 
 
 def _read_token(token: str, plan: Plan) -> Instruction:
-    match = _TOKEN.fullmatch(token)
+    match = _INSTRUCTION_PATTERN.fullmatch(token)
     if match is None:
         raise ProgramError(f"can't read {token!r}; an instruction looks like F2.0, STEP1 or j1:B0.3@2")
     kind, stage, job = Kind(match["kind"]), int(match["stage"]), int(match["job"] or 0)

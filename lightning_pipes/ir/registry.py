@@ -12,13 +12,13 @@ from typing import Any
 from lightning_pipes.ir.checks import PlanError, check_type, short_repr
 from lightning_pipes.ir.schedule import Policy, Schedule
 
-GROUP = "lightning_pipes.schedules"
+SCHEDULE_GROUP = "lightning_pipes.schedules"
 
 
 @cache
 def installed_schedules() -> Mapping[str, EntryPoint]:
     """Return the schedule entry points of all installed distributions, sorted by name."""
-    return {e.name: e for e in sorted(entry_points(group=GROUP), key=lambda e: e.name)}
+    return {e.name: e for e in sorted(entry_points(group=SCHEDULE_GROUP), key=lambda e: e.name)}
 
 
 def schedule_factory(name: str) -> Any:

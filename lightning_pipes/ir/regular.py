@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_pipes.ir.dependencies import needs
-from lightning_pipes.ir.instruction import COMPUTE, NO_SPAN, RECEIVES, Instruction, Kind, send_of
+from lightning_pipes.ir.instruction import COMPUTE_KINDS, NO_SPAN, RECEIVE_KINDS, Instruction, Kind, send_of
 from lightning_pipes.ir.plan import Plan
 from lightning_pipes.ir.program import Program
 
@@ -73,11 +73,11 @@ def walk_program(program: Program, plan: Plan) -> Iterator[tuple[int, Instructio
         return units[key]
 
     def find_needs(i: Instruction) -> Unit:
-        if i.kind not in COMPUTE or not 0 <= i.stage < plan.n_stages or not 0 <= i.job < len(numbers):
+        if i.kind not in COMPUTE_KINDS or not 0 <= i.stage < plan.n_stages or not 0 <= i.job < len(numbers):
             raise IrregularError
         unit = find_unit(i)
         for n in {n[:4]: n for n in needs(i, plan)}.values():  # a STEP needs all micro-batches; keep one per unit
-            if n.kind in RECEIVES:
+            if n.kind in RECEIVE_KINDS:
                 unit.foreign += [find_unit(sent).ran for sent in needs(send_of(n), plan)]
             elif n.span == i.span:
                 unit.own.append(find_unit(n).ran)

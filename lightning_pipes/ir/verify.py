@@ -8,13 +8,13 @@ from dataclasses import dataclass, fields
 
 from lightning_pipes.ir.checks import DeadlockError, PlanError, ProgramError
 from lightning_pipes.ir.dependencies import needs
-from lightning_pipes.ir.instruction import COMPUTE, RECEIVES, Instruction, Kind, send_of
+from lightning_pipes.ir.instruction import COMPUTE_KINDS, RECEIVE_KINDS, Instruction, Kind, send_of
 from lightning_pipes.ir.lowering import batch_instructions, lower
 from lightning_pipes.ir.plan import Plan
 from lightning_pipes.ir.program import Program
 from lightning_pipes.ir.regular import IrregularError, Unit, is_regular, walk_program
 
-COLUMNS = 6
+MAX_DRAWN_STEPS = 6
 """The number of steps that a drawing shows."""
 
 
@@ -49,12 +49,12 @@ def draw_grid(done: Iterable[Instruction], plan: Plan) -> str:
     last = [-1] * plan.n_ranks
     for i in done:
         rank, before = plan.rank_of(i), max([-1, *(steps.get(n, _sent(n, steps)) for n in needs(i, plan))])
-        if i.kind in COMPUTE:
+        if i.kind in COMPUTE_KINDS:
             last[rank] = steps[i] = 1 + max(last[rank], before)
         else:
             steps[i] = before  # a message does not occupy a step
-    first = max(0, max(last) + 1 - COLUMNS)
-    cells = {(plan.rank_of(i), step): str(i) for i, step in steps.items() if i.kind in COMPUTE and step >= first}
+    first = max(0, max(last) + 1 - MAX_DRAWN_STEPS)
+    cells = {(plan.rank_of(i), step): str(i) for i, step in steps.items() if i.kind in COMPUTE_KINDS and step >= first}
     columns = range(first, max(last) + 1)
     widths = [max(len(text) for (_, at), text in cells.items() if at == step) for step in columns]
     rows = []
@@ -66,10 +66,10 @@ def draw_grid(done: Iterable[Instruction], plan: Plan) -> str:
 
 def _sent(i: Instruction, steps: Mapping[Instruction, int]) -> int:
     """Return the step after which the message of the receive `i` was sent, or -1 if there is no such message."""
-    return steps.get(send_of(i), -1) if i.kind in RECEIVES else -1
+    return steps.get(send_of(i), -1) if i.kind in RECEIVE_KINDS else -1
 
 
-_WAY_OUT = "this program was made for another plan; make one with schedule.program(plan) for this plan"
+_OTHER_PLAN_WAY_OUT = "this program was made for another plan; make one with schedule.program(plan) for this plan"
 
 
 def check_program_matches_plan(program: Program, plan: Plan) -> None:
@@ -81,7 +81,9 @@ def check_program_matches_plan(program: Program, plan: Plan) -> None:
         ProgramError: if an instruction does not match. The message names it and the corresponding entry of the plan.
     """
     if program.n_ranks != plan.n_ranks:
-        raise ProgramError(f"the program has {program.n_ranks} rows, but the plan has {plan.n_ranks} ranks; {_WAY_OUT}")
+        raise ProgramError(
+            f"the program has {program.n_ranks} rows, but the plan has {plan.n_ranks} ranks; {_OTHER_PLAN_WAY_OUT}"
+        )
     known: dict[tuple[Kind, int, int], frozenset[object]] = {}
     for rank, row in enumerate(program.head):
         for i in row:
@@ -89,24 +91,26 @@ def check_program_matches_plan(program: Program, plan: Plan) -> None:
             if key not in known:
                 why = _describe_mismatch(i, rank, plan)
                 if why:
-                    raise ProgramError(f"rank {rank} has {i}, and {why}; {_WAY_OUT}")
+                    raise ProgramError(f"rank {rank} has {i}, and {why}; {_OTHER_PLAN_WAY_OUT}")
                 known[key] = frozenset(plan.spans(*key))
             if i.kind is not Kind.STEP and i.span not in known[key]:
                 raise ProgramError(
                     f"rank {rank} has {i}, but the plan cuts {i.kind}{i.stage} into {_describe_cut(i, plan)}; "
-                    f"{_WAY_OUT}"
+                    f"{_OTHER_PLAN_WAY_OUT}"
                 )
             if plan.rank_of(i) != rank:
-                raise ProgramError(f"rank {rank} has {i}, and {_describe_mismatch(i, rank, plan)}; {_WAY_OUT}")
+                raise ProgramError(
+                    f"rank {rank} has {i}, and {_describe_mismatch(i, rank, plan)}; {_OTHER_PLAN_WAY_OUT}"
+                )
 
 
 def describe_absent_needs(program: Program, plan: Plan, waiting: Collection[Instruction]) -> str:
     """Return a sentence about the needs of `waiting` that no rank runs, or an empty string if there are none."""
     there = set(program.iter_instructions())
-    never = [n for i in waiting for n in needs(i, plan) if (send_of(n) if n.kind in RECEIVES else n) not in there]
+    never = [n for i in waiting for n in needs(i, plan) if (send_of(n) if n.kind in RECEIVE_KINDS else n) not in there]
     if not never:
         return ""
-    return f"no rank has {', '.join(map(str, never[:4]))}{', ...' if never[4:] else ''}; {_WAY_OUT}"
+    return f"no rank has {', '.join(map(str, never[:4]))}{', ...' if never[4:] else ''}; {_OTHER_PLAN_WAY_OUT}"
 
 
 def _describe_mismatch(i: Instruction, rank: int, plan: Plan) -> str:
@@ -261,7 +265,7 @@ def _check_complete(program: Program, plan: Plan, least: int) -> None:
     for rank, row in enumerate(program.head):
         wanted = Counter(i for job, batch in sorted(batches) for i in batch_instructions(plan, rank, job, batch))
         got = Counter(row)
-        for i in sorted(got - wanted, key=lambda i: i.kind not in COMPUTE):  # computations before their transfers
+        for i in sorted(got - wanted, key=lambda i: i.kind not in COMPUTE_KINDS):  # computations before their transfers
             why = "comes more than once" if i in wanted else "does not belong there"
             raise ProgramError(f"rank {rank}: {i} {why}")
         for i in wanted - got:

@@ -22,12 +22,12 @@ from lightning_pipes.planning.run_model import RunModel, SimulatedTrial
 from lightning_pipes.sim.records.compare import BottleneckRank
 from lightning_pipes.sim.records.record import RunRecord
 
-WORTH_IT = 0.03
+MIN_PROPOSED_GAIN = 0.03
 """The share of a step that a change must save to be proposed."""
-AS_GOOD = 0.01
+EQUAL_GAIN_TOLERANCE = 0.01
 """Changes whose step times differ by less than this share are considered equal, and the change that holds fewer samples
 is proposed."""
-MOST = 2048
+MAX_ADVISED_FORWARDS = 2048
 """The largest number of forwards of a batch, over all stages, for which more micro-batches are tried. Larger batches
 take seconds to simulate and gain little."""
 
@@ -131,7 +131,7 @@ def _candidates(model: RunModel) -> Iterator[tuple[str, str, Callable[[], Simula
     m = model.now.n_microbatches
     yield "partition", "other cuts", model.with_best_cuts
     for number in (m // 2, 2 * m, *((4 * m,) if model.layers_known else ())):
-        if 1 <= number <= model.rows and number != m and number * model.plan.n_stages <= MOST:
+        if 1 <= number <= model.rows and number != m and number * model.plan.n_stages <= MAX_ADVISED_FORWARDS:
             yield "microbatches", f"{number} micro-batches", partial(model.with_same_cuts, None, number)
     for schedule in installed_variants(model.plan.n_ranks, m):
         if schedule_label(schedule) != schedule_label(model.schedule):
@@ -157,7 +157,10 @@ def _together(model: RunModel, tried: Iterable[_Tried]) -> SimulatedTrial | None
     schedule = better["schedule"].schedule if "schedule" in better else None
     number = better["microbatches"].n_microbatches if "microbatches" in better else None
     if schedule is not None and number is not None:
-        number = min(number, max(model.now.n_microbatches, MOST // len(schedule.place_stages(model.plan.n_ranks))))
+        number = min(
+            number,
+            max(model.now.n_microbatches, MAX_ADVISED_FORWARDS // len(schedule.place_stages(model.plan.n_ranks))),
+        )
     if schedule is None and number is None:
         return None
     return model.with_best_cuts(schedule, number) or model.with_same_cuts(schedule, number)
@@ -166,7 +169,9 @@ def _together(model: RunModel, tried: Iterable[_Tried]) -> SimulatedTrial | None
 def _best(tried: Iterable[_Tried]) -> _Tried | None:
     """Return the fastest trial or, among trials that are nearly as fast, the one that holds the fewest samples."""
     found = sorted(tried, key=lambda each: each.trial.step_seconds)
-    as_good = [each for each in found if each.trial.step_seconds <= found[0].trial.step_seconds * (1 + AS_GOOD)]
+    as_good = [
+        each for each in found if each.trial.step_seconds <= found[0].trial.step_seconds * (1 + EQUAL_GAIN_TOLERANCE)
+    ]
     return min(as_good, key=lambda each: each.trial.held, default=None)
 
 
@@ -180,10 +185,15 @@ def _proposed(model: RunModel, slowest: BottleneckRank, tried: Iterable[_Tried])
     singles = [found for found in tried if found.reason != "together"]
     best = _best(tried)
     alone = _best(singles)
-    if best and alone and alone.trial.step_seconds <= best.trial.step_seconds * (1 + WORTH_IT):
+    if best and alone and alone.trial.step_seconds <= best.trial.step_seconds * (1 + MIN_PROPOSED_GAIN):
         best = alone
     cuts = next((found for found in singles if found.reason == "partition"), None)
-    if best and cuts and slowest.is_uneven and _gain(model, cuts.trial) >= max(WORTH_IT, _gain(model, best.trial) / 2):
+    if (
+        best
+        and cuts
+        and slowest.is_uneven
+        and _gain(model, cuts.trial) >= max(MIN_PROPOSED_GAIN, _gain(model, best.trial) / 2)
+    ):
         return cuts
     return best
 
@@ -214,12 +224,12 @@ def _sentence(model: RunModel, slowest: BottleneckRank, best: _Tried | None) -> 
     now = model.now
     gain = _gain(model, best.trial) if best else 0.0
     even = 1 - model.with_even_stages() / now.step_seconds
-    if slowest.is_uneven and not model.layers_known and even > max(gain, WORTH_IT):
+    if slowest.is_uneven and not model.layers_known and even > max(gain, MIN_PROPOSED_GAIN):
         less = _less_to_do(slowest, model.plan)
         return f"{slowest}{less}; with equal stages a simulated step is {even:.0%} shorter.", None
-    if best is None or gain < WORTH_IT:
+    if best is None or gain < MIN_PROPOSED_GAIN:
         idle = f"{slowest}, and ranks idle {model.bubble:.1%} of the time"
-        return (f"{idle}; no simulated change makes a step {WORTH_IT:.0%} shorter."), None
+        return (f"{idle}; no simulated change makes a step {MIN_PROPOSED_GAIN:.0%} shorter."), None
     words = {
         "partition": _about_cuts,
         "microbatches": _about_microbatches,

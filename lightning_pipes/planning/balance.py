@@ -23,10 +23,10 @@ from lightning_pipes.planning.fit import (
 from lightning_pipes.planning.partition import balanced_partitions
 from lightning_pipes.planning.planner import Planner, Problem, Solution
 
-WORTH_IT = 0.05
+MIN_CUT_GAIN = 0.05
 """The share of a step that another cut must save to replace the fallback. Layers are measured only once, within about a
 second, so smaller differences are not reliable."""
-EQUAL = 0.02
+EQUAL_STEP_TOLERANCE = 0.02
 """Steps whose durations differ by at most this share count as equally fast. Among these, the cut with the smallest peak
 memory is chosen."""
 
@@ -112,7 +112,7 @@ def balance_stream(
 
     best = balanced_partitions(loads, edges, slacks=(1.0,))[0]
     at, now = [span.start for span in even[1:]], step(even)
-    if not math.isfinite(now) or step(best) > now * (1 - WORTH_IT):
+    if not math.isfinite(now) or step(best) > now * (1 - MIN_CUT_GAIN):
         why = f"stages begin at layers {at}, evenly by parameters: by measured time nothing is worth changing"
         return Balance(tuple(even), now, why)
     return Balance(
@@ -155,11 +155,11 @@ def balance_layers(
         if fits:
             raise
         return Balance(tuple(even), before.seconds, f"stages begin at layers {at}, evenly by parameters: {error}")
-    if fits and best.seconds > before.seconds * (1 - WORTH_IT):
+    if fits and best.seconds > before.seconds * (1 - MIN_CUT_GAIN):
         now, then = seconds_text(1e9 * before.seconds), seconds_text(1e9 * best.seconds)
         why = f"stages begin at layers {at}, evenly by parameters: by measured time a step takes {now}"
         return Balance(tuple(even), before.seconds, why + (f", and {then} with {best.cuts}" if best.cuts != at else ""))
-    slowest = min(best.seconds * (1 + EQUAL), before.seconds * (1 - WORTH_IT) if fits else math.inf)
+    slowest = min(best.seconds * (1 + EQUAL_STEP_TOLERANCE), before.seconds * (1 - MIN_CUT_GAIN) if fits else math.inf)
     best = reduce_peak(profile, best, slowest, deployment)
     saved = f"instead of {seconds_text(1e9 * before.seconds)} with {at}, evenly by parameters"
     return Balance(

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_pipes.cost import Costs, Deployment, ModelProfile
-from lightning_pipes.ir import SENDS, Kind, Plan, cost_classes
+from lightning_pipes.ir import SEND_KINDS, Kind, Plan, cost_classes
 from lightning_pipes.planning.fit import both_seconds, stage_seconds
 from lightning_pipes.planning.partition import Indices, Seconds, StageLoad, min_max_load, range_sums
 
@@ -43,7 +43,7 @@ def least_step(plan: Plan, costs: Costs) -> int:
     every = {at: _everything(*at, plan, costs) for at in way}
     before = dict(zip(way, accumulate((one for _, one in every.values()), initial=0), strict=False))
     after = dict(zip(reversed(way), accumulate((one for _, one in reversed(every.values())), initial=0), strict=False))
-    found = [before[at] + every[at][0] + after[at] for at in way if at[0] in SENDS]
+    found = [before[at] + every[at][0] + after[at] for at in way if at[0] in SEND_KINDS]
     for s in range(n):
         late = _everything(Kind.W, s, plan, costs)[0] if plan.split_backward else after[gradient, s]
         found.append(before[Kind.F, s] + every[Kind.F, s][0] + every[gradient, s][0] + late)
@@ -54,7 +54,7 @@ def _everything(kind: Kind, stage: int, plan: Plan, costs: Costs) -> tuple[int, 
     """Return the nanoseconds of all instructions of one kind on a stage or link, and of the fastest one alone."""
     occupied, latencies, quickest = 0, [], []
     for i, count in cost_classes(kind, stage, plan):
-        if kind in SENDS:
+        if kind in SEND_KINDS:
             takes, latency = costs.transfer_ns(i, plan)
             link = costs.link_between(plan.rank_of(i), plan.target_rank(i))
             takes = int(takes * link.peak_ratio) if link.burst_seconds else takes

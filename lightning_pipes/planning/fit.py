@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from lightning_pipes.cost import FREE, Cluster, CostModel, Deployment, Device, Link, ModelProfile
+from lightning_pipes.cost import FREE_LINK, Cluster, CostModel, Deployment, Device, Link, ModelProfile
 from lightning_pipes.cost.deployment import as_deployment
 from lightning_pipes.ir import Kind, Plan, PlanError, Policy, Program, Schedule, Span
 from lightning_pipes.planning.memory import cannot_fit, held_rows, peak_bytes, stage_bytes
@@ -18,10 +18,10 @@ from lightning_pipes.planning.partition import Indices, Seconds, StageLoad, bala
 from lightning_pipes.sim import makespan, simulate
 
 Array = npt.NDArray[np.float64]
-EFFORT = 200_000
+MAX_FIT_FORWARDS = 200_000
 """The number of forwards that one search may simulate. The number of trials is therefore smaller for large plans, but
-it is at least `LEAST`."""
-LEAST = 3
+it is at least `MIN_FIT_TRIALS`."""
+MIN_FIT_TRIALS = 3
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,9 @@ def _move_cuts(
 def _affordable(order: Program | Policy, plan: Plan) -> int:
     """Return the number of times that a step of `plan` may be simulated."""
     batches = 3 * _batches(order) if isinstance(order, Program) and order.is_endless else 1
-    return max(LEAST, EFFORT // sum(batches * len(plan.spans(Kind.F, s)) for s in range(plan.n_stages)))
+    return max(
+        MIN_FIT_TRIALS, MAX_FIT_FORWARDS // sum(batches * len(plan.spans(Kind.F, s)) for s in range(plan.n_stages))
+    )
 
 
 def _neighbours(fit: Fit) -> list[tuple[Span, ...]]:
@@ -346,7 +348,7 @@ def edge_seconds(profile: ModelProfile, plan: Plan, cluster: Cluster) -> Array:
     Entry i is the time of the message if a stage begins at layer i.
     """
     rows = max(span.rows for span in plan.spans(Kind.F, 0))
-    slowest = min(_links(plan, cluster).values(), key=lambda link: link.bandwidth, default=FREE)
+    slowest = min(_links(plan, cluster).values(), key=lambda link: link.bandwidth, default=FREE_LINK)
     cuts = range(len(profile.layers) + 1)
     return np.array([slowest.send_seconds(profile.edge_bytes(cut) * rows) for cut in cuts])
 

@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 from lightning_pipes.cost import CostModel, ModelProfile, Table
 from lightning_pipes.cost.measurement import dispatch_delays, input_queues, times_of_passes
-from lightning_pipes.ir import COMPUTE, SENDS, Instruction, Kind, Plan, Span, layer_passes, target_stage
+from lightning_pipes.ir import COMPUTE_KINDS, SEND_KINDS, Instruction, Kind, Plan, Span, layer_passes, target_stage
 
 Key = tuple[Kind, int, int]
 """The kind, stage and number of rows of an operation."""
-WINDOW = 5
+WINDOW_STEPS = 5
 """The number of steps over which transfers are averaged (W in Ada-Grouper)."""
-DRIFT = 0.05
+MIN_AVERAGE_CHANGE = 0.05
 """The relative change of its average above which the stored time of a computation is replaced."""
 
 
@@ -66,23 +66,28 @@ class StepSample(NamedTuple):
         durations: dict[Key, list[float]] = defaultdict(list)
         impossible: Counter[int] = Counter()
         for _, i, start, end in events:
-            if i.kind in SENDS and not since <= start < end:
+            if i.kind in SEND_KINDS and not since <= start < end:
                 impossible[min(_edge(i.kind, i.stage))] += 1
-            elif i.kind in SENDS:
+            elif i.kind in SEND_KINDS:
                 durations[i.kind, i.stage, i.span.rows].append(end - start)
-        computed = [(i, end - start, plan) for _, i, start, end in events if i.kind in COMPUTE - {Kind.STEP}]
+        computed = [(i, end - start, plan) for _, i, start, end in events if i.kind in COMPUTE_KINDS - {Kind.STEP}]
         for (kind, stage), by in times_of_passes(computed).items():
             durations |= {(kind, stage, rows): times for rows, times in by.items()}
         recorded = _Recorded(plan, events)
-        waited = dispatch_delays(recorded, COMPUTE - {Kind.F} if chosen else COMPUTE)
+        waited = dispatch_delays(recorded, COMPUTE_KINDS - {Kind.F} if chosen else COMPUTE_KINDS)
         queues = input_queues(recorded)
         means = {key: fmean(found) for key, found in durations.items()}
         return cls(
             means,
-            {key: pstdev(found) / means[key] for key, found in durations.items() if key[0] in SENDS and means[key]},
+            {
+                key: pstdev(found) / means[key]
+                for key, found in durations.items()
+                if key[0] in SEND_KINDS and means[key]
+            },
             median(waited) if waited else 0.0,
             impossible,
-            max((e[3] for e in events), default=0) - min((e[2] for e in events if e[1].kind in COMPUTE), default=0),
+            max((e[3] for e in events), default=0)
+            - min((e[2] for e in events if e[1].kind in COMPUTE_KINDS), default=0),
             min((q.slack for q in queues if q.slack is not None), default=None),
             sum(sum(q.stalled) for q in queues) if queues else None,
         )
@@ -115,8 +120,8 @@ class Averages:
             and vice versa.
     """
 
-    window: int = WINDOW
-    drift: float = DRIFT
+    window: int = WINDOW_STEPS
+    drift: float = MIN_AVERAGE_CHANGE
     latency: Mapping[tuple[int, int], float] = field(default_factory=dict)
     parts: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     _own: dict[int, tuple[float, float]] = field(default_factory=dict)
@@ -146,7 +151,7 @@ class Averages:
             step_lags.append(sample.lag)
             for key, mean in sample.means.items():
                 kind, stage, _ = key
-                if kind in SENDS and min(_edge(kind, stage)) in jumped:
+                if kind in SEND_KINDS and min(_edge(kind, stage)) in jumped:
                     continue
                 self._add(key, mean)
                 if key in sample.spread:
@@ -217,7 +222,7 @@ class Averages:
         for (kind, stage), known in points.items():
             if len(known) == 1:
                 ((rows, seconds),) = known.items()
-                known[0] = min(self.latency.get(_edge(kind, stage), 0.0), seconds) if kind in SENDS else 0.0
+                known[0] = min(self.latency.get(_edge(kind, stage), 0.0), seconds) if kind in SEND_KINDS else 0.0
         tables: dict[tuple[Kind, int], Table] = {key: tuple(sorted(known.items())) for key, known in points.items()}
         for stage, parts in {**self.parts, **self._own}.items():
             tables = _other_way(tables, stage, parts) | tables
@@ -235,12 +240,14 @@ class Averages:
         recent = self._recent.get(key)
         if recent is None:
             recent = self._recent[key] = deque(maxlen=self.window)
-            if key[0] not in SENDS:  # the first execution includes one-time work such as allocations and filling caches
+            if (
+                key[0] not in SEND_KINDS
+            ):  # the first execution includes one-time work such as allocations and filling caches
                 self._known[key] = mean
                 return
         recent.append(mean)
         average = fmean(recent)
-        if key[0] in SENDS or key not in self._settled:
+        if key[0] in SEND_KINDS or key not in self._settled:
             self._known[key] = average
             if len(recent) == self.window:
                 self._settled.add(key)
@@ -320,7 +327,7 @@ def _kinds(plan: Plan, stage: int) -> list[Kind]:
 def _sizes(plan: Plan, kind: Kind, stage: int) -> frozenset[int]:
     """Return the numbers of rows for which operations of this kind and stage need times."""
     every = [Instruction(kind, stage, span=span) for span in plan.spans(kind, stage)]
-    if kind in SENDS:
+    if kind in SEND_KINDS:
         return frozenset(i.span.rows for i in every)
     return frozenset(rows for i in every for rows, _ in layer_passes(i, plan))
 

@@ -11,7 +11,17 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_pipes.cost import CostModel
-from lightning_pipes.ir import COMPUTE, SENDS, InputError, Instruction, Kind, Plan, PlanError, Program, short_repr
+from lightning_pipes.ir import (
+    COMPUTE_KINDS,
+    SEND_KINDS,
+    InputError,
+    Instruction,
+    Kind,
+    Plan,
+    PlanError,
+    Program,
+    short_repr,
+)
 from lightning_pipes.ir.replication import Seconds
 from lightning_pipes.sim import cost_representatives, makespans
 
@@ -56,7 +66,7 @@ class Observation:
 
     def __post_init__(self) -> None:
         for (kind, stage), table in self.operations.items():
-            if kind not in COMPUTE or table.ndim != 2:
+            if kind not in COMPUTE_KINDS or table.ndim != 2:
                 raise InputError(
                     f"operations need computations in tables of batches by spans, got {kind}{stage} in shape "
                     f"{short_repr(table.shape)}"
@@ -163,7 +173,7 @@ class Interference(Protocol):
 Durations = Mapping[tuple[Kind, int], Array]
 """Seconds by kind and stage. Axis 0 is cases, axis 1 is batches, and axis 2 is spans; axes of length 1 are broadcast. A
 send contains the seconds of its message, and a STEP has length 1 in axis 2. Operations that are absent take no time."""
-MOST_AT_ONCE = 2**22
+MAX_DURATIONS_PER_CALL = 2**22
 """The largest number of durations that are simulated in one call."""
 
 
@@ -210,9 +220,9 @@ class Replay:
         costs = self._costs[overhead]
         cases = max(len(table) for table in durations.values())
         if not self._endless:
-            each = max(1, MOST_AT_ONCE // (self.batches * self._width(0)))
+            each = max(1, MAX_DURATIONS_PER_CALL // (self.batches * self._width(0)))
             return np.concatenate([self._flushed(_part(durations, k, each), costs) for k in range(0, cases, each)])
-        each = max(1, MOST_AT_ONCE // self._width(1))
+        each = max(1, MAX_DURATIONS_PER_CALL // self._width(1))
         return np.concatenate([self._streamed(_part(durations, k, each), costs) for k in range(0, cases, each)])
 
     def _flushed(self, durations: Durations, costs: CostModel) -> Array:
@@ -282,5 +292,5 @@ def sends_of(plan: Plan) -> list[tuple[Kind, int]]:
     """Return the kind and stage of all messages of `plan`."""
     crossing = [s for s in range(plan.n_stages - 1) if plan.is_remote_edge(s)]
     sends = [(Kind.SF, s) for s in crossing] + [(Kind.SB, s + 1) for s in crossing]
-    assert {kind for kind, _ in sends} <= SENDS
+    assert {kind for kind, _ in sends} <= SEND_KINDS
     return sends

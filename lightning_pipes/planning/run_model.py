@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from lightning_pipes.cost import FREE, Cluster, CostModel, Device, LayerProfile, Link, ModelProfile, Table
+from lightning_pipes.cost import FREE_LINK, Cluster, CostModel, Device, LayerProfile, Link, ModelProfile, Table
 from lightning_pipes.ir import (
     DeadlockError,
     Kind,
@@ -28,7 +28,7 @@ from lightning_pipes.sim import simulate
 from lightning_pipes.sim.records.memory_use import most_held
 from lightning_pipes.sim.records.record import RunRecord
 
-FAR = 2
+MIN_SIZE_RATIO = 2
 """The ratio of the sizes of two micro-batches above which their times are used to separate fixed and proportional
 costs."""
 
@@ -172,7 +172,7 @@ class RunModel:
         """Return the seconds of a step in which every message arrives immediately."""
         costs = self.now.fit.costs
         seconds = {key: table for key, table in costs.seconds.items() if key[0] not in (Kind.SF, Kind.SB)}
-        return self._seconds(replace(costs, seconds=seconds, links={}, link=FREE))
+        return self._seconds(replace(costs, seconds=seconds, links={}, link=FREE_LINK))
 
     def _seconds(self, costs: CostModel) -> float:
         fit = self.now.fit
@@ -238,7 +238,7 @@ class RunModel:
         """
         table = self._record.costs.seconds.get((kind, stage), ())
         sizes, times = [rows for rows, _ in table if rows], [seconds for _, seconds in table]
-        if len(table) < 2 or (sizes[-1] >= FAR * sizes[0] and times == sorted(times)):
+        if len(table) < 2 or (sizes[-1] >= MIN_SIZE_RATIO * sizes[0] and times == sorted(times)):
             return table
         return _line(*table[-1])
 
@@ -282,7 +282,7 @@ class RunModel:
         others = sorted(links.values(), key=lambda link: link.bandwidth)
         memory = self._record.memory or (None,) * len(speeds)
         devices = tuple(Device(m, speed) for m, speed in zip(memory, speeds, strict=True))
-        return Cluster(devices, others[len(others) // 2] if others else FREE, links=links)
+        return Cluster(devices, others[len(others) // 2] if others else FREE_LINK, links=links)
 
     def _measured_links(
         self, profile: ModelProfile, layers: tuple[Span, ...]

@@ -33,16 +33,16 @@ from lightning_pipes.planning.candidates import Candidate
 from lightning_pipes.planning.measured import Averages
 from lightning_pipes.sim import CompiledSimulation
 
-HYSTERESIS = 0.01
+MIN_SWITCH_GAIN = 0.01
 """A change must reduce the step time by more than this share, or twice this share if the costs are extrapolated."""
-TIE = 0.005
+TIE_TOLERANCE = 0.005
 """Candidates whose step times differ by less than this share count as equally fast."""
-UNDERSTATED = 0.05
+MIN_UNDERSTATEMENT = 0.05
 """A lower bound of the share by which averages understate orders that are not fixed, if links are unsteady."""
-UNSTEADY = 0.3
+MAX_STEADY_VARIATION = 0.3
 """The threshold of the standard deviation divided by the mean of the transfers of a link in one step. Above it,
 averages do not describe the link sufficiently."""
-_KEPT = 128
+_MAX_CACHED_PLANS = 128
 
 
 class LinkEffect(StrEnum):
@@ -155,7 +155,7 @@ class CandidateRanker:
         hysteresis: the share of a step that a change must save.
     """
 
-    def __init__(self, hysteresis: float = HYSTERESIS) -> None:
+    def __init__(self, hysteresis: float = MIN_SWITCH_GAIN) -> None:
         check_number("hysteresis", hysteresis, "a share of a step, from 0 to less than 1", lambda x: 0 <= x < 1)
         self.hysteresis = hysteresis
         self._known: OrderedDict[tuple[Schedule | Policy, Plan], CompiledSimulation] = OrderedDict()
@@ -192,7 +192,7 @@ class CandidateRanker:
             raise PlanError("there is nothing to choose from")
         effect = effect_of(current.plan, measured.costs(base), measured.lag)
         blocking = effect is LinkEffect.BLOCKING
-        unsteady = measured.unsteadiness > UNSTEADY and effect is not LinkEffect.FREE
+        unsteady = measured.unsteadiness > MAX_STEADY_VARIATION and effect is not LinkEffect.FREE
         costs = measured.costs(base, overhead=not blocking)
         costs = replace(costs, regime="blocking") if blocking else costs
         plans = {*(c.plan for c in candidates), current.plan}
@@ -247,7 +247,7 @@ class CandidateRanker:
         found = self._known.get(key)
         if found is None:
             found = CompiledSimulation(_ordered(candidate), candidate.plan)
-            if len(self._known) >= _KEPT:
+            if len(self._known) >= _MAX_CACHED_PLANS:
                 self._known.popitem(last=False)
             self._known[key] = found
         self._known.move_to_end(key)
@@ -260,7 +260,7 @@ class CandidateRanker:
         order = _ordered(candidate)
         if isinstance(order, Program):
             verify(order, candidate.plan)
-        if len(self._verified) >= _KEPT:
+        if len(self._verified) >= _MAX_CACHED_PLANS:
             self._verified.clear()
         self._verified.add(key)
 
@@ -296,8 +296,8 @@ def _best(every: Sequence[RankedCandidate], fastest: float, unsteady: bool) -> R
 
     The result is None if no candidate in `every` is as fast as this.
     """
-    close = [r for r in every if r.seconds <= fastest * (1 + TIE)]
-    policies = [r for r in every if _is_policy(r) and r.seconds <= fastest * (1 + UNDERSTATED)]
+    close = [r for r in every if r.seconds <= fastest * (1 + TIE_TOLERANCE)]
+    policies = [r for r in every if _is_policy(r) and r.seconds <= fastest * (1 + MIN_UNDERSTATEMENT)]
     if unsteady and policies:
         return max(policies, key=lambda r: sum(r.candidate.peak_bytes))
     return min(close, key=lambda r: (sum(r.candidate.peak_bytes), r.seconds), default=None)

@@ -22,7 +22,7 @@ from typing import Generic, Protocol, TypeVar
 from lightning_pipes.ir import PlanError
 
 Key = TypeVar("Key")
-NEVER = 1 << 62
+LAST_POSITION = 1 << 62
 """A position after all known leases."""
 
 
@@ -135,7 +135,7 @@ class Residency(Generic[Key]):
     def __init__(self, budget: int, sizes: Mapping[Key, int], copier: Copier, slots: int | None = None) -> None:
         self.statistics = Statistics()
         self._budget, self._copier = budget, copier
-        self._slots = NEVER if slots is None else slots
+        self._slots = LAST_POSITION if slots is None else slots
         self._sizes: dict[Key, int] = {}
         self._held: dict[Key, _Held] = {}
         self._used = 0
@@ -316,9 +316,9 @@ class Residency(Generic[Key]):
 
     def _next_use(self, key: Key) -> int:
         if not self._coming:
-            return self._predicted.get(key, NEVER)
+            return self._predicted.get(key, LAST_POSITION)
         uses = self._uses.get(key)
-        return uses[0] if uses else NEVER
+        return uses[0] if uses else LAST_POSITION
 
     def _make_room(self, size: int, needed: int = -1) -> bool:
         """Evict states until there is room for `size` bytes, and return whether this is possible.

@@ -221,7 +221,7 @@ def check_order(function: str, order: object, plan: object, *kinds: Kinds) -> No
         raise TypeError(f"the second argument of {function} must be the plan of the order, got {short_repr(plan)}")
 
 
-SLOW = 0.95
+SLOW_QUANTILE = 0.95
 """The share of draws that take at most the time that is reported as slow."""
 
 
@@ -248,8 +248,8 @@ class Spread:
         return self.nanoseconds[max(0, math.ceil(share * len(self.nanoseconds)) - 1)]
 
     def __str__(self) -> str:
-        mean, slow, steady = map(seconds_text, (self.mean, self.quantile(SLOW), self.steady))
-        draws = f"{SLOW:.0%} of {len(self.nanoseconds)} draws"
+        mean, slow, steady = map(seconds_text, (self.mean, self.quantile(SLOW_QUANTILE), self.steady))
+        draws = f"{SLOW_QUANTILE:.0%} of {len(self.nanoseconds)} draws"
         return f"{mean} on average and at most {slow} in {draws}; {steady} without scatter"
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from lightning_pipes.cost.links import Regime, describe_regimes
 from lightning_pipes.cost.measurement import InputQueue, input_queues
 from lightning_pipes.cost.units import seconds_text
-from lightning_pipes.ir import COMPUTE, SENDS, Instruction, Kind, Plan, Program
+from lightning_pipes.ir import COMPUTE_KINDS, SEND_KINDS, Instruction, Kind, Plan, Program
 
 
 class Event(NamedTuple):
@@ -105,7 +105,7 @@ class Timeline:
         """The nanoseconds for which each rank computes."""
         busy = [0] * self.plan.n_ranks
         for e in self.events:
-            if e.instruction.kind in COMPUTE:
+            if e.instruction.kind in COMPUTE_KINDS:
                 busy[e.rank] += e.end - e.start
         return tuple(busy)
 
@@ -127,12 +127,12 @@ class Timeline:
     @property
     def computations(self) -> tuple[Event, ...]:
         """The events that occupy ranks."""
-        return tuple(e for e in self.events if e.instruction.kind in COMPUTE)
+        return tuple(e for e in self.events if e.instruction.kind in COMPUTE_KINDS)
 
     @property
     def transfers(self) -> tuple[Event, ...]:
         """The events that occupy links."""
-        return tuple(e for e in self.events if e.instruction.kind in SENDS)
+        return tuple(e for e in self.events if e.instruction.kind in SEND_KINDS)
 
     def target_rank(self, transfer: Event) -> int:
         """Return the rank that receives `transfer`."""
@@ -169,7 +169,7 @@ class Timeline:
         return gantt(self.plan, self.events, self.makespan, self.bubble, title, width)
 
 
-_FILL = {Kind.F: "-", Kind.B: "=", Kind.I: "+", Kind.W: "~", Kind.STEP: "#"}
+_BAR_CHARACTERS = {Kind.F: "-", Kind.B: "=", Kind.I: "+", Kind.W: "~", Kind.STEP: "#"}
 
 
 def gantt(
@@ -193,14 +193,14 @@ def gantt(
     rows = [["."] * width for _ in range(plan.n_ranks)]
     used = set()
     for e in events:
-        if e.instruction.kind not in COMPUTE:
+        if e.instruction.kind not in COMPUTE_KINDS:
             continue
         left = round(e.start * scale)
         long = round(e.end * scale) - left
         if not long:
             continue
         label = labels.label_of(e.instruction)
-        fill = _FILL[e.instruction.kind]
+        fill = _BAR_CHARACTERS[e.instruction.kind]
         used.add(e.instruction.kind)
         fits = 1 < long >= len(label)
         rows[e.rank][left : left + long] = label.ljust(long, fill) if fits else fill * long
@@ -209,12 +209,13 @@ def gantt(
     for rank, (row, bubble) in enumerate(zip(rows, bubbles, strict=True)):
         lines.append(f"rank {rank:>{digits}} |{''.join(row)}| bubble {bubble:.1%}")
     lines.append(
-        f"{'':{digits + 5}}  " + "  ".join([f"{_FILL[k]} {WORDS[k]}" for k in _FILL if k in used] + [". idle"])
+        f"{'':{digits + 5}}  "
+        + "  ".join([f"{_BAR_CHARACTERS[k]} {KIND_NAMES[k]}" for k in _BAR_CHARACTERS if k in used] + [". idle"])
     )
     return "\n".join(lines)
 
 
-WORDS = {
+KIND_NAMES = {
     Kind.F: "forward",
     Kind.B: "backward",
     Kind.I: "input gradients",

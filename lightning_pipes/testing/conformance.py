@@ -21,7 +21,7 @@ import pytest
 
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import (
-    COMPUTE,
+    COMPUTE_KINDS,
     Cut,
     DeadlockError,
     Kind,
@@ -122,7 +122,7 @@ class ScheduleConformance:
         program = _finite(self.order(schedule, self.plan(schedule, p, m)))
         last: dict[tuple[Kind, int, int, int], Span] = {}
         for i in program.iter_instructions():
-            if i.kind in COMPUTE and i.kind is not Kind.STEP:
+            if i.kind in COMPUTE_KINDS and i.kind is not Kind.STEP:
                 key = (i.kind, i.stage, i.job, i.batch)
                 assert key not in last or last[key] < i.span, f"{i} after {last[key]}"
                 last[key] = i.span

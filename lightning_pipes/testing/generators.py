@@ -180,7 +180,7 @@ def every_fit(problem: PlanningProblem) -> Iterator[Fit]:
 
 
 MIB = 2**20
-FAST = Link(bandwidth=2e9)
+FAST_LINK = Link(bandwidth=2e9)
 
 
 def make_layer(name: str, milliseconds: float, rows: int, fixed: float = 0.0) -> LayerProfile:
@@ -217,7 +217,7 @@ def record_of(
     *,
     rows: int = 4,
     cuts: Sequence[int] = (),
-    link: Link = FAST,
+    link: Link = FAST_LINK,
     known: bool = True,
     **settings: object,
 ) -> RunRecord:

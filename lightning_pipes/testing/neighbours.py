@@ -21,10 +21,10 @@ from typing import Self
 
 from lightning_pipes.ir import PlanError, check_count, check_number, check_type
 
-PERIOD, LONG_PERIOD = 0.02, 2.0
+PERIOD_SECONDS, LONG_PERIOD_SECONDS = 0.02, 2.0
 """The seconds of one period of work and rest, and the seconds of a period of `bursts`."""
-_GROUPS = Path("/sys/fs/cgroup")
-_QUOTA_PERIOD = 10_000
+_CGROUP_PATH = Path("/sys/fs/cgroup")
+_QUOTA_PERIOD_MICROSECONDS = 10_000
 """The period of quotas in microseconds. It is as short as a step, so that all steps are throttled equally."""
 _numbers = count()
 
@@ -76,7 +76,7 @@ def _calls() -> Callable[[], object]:
     return write_bytes
 
 
-KINDS: dict[str, Callable[[], Callable[[], object]]] = {
+NEIGHBOR_KINDS: dict[str, Callable[[], Callable[[], object]]] = {
     "spin": _spin,
     "matmul": _matmul,
     "memory": _memory,
@@ -96,7 +96,7 @@ class Neighbour:
     Entering the context waits until all processes are working.
 
     Args:
-        kind: the kind of work, a key of `KINDS`.
+        kind: the kind of work, a key of `NEIGHBOR_KINDS`.
         intensity: the share of the time in which each process works, above 0 and at most 1.
         core: the core to which the processes are pinned. By default, the system chooses cores.
         processes: the number of processes.
@@ -109,8 +109,8 @@ class Neighbour:
     def __init__(
         self, kind: str, intensity: float = 1.0, core: int | None = None, processes: int = 1, nice: int = 0
     ) -> None:
-        if kind not in KINDS:
-            raise PlanError(f"there is no neighbour {kind!r}; there is {', '.join(KINDS)}")
+        if kind not in NEIGHBOR_KINDS:
+            raise PlanError(f"there is no neighbour {kind!r}; there is {', '.join(NEIGHBOR_KINDS)}")
         check_number("intensity", intensity, "above 0 and at most 1", lambda x: 0 < x <= 1)
         check_count("processes", processes)
         check_type("nice", nice, int)
@@ -179,13 +179,13 @@ class Quota:
     def __enter__(self) -> Self:
         self._before = _group_of(self._process)
         self._group.mkdir()
-        quota = None if self._cores is None else max(1000, round(self._cores * _QUOTA_PERIOD))
+        quota = None if self._cores is None else max(1000, round(self._cores * _QUOTA_PERIOD_MICROSECONDS))
         if (self._group / "cpu.max").exists():
             (self._group / "cpu.weight").write_text(str(self._weight))
-            (self._group / "cpu.max").write_text(f"{quota or 'max'} {_QUOTA_PERIOD}")
+            (self._group / "cpu.max").write_text(f"{quota or 'max'} {_QUOTA_PERIOD_MICROSECONDS}")
         else:
             (self._group / "cpu.shares").write_text(str(round(self._weight * 10.24)))
-            (self._group / "cpu.cfs_period_us").write_text(str(_QUOTA_PERIOD))
+            (self._group / "cpu.cfs_period_us").write_text(str(_QUOTA_PERIOD_MICROSECONDS))
             (self._group / "cpu.cfs_quota_us").write_text(str(quota or -1))
         (self._group / "cgroup.procs").write_text(str(self._process))
         return self
@@ -198,7 +198,7 @@ class Quota:
                 self._group.rmdir()
                 return
             except OSError:  # a process in the group has not ended yet
-                time.sleep(PERIOD)
+                time.sleep(PERIOD_SECONDS)
 
 
 def why_no_quota() -> str | None:
@@ -221,7 +221,7 @@ def why_no_quota() -> str | None:
 
 def _home() -> Path:
     """Return the control group that contains all other groups."""
-    return _GROUPS / "cpu" if (_GROUPS / "cpu" / "cgroup.procs").exists() else _GROUPS
+    return _CGROUP_PATH / "cpu" if (_CGROUP_PATH / "cpu" / "cgroup.procs").exists() else _CGROUP_PATH
 
 
 def _group_of(process: int) -> Path:
@@ -229,7 +229,7 @@ def _group_of(process: int) -> Path:
     for line in Path(f"/proc/{process}/cgroup").read_text().splitlines():
         number, controllers, path = line.split(":", 2)
         found = _home() / path.lstrip("/")
-        if ("cpu" in controllers.split(",") or (number == "0" and _home() == _GROUPS)) and found.exists():
+        if ("cpu" in controllers.split(",") or (number == "0" and _home() == _CGROUP_PATH)) and found.exists():
             return found
     return _home()
 
@@ -240,7 +240,7 @@ def main(arguments: Sequence[str]) -> None:
     if int(core) >= 0:
         os.sched_setaffinity(0, {int(core)})
     os.nice(int(nice))
-    work, period = KINDS[kind](), LONG_PERIOD if kind == "bursts" else PERIOD
+    work, period = NEIGHBOR_KINDS[kind](), LONG_PERIOD_SECONDS if kind == "bursts" else PERIOD_SECONDS
     work()
     os.write(1, b"!")
     began, busy = time.monotonic(), float(intensity) * period

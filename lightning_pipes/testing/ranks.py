@@ -51,7 +51,7 @@ def scale_timeout(seconds: float, least: float = 4.0) -> float:
 # server that loses one query in fifty, one test in ten would take five seconds longer.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-PRELOAD = [
+PRELOADED_MODULES = [
     "torch",
     "torch.distributed",
     "lightning.pytorch",
@@ -131,7 +131,7 @@ def watch_ranks(
     Failures of ranks do not raise an exception, and no process survives. The arguments are the same as for `run_ranks`.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context.set_forkserver_preload(PRELOADED_MODULES)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes = [context.Pipe(duplex=False) for _ in range(n)]
     started = time.monotonic()
@@ -302,7 +302,7 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-TOKEN = "LIGHTNING_PIPES_RUN"
+RUN_VARIABLE = "LIGHTNING_PIPES_RUN"
 """The name of an environment variable that all processes of a run inherit."""
 _LAUNCHER_PREFIXES = ("TORCHELASTIC_", "SLURM_", "PET_", "LIGHTNING_PIPES_")
 _LAUNCHER_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
@@ -320,7 +320,7 @@ def run_environment(token: str, temporary: Path) -> dict[str, str]:
         if name not in _LAUNCHER_NAMES and not name.startswith(_LAUNCHER_PREFIXES)
     }
     return own | {
-        TOKEN: token,
+        RUN_VARIABLE: token,
         "TMPDIR": str(temporary),
         "TORCHINDUCTOR_CACHE_DIR": str(temporary.parent),  # created when torch is imported
         "OMP_NUM_THREADS": "1",
@@ -338,7 +338,7 @@ def find_processes(token: str) -> dict[int, dict[str, str]]:
             continue
         if token.encode() in text:
             env = dict(pair.split("=", 1) for pair in text.decode(errors="replace").split("\0") if "=" in pair)
-            if env.get(TOKEN) == token:
+            if env.get(RUN_VARIABLE) == token:
                 found[int(path.parent.name)] = env
     return found
 

@@ -13,7 +13,7 @@ from lightning_pipes.engine import Engine, Item, LoopbackTransport, Mailbox, Sta
 from lightning_pipes.engine.compute.stage import NOTHING_SHARED, RankResources
 from lightning_pipes.ir import Plan, Policy, Program, Span
 
-WIDTH = 3
+MODEL_WIDTH = 3
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class Gradients:
 
 def _layers(plan: Plan, job: int) -> list[nn.Linear]:
     torch.manual_seed(job)
-    return [nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(plan.n_stages)]
+    return [nn.Linear(MODEL_WIDTH, MODEL_WIDTH, dtype=torch.float64) for _ in range(plan.n_stages)]
 
 
 def _batch(job: int, number: int, rows: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * job + number)
-    return torch.randn(rows, WIDTH, dtype=torch.float64, generator=generator)
+    return torch.randn(rows, MODEL_WIDTH, dtype=torch.float64, generator=generator)
 
 
 def _rows(plan: Plan, job: int, rows: int) -> int:

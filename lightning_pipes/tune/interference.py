@@ -23,15 +23,15 @@ from lightning_pipes.ir.clock import read_seconds
 from lightning_pipes.planning.replanning import HostedStage
 from lightning_pipes.testing.neighbours import Neighbour, Quota, why_no_quota
 
-LEAST_STEPS = 5
+MIN_OBSERVED_STEPS = 5
 """The smallest number of steps in one observation."""
-PASSES = 4
+N_PASSES = 4
 """The number of observations of each stage next to each neighbor."""
-WEIGHT = 800
+CPU_WEIGHT = 800
 """The CPU weight of the control group that runs this process and its neighbors."""
 NONE = "none"
 """The kind of an absent neighbor. Other processes may run on the machine anyway."""
-SOLO = 0.1
+SOLO_QUANTILE = 0.1
 """The quantile of step times without a neighbor that counts as the time of an undisturbed step.
 
 It is a low quantile, because other processes of the machine disturb some of the steps.
@@ -76,12 +76,12 @@ class TimedStage:
     @property
     def solo(self) -> float:
         """Seconds of a step without a neighbor."""
-        return float(np.quantile([whole for _, whole in self.alone], SOLO))
+        return float(np.quantile([whole for _, whole in self.alone], SOLO_QUANTILE))
 
     @property
     def stage_load(self) -> HostedStage:
         """The stage in the form that planners use."""
-        forward = float(np.quantile([part for part, _ in self.alone], SOLO))
+        forward = float(np.quantile([part for part, _ in self.alone], SOLO_QUANTILE))
         backward = max(0.0, self.solo - forward)
         return HostedStage(1, self._rows, forward, backward, self._weights, self._weights, self._saved, self._sent)
 
@@ -141,7 +141,7 @@ def settings(quick: bool, core: int, other: int | None) -> list[Background]:
     found = [Background(kind, lambda k=kind, a=arguments: Neighbour(k, **a)) for kind, arguments in wanted]  # type: ignore[misc]
     if why_no_quota() is None:
         shares = (0.5, 0.3) if quick else (0.6, 0.4, 0.25)
-        found += [Background("quota", lambda s=share: Quota(s, weight=WEIGHT)) for share in shares]  # type: ignore[misc]
+        found += [Background("quota", lambda s=share: Quota(s, weight=CPU_WEIGHT)) for share in shares]  # type: ignore[misc]
     return found + [Background(NONE, nullcontext)] * (3 if quick else 6)
 
 
@@ -213,7 +213,7 @@ def sample_metrics() -> Iterator[Callable[[], dict[str, float]]]:
 
 
 def collect_windows(quick: bool, seconds: float, progress: Callable[[str, float], None]) -> list[NeighbourWindow]:
-    """Observe each stage next to each neighbor `PASSES` times for `seconds` seconds, in random order.
+    """Observe each stage next to each neighbor `N_PASSES` times for `seconds` seconds, in random order.
 
     If control groups are available, this process and its neighbors get a higher CPU weight than the other work on the
     machine, which would distort the measurements.
@@ -233,12 +233,12 @@ def collect_windows(quick: bool, seconds: float, progress: Callable[[str, float]
     beside = settings(quick, core, other)
     made = stages((1,) if quick else (1, 2))
     try:
-        with nullcontext() if why else Quota(None, weight=WEIGHT):
+        with nullcontext() if why else Quota(None, weight=CPU_WEIGHT):
             for number, setting in enumerate(chance.sample(beside, len(beside))):
                 os.sched_setaffinity(0, all_cores)  # neighbours check their core
                 with setting.beside(), sample_metrics() as look:
                     os.sched_setaffinity(0, {core})
-                    for turn, stage in [(n % 2, s) for n in range(PASSES) for s in chance.sample(made, len(made))]:
+                    for turn, stage in [(n % 2, s) for n in range(N_PASSES) for s in chance.sample(made, len(made))]:
                         found = _window(stage, seconds, look, setting.kind)
                         collected.looks.setdefault((number, setting.kind, stage, turn), []).append(found)
                 if number % 10 == 9:
@@ -256,7 +256,7 @@ def _window(
     look()
     times: list[tuple[float, float]] = []
     began = read_seconds()
-    while read_seconds() - began < seconds or len(times) < LEAST_STEPS:
+    while read_seconds() - began < seconds or len(times) < MIN_OBSERVED_STEPS:
         times.append(stage.step())
     seen = look()
     if kind == NONE:

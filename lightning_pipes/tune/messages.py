@@ -24,8 +24,10 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from lightning_pipes.ir import InputError, PipelineError, PlanError
 from lightning_pipes.tune.private_hydra import value_of
 
-HYDRA_RAISES = "HYDRA_FULL_ERROR"  # if it is 1, Hydra raises errors instead of printing them
-OURS = "LIGHTNING_PIPES_SET_HYDRA_FULL_ERROR"  # marks for child processes that HYDRA_FULL_ERROR is not the user's
+HYDRA_ERROR_VARIABLE = "HYDRA_FULL_ERROR"  # if it is 1, Hydra raises errors instead of printing them
+OWN_MARK_VARIABLE = (
+    "LIGHTNING_PIPES_SET_HYDRA_FULL_ERROR"  # marks for child processes that HYDRA_FULL_ERROR is not the user's
+)
 
 
 @contextmanager
@@ -35,16 +37,16 @@ def plain_errors() -> Iterator[None]:
     Other errors keep their traceback. Use this context manager around the call of a function that `hydra.main`
     decorates. With HYDRA_FULL_ERROR=1, it does nothing.
     """
-    if os.environ.get(HYDRA_RAISES) == "1" and OURS not in os.environ:
+    if os.environ.get(HYDRA_ERROR_VARIABLE) == "1" and OWN_MARK_VARIABLE not in os.environ:
         yield
         return
-    os.environ.update({HYDRA_RAISES: "1", OURS: "1"})
+    os.environ.update({HYDRA_ERROR_VARIABLE: "1", OWN_MARK_VARIABLE: "1"})
     try:
         yield
     except (HydraException, OmegaConfBaseException, PipelineError) as error:
-        raise SystemExit(f"\n{explain_error(error)}\n\nFor the traceback: {HYDRA_RAISES}=1") from None
+        raise SystemExit(f"\n{explain_error(error)}\n\nFor the traceback: {HYDRA_ERROR_VARIABLE}=1") from None
     finally:
-        for name in (HYDRA_RAISES, OURS):
+        for name in (HYDRA_ERROR_VARIABLE, OWN_MARK_VARIABLE):
             os.environ.pop(name, None)
 
 

@@ -132,7 +132,7 @@ def own_logging(config: DictConfig | None, suffix: str) -> Iterator[None]:
             handler.close()
 
 
-_DIGITS = re.compile("[0-9]+")
+_DIGITS_PATTERN = re.compile("[0-9]+")
 _log = logging.getLogger(__name__)
 
 
@@ -316,7 +316,7 @@ def check_names(received: tuple[str, str], own: tuple[str, str]) -> None:
         InputError: the names differ in more than digits.
     """
     for what, theirs, ours in zip(("hydra.sweep.dir", "hydra.job.name"), received, own, strict=True):
-        if _DIGITS.sub("0", theirs) != _DIGITS.sub("0", ours):
+        if _DIGITS_PATTERN.sub("0", theirs) != _DIGITS_PATTERN.sub("0", ours):
             raise InputError(
                 f"{what} is {theirs!r} on rank 0, and {ours!r} on this rank. The hosts of this run share no secret, so "
                 f"another user may have sent it. Set {SECRET} to the same long random text on all hosts, or {what} to "

@@ -18,12 +18,12 @@ from omegaconf import OmegaConf
 
 from lightning_pipes.ir import PipelineError
 
-RESOLVER = "lightning_pipes.run_name"
-_TIMEOUT = timedelta(minutes=5)
-_KEY = "lightning_pipes/run_name"
-_FILE = "lightning_pipes_run_name"
-_FORM = re.compile(r"\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d", re.ASCII)
-_TRIES = 100
+RESOLVER_NAME = "lightning_pipes.run_name"
+_NAME_TIMEOUT = timedelta(minutes=5)
+_NAME_KEY = "lightning_pipes/run_name"
+_NAME_FILE = "lightning_pipes_run_name"
+_NAME_PATTERN = re.compile(r"\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d", re.ASCII)
+_MAX_NAME_ATTEMPTS = 100
 _log = logging.getLogger(__name__)
 
 
@@ -51,7 +51,7 @@ def run_name() -> str:
 
 def register() -> None:
     """Register the resolver with OmegaConf. Its result is cached."""
-    OmegaConf.register_new_resolver(RESOLVER, run_name, replace=True, use_cache=True)
+    OmegaConf.register_new_resolver(RESOLVER_NAME, run_name, replace=True, use_cache=True)
 
 
 def _torchrun_name(now: str) -> str:
@@ -83,7 +83,7 @@ def _torchrun_name(now: str) -> str:
             "time in the name of the run's directory. Set %s to the same long random text on all hosts",
             SECRET,
         )
-    store: Any = launcher_store(_TIMEOUT)
+    store: Any = launcher_store(_NAME_TIMEOUT)
     name = _kept_in_store(store if seal is None else SignedStore(store, seal), now)  # also for hosts that join later
     return name if folder is None else _kept_in_folder(folder, name)
 
@@ -91,9 +91,9 @@ def _torchrun_name(now: str) -> str:
 def _kept_in_store(store: Any, now: str) -> str:
     """Return the first name in the store. A value that is not a name is replaced."""
     before = b""
-    for _ in range(_TRIES):
-        found = bytes(store.compare_set(_KEY, before, now.encode()))
-        if _FORM.fullmatch(found.decode(errors="replace")):
+    for _ in range(_MAX_NAME_ATTEMPTS):
+        found = bytes(store.compare_set(_NAME_KEY, before, now.encode()))
+        if _NAME_PATTERN.fullmatch(found.decode(errors="replace")):
             return found.decode()
         before = found
     raise PipelineError(
@@ -103,8 +103,8 @@ def _kept_in_store(store: Any, now: str) -> str:
 
 def _kept_in_folder(folder: Path, now: str) -> str:
     """Return the first name in the directory."""
-    file = folder / _FILE
-    own = folder / f"{_FILE}.{secrets.token_hex(8)}"
+    file = folder / _NAME_FILE
+    own = folder / f"{_NAME_FILE}.{secrets.token_hex(8)}"
     own.write_text(now)
     with suppress(FileExistsError):
         os.link(own, file)  # the file appears atomically, with its content

@@ -23,8 +23,8 @@ from omegaconf import MISSING, OmegaConf
 from lightning_pipes.ir.checks import InputError
 from lightning_pipes.ir.registry import schedule_factory
 
-MAKE_SCHEDULE = "lightning_pipes.ir.registry.make_schedule"
-MAKE_CLUSTER = "lightning_pipes.cost.cluster.make_cluster"
+SCHEDULE_FACTORY = "lightning_pipes.ir.registry.make_schedule"
+CLUSTER_FACTORY = "lightning_pipes.cost.cluster.make_cluster"
 
 
 @dataclass
@@ -34,7 +34,7 @@ class ScheduleSettings:
     `hydra.utils.instantiate(cfg.schedule)` creates the schedule.
     """
 
-    _target_: str = MAKE_SCHEDULE
+    _target_: str = SCHEDULE_FACTORY
     name: str = MISSING
 
 
@@ -172,7 +172,7 @@ class LinkSettings:
 class ClusterSettings:
     """Equal devices on equal hosts. `hydra.utils.instantiate(cfg.cluster)` creates the Cluster."""
 
-    _target_: str = MAKE_CLUSTER
+    _target_: str = CLUSTER_FACTORY
     hosts: int = 1
     devices_per_host: int = 1
     memory: str | None = None  # memory of a device, such as 16GiB; null for no limit
@@ -263,13 +263,15 @@ SCHEMAS: dict[str, type] = {
 }
 
 
-GROUP = "lightning_pipes/schema"
-CONF = Path(__file__).parent.parent / "conf"
+SCHEMA_GROUP = "lightning_pipes/schema"
+CONFIG_PATH = Path(__file__).parent.parent / "conf"
 
 
 def our_schedules() -> list[str]:
     """Return the names of the files in conf/schedule/ that belong to an installed schedule."""
-    return sorted(path.stem for path in (CONF / "schedule").glob("*.yaml") if f"schedule/{path.stem}" not in SCHEMAS)
+    return sorted(
+        path.stem for path in (CONFIG_PATH / "schedule").glob("*.yaml") if f"schedule/{path.stem}" not in SCHEMAS
+    )
 
 
 def register() -> None:
@@ -278,7 +280,7 @@ def register() -> None:
     PATH is the path of the file in conf/.
     """
     for path, schema in SCHEMAS.items():
-        group, _, name = f"{GROUP}/{path}".rpartition("/")
+        group, _, name = f"{SCHEMA_GROUP}/{path}".rpartition("/")
         ConfigStore.instance().store(group=group, name=name, node=schema, provider="lightning_pipes")
     for name in our_schedules():
-        register_schedule(name, f"{GROUP}/schedule")
+        register_schedule(name, f"{SCHEMA_GROUP}/schedule")

@@ -12,14 +12,14 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
-_PLUGINS = "hydra_plugins.lightning_pipes"
+_PLUGIN_PACKAGE = "hydra_plugins.lightning_pipes"
 
 
 @dataclass
 class JobArraySettings:
     """The jobs of a multirun run as siblings that share one pipeline."""
 
-    _target_: str = f"{_PLUGINS}.job_array.JobArrayLauncher"
+    _target_: str = f"{_PLUGIN_PACKAGE}.job_array.JobArrayLauncher"
     array_size: Any = 4  # jobs at a time; twice the number of stages keeps all busy; auto: as `memory` allows
     memory: Any = None  # arguments of MemorySwap, such as {device_bytes: 8000000000}; null: states stay on devices
 
@@ -31,7 +31,7 @@ class OptunaSettings:
     The search space is given by sweeps, such as `optimizer.lr=tag(log,interval(1e-4,1e-1))`.
     """
 
-    _target_: str = f"{_PLUGINS}.optuna_sweeper.OptunaSweeper"
+    _target_: str = f"{_PLUGIN_PACKAGE}.optuna_sweeper.OptunaSweeper"
     _recursive_: bool = False
     defaults: list[Any] = field(default_factory=lambda: ["_self_", {"sampler": "tpe"}, {"pruner": "none"}])
     sampler: Any = MISSING

@@ -113,7 +113,7 @@ def _awaited(ready: Sequence[Instruction], view: RankView, plan: Plan) -> Instru
     return None
 
 
-MICROBATCHES = 1
+DEFAULT_MICROBATCHES = 1
 """The default number of micro-batches.
 
 On real layers, a whole batch is fastest. Smaller micro-batches use a device less efficiently, and each of them adds
@@ -132,7 +132,7 @@ class SubnetPlanner(Planner):
     """
 
     def plan(self, problem: Problem) -> Plan:
-        return EvenPlanner().plan(replace(problem, microbatches=problem.microbatches or MICROBATCHES))
+        return EvenPlanner().plan(replace(problem, microbatches=problem.microbatches or DEFAULT_MICROBATCHES))
 
     def profile_sizes(self, rows: int, stages: int, microbatches: int | None) -> tuple[int, ...]:
-        return super().profile_sizes(rows, stages, microbatches or MICROBATCHES)
+        return super().profile_sizes(rows, stages, microbatches or DEFAULT_MICROBATCHES)

@@ -13,9 +13,9 @@ from lightning_pipes.strategies.dynpipe.partitions import Cuts, spans_of
 from lightning_pipes.strategies.dynpipe.repartition import WindowReplay
 
 Array = npt.NDArray[np.float64]
-BETTER = 0.002
+MIN_RULE_GAIN = 0.002
 """The minimum share of time by which another rule must have been better than choosing by few observations."""
-STAYS = 2
+EVALUATION_PERIODS = 2
 """The duration for which a new partition is evaluated, as a multiple of the observations needed for a move.
 
 The planner needs the same number of observations again before it can make the next move.
@@ -64,11 +64,11 @@ def looks_that_count(
     numbers = [shortest]
     while 2 * numbers[-1] < len(seconds):
         numbers.append(2 * numbers[-1])
-    then = np.stack([seconds[now : now + STAYS * shortest].mean(axis=0) for now in range(len(seconds))])
+    then = np.stack([seconds[now : now + EVALUATION_PERIODS * shortest].mean(axis=0) for now in range(len(seconds))])
     totals = [_total(seconds, then, at, number, least) for number in numbers]
     longer = int(np.argmin(totals))
     stay = min(stays, key=lambda n: float(then[1:, n].sum()))
-    enough = (1 - BETTER) * totals[0]
+    enough = (1 - MIN_RULE_GAIN) * totals[0]
     stays_for = then[1:, stay].sum()
     if stays_for != totals[0] and stays_for < min(totals[0], totals[longer]) + least / 2 * seconds[:, at].mean():
         return len(seconds), stay

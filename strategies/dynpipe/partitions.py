@@ -13,7 +13,7 @@ from lightning_pipes.ir import PlanError, Span
 
 Cuts = npt.NDArray[np.int64]
 """One partition per row: the layers at which stages 0, 1, ... begin, followed by the number of layers."""
-MOST_STAGES = 9
+MAX_LISTED_STAGES = 9
 """The maximum number of stages for which all neighbors of a partition are listed, up to 3 ** 8 of them.
 
 With more stages, only one cut moves at a time.
@@ -39,7 +39,7 @@ def list_neighbours(at: Sequence[int], may: Sequence[int], layers: int) -> Cuts:
     places = sorted({*may, *at})
     number = {place: n for n, place in enumerate(places)}
     options = [[places[m] for m in (number[a], number[a] - 1, number[a] + 1) if 0 <= m < len(places)] for a in at]
-    if len(at) < MOST_STAGES:
+    if len(at) < MAX_LISTED_STAGES:
         found = [*product(*options)]
     else:
         found = [tuple(at), *((*at[:n], o, *at[n + 1 :]) for n, those in enumerate(options) for o in those[1:])]
@@ -85,9 +85,9 @@ def _closed(inner: Cuts, layers: int) -> Cuts:
 
 
 Array = npt.NDArray[np.float64]
-ALIKE = 0.05
+EQUAL_LAYER_TOLERANCE = 0.05
 """The relative difference below which two layers count as equally heavy, because measurements are not more precise."""
-MOST_PARTITIONS = 20_000
+MAX_PARTITIONS = 20_000
 """The maximum number of partitions that are evaluated at a time."""
 
 
@@ -97,7 +97,8 @@ def condense_layers(weights: Sequence[float], k: int) -> tuple[int, ...]:
     Each of the k heaviest layers ends a block, which begins after the block before it. The last block also contains all
     layers that follow, which the paper does not mention. The seconds, parameters and memory of a block are sums from
     the layer after the previous kept layer to this one, not of its last two layers as printed. The output of a block is
-    the output of its last layer. Among layers that are equally heavy, within `ALIKE`, evenly spaced ones are kept.
+    the output of its last layer. Among layers that are equally heavy, within `EQUAL_LAYER_TOLERANCE`, evenly spaced
+    ones are kept.
 
     Args:
         weights: for each layer, the seconds of its forward and backward, and of its output and the gradient of its
@@ -115,7 +116,7 @@ def condense_layers(weights: Sequence[float], k: int) -> tuple[int, ...]:
     kept: list[int] = []
     left = sorted(range(n), key=lambda layer: -weights[layer])
     while len(kept) < k:
-        least = weights[left[0]] * (1 - ALIKE)
+        least = weights[left[0]] * (1 - EQUAL_LAYER_TOLERANCE)
         same = sorted(layer for layer in left if weights[layer] >= least)
         left = [layer for layer in left if weights[layer] < least]
         free = min(k - len(kept), len(same))
@@ -124,9 +125,9 @@ def condense_layers(weights: Sequence[float], k: int) -> tuple[int, ...]:
 
 
 def affordable_blocks(stages: int, layers: int) -> int:
-    """Return the largest number of blocks with at most `MOST_PARTITIONS` partitions, at least one block per stage."""
+    """Return the largest number of blocks with at most `MAX_PARTITIONS` partitions, at least one block per stage."""
     k = stages
-    while k < layers and comb(k, stages - 1) <= MOST_PARTITIONS:
+    while k < layers and comb(k, stages - 1) <= MAX_PARTITIONS:
         k += 1
     return k
 

@@ -17,7 +17,7 @@ from lightning_pipes.planning.planner import BLOCKING, EvenPlanner, Problem, sol
 from lightning_pipes.planning.replanning import MAX_OBSERVATIONS, FreeBytes, Interference, Observation
 from lightning_pipes.strategies.dynpipe.history import History
 from lightning_pipes.strategies.dynpipe.repartition import (
-    WHOLE,
+    FULL_SEARCH,
     PartitionChange,
     Search,
     WindowReplay,
@@ -28,7 +28,7 @@ from lightning_pipes.strategies.dynpipe.repartition import (
 from lightning_pipes.strategies.dynpipe.slowdown import SlowdownModel
 from lightning_pipes.strategies.dynpipe.work_estimation import estimate_work
 
-RELIEF = 1.5
+OVERLAP_MEMORY_FACTOR = 1.5
 """The multiple of the low mark that has to be free on all devices before batches overlap again."""
 
 
@@ -51,8 +51,8 @@ class MemoryGuard:
     def should_serialize(self, free: Sequence[FreeBytes], serialized: bool) -> bool:
         """Return whether batches have to run one after another now.
 
-        This ends when all devices have at least `RELIEF` times the low mark free. Without a low mark, it ends when the
-        free memory has not dropped recently.
+        This ends when all devices have at least `OVERLAP_MEMORY_FACTOR` times the low mark free. Without a low mark, it
+        ends when the free memory has not dropped recently.
 
         Args:
             free: the free bytes before each of the last batches, the oldest first.
@@ -61,15 +61,15 @@ class MemoryGuard:
         now = free[-1]
         if self.short_ranks(now) or any(self._falls(before, now) for before in free):
             return True
-        return serialized and not all(each is None or each >= RELIEF * (self.low or 0) for each in now)
+        return serialized and not all(each is None or each >= OVERLAP_MEMORY_FACTOR * (self.low or 0) for each in now)
 
     def short_ranks(self, now: FreeBytes) -> dict[int, float]:
         """Return the number of missing bytes by rank, for devices below the low mark.
 
-        These are the bytes by which the free memory is below `RELIEF` times the low mark.
+        These are the bytes by which the free memory is below `OVERLAP_MEMORY_FACTOR` times the low mark.
         """
         low = self.low or 0
-        return {n: RELIEF * low - each for n, each in enumerate(now) if each is not None and each < low}
+        return {n: OVERLAP_MEMORY_FACTOR * low - each for n, each in enumerate(now) if each is not None and each < low}
 
     def _falls(self, before: FreeBytes, now: FreeBytes) -> bool:
         if self.drop is None:
@@ -78,16 +78,17 @@ class MemoryGuard:
         return any(b < (1 - self.drop) * a for a, b in known)
 
 
-PATIENT = 8
+MAX_PENALTY_OBSERVATIONS = 8
 """The number of observations for which a move with a wrong prediction is remembered."""
-DOUBT = 2.0
-"""The multiple of the last move's prediction error that the next move has to save, within `PATIENT` observations."""
-ANYWAY = 8
+ERROR_FACTOR = 2.0
+"""The multiple of the last move's prediction error that the next move has to save, within `MAX_PENALTY_OBSERVATIONS`
+observations."""
+MAX_IDLE_OBSERVATIONS = 8
 """The number of observations after which partitions are evaluated even without a change, because times may drift."""
-RISEN = 1.1
+MIN_SLOWDOWN_INCREASE = 1.1
 """The factor by which the slowdown of a device must have increased to count as slower than before."""
 
-_UNGUARDED = MemoryGuard()
+_NO_MEMORY_GUARD = MemoryGuard()
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,8 @@ class DynPlanner(EvenPlanner):
     have to hold in each of the last `windows` observations, or on average over more of them if this rule would have
     been better so far (see `history.looks_that_count`). If neighbors come and go, this means that layers soon stay
     where they are. A slowdown that affects all stages equally does not move layers either. If a move did not save the
-    predicted time, the next move has to save `DOUBT` times the difference for a while, or lead back to the earlier
-    plan, because the profile of the layers may be wrong.
+    predicted time, the next move has to save `ERROR_FACTOR` times the difference for a while, or lead back to the
+    earlier plan, because the profile of the layers may be wrong.
 
     Without a profile of the layers, the times of other partitions are unknown, and layers do not move.
 
@@ -120,14 +121,14 @@ class DynPlanner(EvenPlanner):
     windows: int = 2
     gain: float = 0.05
     horizon: int = 1000
-    search: Search = WHOLE
+    search: Search = FULL_SEARCH
     predictor: Interference | None = field(default=None, compare=False)
-    guard: MemoryGuard = _UNGUARDED
+    guard: MemoryGuard = _NO_MEMORY_GUARD
     wants_profile: ClassVar[bool] = True
 
     @property
     def guards_memory(self) -> bool:
-        return self.guard != _UNGUARDED
+        return self.guard != _NO_MEMORY_GUARD
 
     def should_serialize(self, free: Sequence[FreeBytes], serialized: bool) -> bool:
         return self.guard.should_serialize(free, serialized)
@@ -161,7 +162,7 @@ class DynPlanner(EvenPlanner):
             return None
         order = schedule.program(plan)
         windows = self._windows(every[-self.windows :], problem, order)
-        reserve = RELIEF * (self.guard.low or 0)
+        reserve = OVERLAP_MEMORY_FACTOR * (self.guard.low or 0)
         cuts = partitions_of(windows, problem.deployment, problem.tied, self.search, reserve)
         if not len(cuts):
             return None
@@ -226,10 +227,10 @@ class DynPlanner(EvenPlanner):
         """Return whether partitions have to be evaluated again.
 
         This is the case if the time of a stage changed by more than `gain` between the observations, if the number of
-        observations is `windows` times a power of two, or after every `ANYWAY` observations. Otherwise, the result
-        would be the same as the last one.
+        observations is `windows` times a power of two, or after every `MAX_IDLE_OBSERVATIONS` observations. Otherwise,
+        the result would be the same as the last one.
         """
-        if problem.remaining is not None and problem.remaining // self.every % ANYWAY == 0:
+        if problem.remaining is not None and problem.remaining // self.every % MAX_IDLE_OBSERVATIONS == 0:
             return True
         if len(looks) < MAX_OBSERVATIONS and log2(len(looks) / self.windows).is_integer():
             return True
@@ -270,10 +271,14 @@ class DynPlanner(EvenPlanner):
         was = then.now.plan
         (promised,) = then.predict_change(plan.layers).new
         stages = zip(windows.now.stage_slowdowns(), then.now.stage_slowdowns(), plan.layers, was.layers, strict=True)
-        got = [now > RISEN * old for now, old, has, had in stages if has.start < had.start or has.stop > had.stop]
+        got = [
+            now > MIN_SLOWDOWN_INCREASE * old
+            for now, old, has, had in stages
+            if has.start < had.start or has.stop > had.stop
+        ]
         doubt = 0.0
-        if any(got) and looks <= PATIENT:
-            doubt = DOUBT * max(0.0, windows.old[-1] - promised) / windows.old[-1]
+        if any(got) and looks <= MAX_PENALTY_OBSERVATIONS:
+            doubt = ERROR_FACTOR * max(0.0, windows.old[-1] - promised) / windows.old[-1]
         return _LastMove(was, then.old[0], doubt, any(got))
 
 
@@ -284,7 +289,7 @@ class _LastMove:
     Attributes:
         plan: the plan before the move.
         seconds: the seconds of a step of this plan in its last window.
-        doubt: the share of a step by which the prediction of the move was wrong, multiplied by `DOUBT`.
+        doubt: the share of a step by which the prediction of the move was wrong, multiplied by `ERROR_FACTOR`.
         risen: whether a device that received layers is slower now than before the move. If so, the layers may be slower
             than their profile.
     """

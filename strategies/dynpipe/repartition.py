@@ -26,9 +26,9 @@ from lightning_pipes.strategies.dynpipe.partitions import (
 from lightning_pipes.strategies.dynpipe.slowdown import SlowdownModel
 
 Array = npt.NDArray[np.float64]
-SIMULATED = 64
+MAX_SIMULATED_PARTITIONS = 64
 """The number of partitions with the lowest bounds that are simulated with mean durations."""
-REPLAYED = 12
+MAX_REPLAYED_PARTITIONS = 12
 """The number of these partitions that are simulated with the duration of every single operation."""
 
 
@@ -60,7 +60,7 @@ class Search:
     incremental: bool = False
 
 
-WHOLE = Search()
+FULL_SEARCH = Search()
 
 
 class WindowReplay:
@@ -133,11 +133,11 @@ def find_partition(windows: WindowReplay, cuts: Cuts, least: float = 0.0) -> Par
         return None
     means = windows.mean_durations(cuts)
     bounds = step_bounds(means, windows.now.plan, windows.order.is_endless)
-    first = np.argsort(bounds, kind="stable")[:SIMULATED]
+    first = np.argsort(bounds, kind="stable")[:MAX_SIMULATED_PARTITIONS]
     if bounds[first[0]] > (1 - least) * np.mean(windows.old):
         return None
     seconds = windows.estimate_steps({key: table[first] if len(table) > 1 else table for key, table in means.items()})
-    chosen = cuts[first[np.argsort(seconds, kind="stable")[:REPLAYED]]]
+    chosen = cuts[first[np.argsort(seconds, kind="stable")[:MAX_REPLAYED_PARTITIONS]]]
     return windows.predict_change(spans_of(chosen[int(windows.mean_step(chosen).argmin())]))
 
 
@@ -145,7 +145,7 @@ def partitions_of(
     windows: WindowReplay,
     deployment: Deployment | None = None,
     tied: Sequence[Sequence[int]] = (),
-    search: Search = WHOLE,
+    search: Search = FULL_SEARCH,
     reserve: float = 0.0,
 ) -> Cuts:
     """Return the partitions between blocks of the condensed model that fit into memory, without the current partition.
@@ -171,7 +171,7 @@ def partitions_that_free(
     reserve: float,
     deployment: Deployment | None = None,
     tied: Sequence[Sequence[int]] = (),
-    search: Search = WHOLE,
+    search: Search = FULL_SEARCH,
 ) -> Cuts:
     """Return the partitions that free memory on devices that are short of it (DynPipe, S V-B2).
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_pipes.cost import Deployment, ModelProfile
-from lightning_pipes.ir import RECOMPUTES, Kind, Plan
+from lightning_pipes.ir import RECOMPUTE_KINDS, Kind, Plan
 from lightning_pipes.planning.replanning import HostedStage, Interference, Observation, sends_of
 from lightning_pipes.strategies.dynpipe.partitions import Cuts
 
@@ -104,7 +104,9 @@ class SlowdownModel:
         sizes, which = np.unique(self._rows, return_inverse=True)
         for kind in self.plan.compute_kinds:
             sums = [self._sums(kind, int(rows)) for rows in sizes]
-            forward = [self._sums(Kind.F, int(rows)) for rows in sizes] if any(again) and kind in RECOMPUTES else None
+            forward = (
+                [self._sums(Kind.F, int(rows)) for rows in sizes] if any(again) and kind in RECOMPUTE_KINDS else None
+            )
             for stage in range(self.plan.n_stages):
                 each = np.stack([self._stage(parts, cuts, stage) for parts in sums], axis=1)
                 if forward is not None and again[stage]:

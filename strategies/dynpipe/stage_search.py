@@ -19,11 +19,11 @@ from lightning_pipes.planning.replanning import Replay
 from lightning_pipes.strategies.dynpipe.meshes import DeviceMesh, Pricing, list_meshes
 from lightning_pipes.strategies.pipedream import PipeDream
 
-SIMULATED = 40
+MAX_SIMULATED_ASSIGNMENTS = 40
 """The number of assignments with the lowest bounds that are simulated for each number of stages."""
-FRONT = 12
+MAX_PARTIAL_ASSIGNMENTS = 12
 """The number of partial assignments that are kept for the same remaining layers and devices."""
-RISES = 2
+MAX_INCREASES = 2
 """The number of consecutive increases of the total time after which no further numbers of stages are tried."""
 
 
@@ -163,8 +163,8 @@ def choose_stages(
     for n in stages or range(1, most + 1):
         check_count("stages", n)
         options.append(_option(pricing, n, iterations(n), mode, executable, sharded))
-        rises = sum(a.seconds < b.seconds for a, b in pairwise(options[-RISES - 1 :]))
-        if rises == RISES and not scan_all and not stages:
+        rises = sum(a.seconds < b.seconds for a, b in pairwise(options[-MAX_INCREASES - 1 :]))
+        if rises == MAX_INCREASES and not scan_all and not stages:
             break
     if not options:
         raise InputError("no number of stages to try; give at least one")
@@ -268,7 +268,9 @@ class _Search:
                                 bound = max(least, takes, whole / (self._n - stage))
                                 now[start, device, mesh].append(_Way(bound, whole, ((start, mesh), *rest)))
             fronts = {key: _front(found) for key, found in now.items()}
-        best = sorted((way for ways in fronts.values() for way in ways), key=lambda way: way[:2])[:SIMULATED]
+        best = sorted((way for ways in fronts.values() for way in ways), key=lambda way: way[:2])[
+            :MAX_SIMULATED_ASSIGNMENTS
+        ]
         return self._assigned([way.stages for way in best], true_seconds)
 
     def by_paper(self) -> list[Assignment]:
@@ -320,13 +322,14 @@ class _Search:
 
 
 def _front(ways: list[_Way]) -> list[_Way]:
-    """Return at most `FRONT` ways: the Pareto front of bound and sum, then the others in the order of their bounds."""
+    """Return at most `MAX_PARTIAL_ASSIGNMENTS` ways: the Pareto front of bound and sum, then the others in the order of
+    their bounds."""
     kept: list[_Way] = []
     rest: list[_Way] = []
     for way in sorted(ways, key=lambda way: way[:2]):
         better = not kept or way.way < kept[-1].way
         (kept if better else rest).append(way)
-    return [*kept, *rest][:FRONT]
+    return [*kept, *rest][:MAX_PARTIAL_ASSIGNMENTS]
 
 
 Pipeline = tuple[Sequence[float], Sequence[float]]

@@ -25,21 +25,21 @@ from lightning_pipes.ir import Kind, Plan
 from lightning_pipes.planning.replanning import Observation
 
 Array = npt.NDArray[np.float64]
-BELOW = 0.9
+MIN_WORK_SHARE = 0.9
 """The share of its work by the profile below which a stage counts as too fast. Smaller differences are chance."""
-IMPOSSIBLE, SLOWED, CHANGED = 10.0, 1.0, 0.1
+FASTER_STAGE_COST, SLOWER_STAGE_COST, CHANGED_WORK_COST = 10.0, 1.0, 0.1
 """The costs of an explanation, each multiplied by a logarithm.
 
 They are for a stage that is faster than its work, for a stage that is slower than its work (both for each plan), and
 for a layer that has less work than the profile predicts.
 """
-OWN = 1.5
+MIN_LAYER_SLOWDOWN = 1.5
 """The factor by which a layer must have slowed down, compared with the other layers of its stage, to have more work."""
-SEEN = 0.1
+MIN_LAYER_SHARE = 0.1
 """The minimum additional time of such a layer, as a share of its stage's forward. Smaller differences are chance."""
-STEPS = 64
+MAX_CORRECTIONS = 64
 """The maximum number of corrections."""
-ENOUGH = 1e-6
+MIN_COST_DECREASE = 1e-6
 """The minimum decrease of the cost in each correction."""
 
 
@@ -89,7 +89,7 @@ def find_slow_layers(profile: ModelProfile, plan: Plan, look: Observation) -> Ar
             continue
         others = median_low((took / alone[known]).tolist())
         more = took - others * alone[known]
-        slow = (took > OWN * others * alone[known]) & (more > SEEN * took.sum())
+        slow = (took > MIN_LAYER_SLOWDOWN * others * alone[known]) & (more > MIN_LAYER_SHARE * took.sum())
         factors[np.array(known)[slow]] = (took / (others * alone[known]))[slow]
     return factors
 
@@ -123,13 +123,13 @@ class _Explanation:
         """Return a factor for each part, which is at most 1."""
         factors = np.ones(len(self._alone))
         cost = float(self._costs(factors[None])[0])
-        for _ in range(STEPS):
+        for _ in range(MAX_CORRECTIONS):
             options = self._options(factors)
             if not len(options):
                 break
             costs = self._costs(options)
             best = int(costs.argmin())
-            if costs[best] >= cost - ENOUGH:
+            if costs[best] >= cost - MIN_COST_DECREASE:
                 break
             factors, cost = options[best], float(costs[best])
         return factors
@@ -138,7 +138,7 @@ class _Explanation:
         """Return factors that explain the measured seconds of one stage, with a row for each group that may change."""
         work = factors * self._alone
         whole = self._stages @ work
-        less = self._seconds < BELOW * whole
+        less = self._seconds < MIN_WORK_SHARE * whole
         more = (self._seconds > whole) & (self._stages @ (factors < 1))
         found = []
         for stage in np.flatnonzero(less | more).tolist():
@@ -154,9 +154,13 @@ class _Explanation:
     def _costs(self, factors: Array) -> Array:
         """Return the cost of each row of factors."""
         off = self._logs - np.log((factors * self._alone) @ self._stages.T)
-        impossible = -np.minimum(off - np.log(BELOW), 0.0).sum(axis=1)
+        impossible = -np.minimum(off - np.log(MIN_WORK_SHARE), 0.0).sum(axis=1)
         slowed = np.maximum(off, 0.0).sum(axis=1)
-        return np.asarray(IMPOSSIBLE * impossible + SLOWED * slowed - CHANGED * np.log(factors).sum(axis=1))
+        return np.asarray(
+            FASTER_STAGE_COST * impossible
+            + SLOWER_STAGE_COST * slowed
+            - CHANGED_WORK_COST * np.log(factors).sum(axis=1)
+        )
 
 
 def _fastest(looks: Sequence[tuple[Plan, Observation]], lasting: int) -> tuple[npt.NDArray[np.bool_], Array]:

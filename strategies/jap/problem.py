@@ -17,7 +17,7 @@ from lightning_pipes.strategies.jap.solvers.tables import Blocks, Path, Sequence
 
 Array = npt.NDArray[np.int64]
 
-TIMES = ("forward", "backward", "recompute", "update", "switch", "transfer", "transfer_back")
+BLOCK_TIMES = ("forward", "backward", "recompute", "update", "switch", "transfer", "transfer_back")
 
 
 def _nothing() -> Array:
@@ -72,7 +72,7 @@ class ArrayProblem:
         shape = np.shape(self.forward)
         if len(shape) != 2 or 0 in shape:
             raise InputError(f"an array needs times of shape (jobs, stages), at least one of each; got {shape}")
-        for name in TIMES:
+        for name in BLOCK_TIMES:
             given = np.asarray(getattr(self, name))
             times = np.zeros(shape, np.int64) if given.size == 0 else given
             if times.shape != shape or not np.issubdtype(times.dtype, np.integer) or times.min() < 0:

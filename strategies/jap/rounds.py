@@ -11,16 +11,16 @@ from lightning_pipes.ir import STEP, B, F, Instruction, Kind, Plan, Program, che
 from lightning_pipes.ir.checks import lookup_name
 from lightning_pipes.strategies.jap.problem import Array, ArrayProblem, ArraySolution, problem_from_plan
 from lightning_pipes.strategies.jap.solvers.proof import prove_order, require_ortools
-from lightning_pipes.strategies.jap.solvers.rules import RULES
+from lightning_pipes.strategies.jap.solvers.rules import PRIORITY_RULES
 from lightning_pipes.strategies.jap.solvers.search import Effort
-from lightning_pipes.strategies.jap.solvers.solve import METHODS, THRESHOLD, solve_array
+from lightning_pipes.strategies.jap.solvers.solve import MAX_PROOF_JOBS, SOLVE_METHODS, solve_array
 
-EFFORT = 40_000
+DEFAULT_SEARCH_BLOCKS = 40_000
 """The default number of blocks that a search places, summed over all orders that it tries.
 
 Python needs about 50 ms for it. The search runs again whenever the set of siblings changes.
 """
-EXACT = "exact"
+EXACT_SEARCH = "exact"
 PROOF_SECONDS = 0.5
 """The default limit of CP-SAT, in deterministic seconds. A deterministic second is the same work in every run."""
 
@@ -48,8 +48,8 @@ class RoundOrder:
     """
 
     method: str = "auto"
-    effort: int = EFFORT
-    threshold: int = THRESHOLD
+    effort: int = DEFAULT_SEARCH_BLOCKS
+    threshold: int = MAX_PROOF_JOBS
     seconds: float | None = None
 
     def __post_init__(self) -> None:
@@ -58,9 +58,9 @@ class RoundOrder:
         check_count("threshold", self.threshold)
         if self.seconds is not None:
             check_number("seconds", self.seconds, "a finite number above 0, or None", lambda x: 0 < x < inf)
-        every = {name: name for name in ("auto", EXACT, *METHODS, *RULES)}
+        every = {name: name for name in ("auto", EXACT_SEARCH, *SOLVE_METHODS, *PRIORITY_RULES)}
         object.__setattr__(self, "method", lookup_name(every, self.method, "solver"))
-        if self.method == EXACT:
+        if self.method == EXACT_SEARCH:
             require_ortools()
 
     def __call__(self, plan: Plan, costs: CostModel) -> Program:
@@ -76,7 +76,7 @@ class RoundOrder:
         """Return an order of one iteration, with a lower bound of the makespan of any order."""
         orders = Effort(max(1, self.effort // problem.blocks))
         effort = orders if self.seconds is None else Effort.from_seconds(self.seconds)
-        if self.method != EXACT:
+        if self.method != EXACT_SEARCH:
             return solve_array(problem, self.method, effort, threshold=self.threshold)
         found = solve_array(problem, effort=orders)
         return prove_order(problem, self.seconds or PROOF_SECONDS, found, deterministic=self.seconds is None)

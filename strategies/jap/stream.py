@@ -16,7 +16,7 @@ from typing import NamedTuple
 from lightning_pipes.cost import Costs
 from lightning_pipes.ir import STEP, B, Cut, F, InputError, Instruction, Kind, Plan, Program, check_count
 
-FORWARD, BACKWARD, FREE, OVER = range(4)
+FORWARD_ARRIVAL, BACKWARD_ARRIVAL, STAGE_FREE, BATCH_END = range(4)
 """Kinds of events: the input of a forward or of a backward arrives, a stage becomes free, the batch of a job ends."""
 
 
@@ -136,7 +136,7 @@ class _Array:
         job = self._jobs[number]
         job.left -= 1
         job.batch += 1
-        self._arrive(FORWARD, 0, number, 0)
+        self._arrive(FORWARD_ARRIVAL, 0, number, 0)
 
     def run(self) -> None:
         """Run all jobs until the last one ends."""
@@ -160,7 +160,7 @@ class _Array:
         """Remove the next computation of a stage from `ready`, and return its direction, job and span."""
         number = min(ready, key=lambda job: min(each[0] for each in ready[job] if each))
         forwards, backwards = ready[number]
-        way, chosen = (BACKWARD, backwards) if backwards else (FORWARD, forwards)
+        way, chosen = (BACKWARD_ARRIVAL, backwards) if backwards else (FORWARD_ARRIVAL, forwards)
         _, span = chosen.popleft()
         if not forwards and not backwards:
             del ready[number]
@@ -171,10 +171,10 @@ class _Array:
         self.now = self._events[0][0]
         while self._events and self._events[0][0] == self.now:
             _, _, what, stage, number, span = heappop(self._events)
-            if what == FREE:
+            if what == STAGE_FREE:
                 self._idle[stage] = True
                 self._touched.add(stage)
-            elif what != OVER:
+            elif what != BATCH_END:
                 self._arrive(what, stage, number, span)
             elif self._jobs[number].left:
                 self.begin_batch(number)
@@ -186,23 +186,23 @@ class _Array:
         more = span + 1 < len(job.spans)
         self.rows[stage].append((F, B)[way](stage, job.spans[span], number, job.batch))
         end = self.now + job.blocks[way][stage][span]
-        there = stage + (1 if way == FORWARD else -1)
+        there = stage + (1 if way == FORWARD_ARRIVAL else -1)
         if 0 <= there < self._stages:
             wire = self._wires[way]
             occupied, late = job.messages[way][stage][span]
             wire[stage] = max(wire[stage], end) + occupied
             self._after(wire[stage] + late, way, there, number, span)
-        elif way == FORWARD:
-            self._after(end, BACKWARD, stage, number, span)
-        if way == FORWARD and stage == 0 and more:
-            self._after(end, FORWARD, 0, number, span + 1)  # behind the jobs that are already waiting
-        if way == BACKWARD and not more:
+        elif way == FORWARD_ARRIVAL:
+            self._after(end, BACKWARD_ARRIVAL, stage, number, span)
+        if way == FORWARD_ARRIVAL and stage == 0 and more:
+            self._after(end, FORWARD_ARRIVAL, 0, number, span + 1)  # behind the jobs that are already waiting
+        if way == BACKWARD_ARRIVAL and not more:
             self.rows[stage].append(STEP(stage, number, job.batch))
             end += job.update[stage]
             if stage == 0:
-                self._after(end, OVER, 0, number, 0)
+                self._after(end, BATCH_END, 0, number, 0)
         self._idle[stage] = False
-        self._after(end, FREE, stage, number, 0)
+        self._after(end, STAGE_FREE, stage, number, 0)
 
     def _after(self, time: int, what: int, stage: int, number: int, span: int) -> None:
         self._turn += 1

@@ -10,7 +10,7 @@ from lightning_pipes.ir import InputError, Kind, Plan, PlanError, adapt_plan, ch
 from lightning_pipes.planning.candidates import Candidate, TuningPlanner, cut_into, make_candidate, nothing_fits
 from lightning_pipes.sim.loops.operations import Limit
 from lightning_pipes.strategies.deep import Deep, taper_slack
-from lightning_pipes.strategies.kfkb.schedule import KFKB, LARGEST_K, PRUNE_MODES
+from lightning_pipes.strategies.kfkb.schedule import DEFAULT_MAX_K, KFKB, PRUNE_MODES
 from lightning_pipes.strategies.per_link import PerLink, extra_for, forwards_ahead
 from lightning_pipes.strategies.ready import Ready, largest_rows, limits_for
 from lightning_pipes.strategies.zero_bubble import ZeroBubble
@@ -70,7 +70,7 @@ def memory_curve(
     memory_limit: Limit = None,
     sizes: Sequence[int] = (),
     prune: str = "per_k",
-    largest_k: int = LARGEST_K,
+    largest_k: int = DEFAULT_MAX_K,
 ) -> tuple[Candidate, ...]:
     """Return a kFkB candidate for k = 1, 2, ... with the largest micro-batches that fit into memory (S4.2 and S5.1).
 
@@ -125,7 +125,7 @@ class KFKBPlanner(TuningPlanner):
     """
 
     prune: str = "per_k"
-    largest_k: int = LARGEST_K
+    largest_k: int = DEFAULT_MAX_K
 
     def list_candidates(
         self, plan: Plan, costs: Costs, memory_limit: Limit = None, sizes: Sequence[int] = ()

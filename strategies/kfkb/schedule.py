@@ -24,7 +24,7 @@ from lightning_pipes.ir import (
 
 AUTO = "auto"
 PRUNE_MODES = ("per_k", "pareto")
-LARGEST_K = 8
+DEFAULT_MAX_K = 8
 """The largest k that is tried by default.
 
 From this k on, no further gain was observed, because the last groups add more time than they hide.
@@ -46,7 +46,7 @@ class KFKB(Schedule):
         k: the number of forwards in a row, or "auto".
         prune: which candidates are kept. "per_k" keeps one candidate for each k. "pareto" drops a k if a larger k also
             fits with micro-batches that are at least as large (S5.1).
-        largest_k: the largest k among the candidates. None means `LARGEST_K`, which is 8.
+        largest_k: the largest k among the candidates. None means `DEFAULT_MAX_K`, which is 8.
 
     Raises:
         PlanError: k is neither "auto" nor an integer of at least 1, a rank has several stages, the backward spans
@@ -79,7 +79,7 @@ class KFKB(Schedule):
     def make_planner(self) -> object:
         from lightning_pipes.strategies.kfkb.planner import KFKBPlanner  # the planner imports this module
 
-        return KFKBPlanner(self.prune, self.largest_k or LARGEST_K)
+        return KFKBPlanner(self.prune, self.largest_k or DEFAULT_MAX_K)
 
     def program(self, plan: Plan) -> Program:
         check_one_batch(plan, self.name)

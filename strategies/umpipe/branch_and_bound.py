@@ -19,14 +19,14 @@ import numpy as np
 from lightning_pipes.strategies.umpipe.fitting import Choices
 from lightning_pipes.strategies.umpipe.network import Network, Scheme, Times
 from lightning_pipes.strategies.umpipe.pricing import CutOption
-from lightning_pipes.strategies.umpipe.search.exact import BEAMS, search_optimum
+from lightning_pipes.strategies.umpipe.search.exact import BEAM_WIDTHS, search_optimum
 from lightning_pipes.strategies.umpipe.search.genetic import evolve_schemes
 
-NODES = 24
+MAX_BOUNDED_PARTS = 24
 """The maximum number of parts for which a bound is computed."""
-FEW_BEAMS = BEAMS[:2]
+SMALL_BEAMS = BEAM_WIDTHS[:2]
 """The beams of the exact search. Larger beams take seconds if there are many sizes."""
-DEAR = 1 << 44
+EXCLUDED_PRICE = 1 << 44
 """The price, in nanoseconds, of a size that may not be chosen: several hours."""
 
 Allowed = tuple[tuple[int, ...], ...]
@@ -47,7 +47,7 @@ class BoundedSearch(NamedTuple):
     nodes: int
 
 
-def bound_choices(choices: Choices, nodes: int = NODES) -> BoundedSearch:
+def bound_choices(choices: Choices, nodes: int = MAX_BOUNDED_PARTS) -> BoundedSearch:
     """Return a lower bound for the time of all choices, after at most `nodes` parts.
 
     The search does not read a clock, so equal input gives equal output.
@@ -102,7 +102,7 @@ def evolve_choices(choices: Choices) -> list[tuple[int, ...]]:
     every: Allowed = tuple(tuple(range(len(options))) for options in choices.stages)
     network = _network(choices, every, sizes)
     offered = np.concatenate([network.forward, network.backward])
-    dearest = int(np.where(offered < DEAR, offered * network.counts, 0).max(axis=1).sum()) + 1
+    dearest = int(np.where(offered < EXCLUDED_PRICE, offered * network.counts, 0).max(axis=1).sum()) + 1
     priced = Network(
         network.rows, network.sizes, *(np.minimum(each, dearest) for each in (network.forward, network.backward))
     )
@@ -123,15 +123,15 @@ def _relaxed(
 ) -> tuple[int, tuple[tuple[int, int, int, int], ...], tuple[int, ...]]:
     """Return the lower bound for the allowed options, the prices taken from each stage, and the options of links."""
     network = _network(choices, allowed, sizes)
-    found = search_optimum(network, beams=FEW_BEAMS)
+    found = search_optimum(network, beams=SMALL_BEAMS)
     return found.lower_bound, *_taken(choices, network, found.scheme)
 
 
 def _network(choices: Choices, allowed: Allowed, sizes: Sequence[int]) -> Network:
     """Return the paper's problem in which each direction of a stage has the lowest price of all allowed options."""
     n, column = len(choices.stages), {size: q for q, size in enumerate(sizes)}
-    forward: Times = np.full((2 * n - 1, len(sizes)), DEAR, np.int64)
-    backward: Times = np.full((2 * n - 1, len(sizes)), DEAR, np.int64)
+    forward: Times = np.full((2 * n - 1, len(sizes)), EXCLUDED_PRICE, np.int64)
+    backward: Times = np.full((2 * n - 1, len(sizes)), EXCLUDED_PRICE, np.int64)
     for s, numbers in enumerate(allowed):
         for o in (choices.stages[s][number] for number in numbers):
             for table, row, size, time in (

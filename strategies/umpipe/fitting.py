@@ -13,19 +13,27 @@ from random import Random
 from typing import NamedTuple
 
 from lightning_pipes.ir import Cut, Kind, Plan, Span
+from lightning_pipes.sim.loops.jit import LATEST_TIME
 from lightning_pipes.strategies.umpipe.network import align_spans, spans_of_size
 from lightning_pipes.strategies.umpipe.overlapped import Merge
-from lightning_pipes.strategies.umpipe.overlapped.kernel import NEVER, OVERLAPPED
-from lightning_pipes.strategies.umpipe.overlapped.tables import FREE, Chunks, Memory, make_log, make_memory, make_room
+from lightning_pipes.strategies.umpipe.overlapped.kernel import OVERLAPPED_KERNELS
+from lightning_pipes.strategies.umpipe.overlapped.tables import (
+    NO_CAP,
+    Chunks,
+    Memory,
+    make_log,
+    make_memory,
+    make_room,
+)
 from lightning_pipes.strategies.umpipe.pricing import CutOption
 
-DESCENTS = 6
+N_DESCENTS = 6
 """The number of starts from which the search descends."""
-KICKS = 24
+N_RESTARTS = 24
 """The number of restarts from the best choice, after changing the sizes of a few neighboring stages."""
-GRADES = 6
+N_STAGE_GROUPS = 6
 """The number of groups into which stages are divided by the time that a coarser size saves them."""
-EFFORT = 3_000_000
+MAX_SEARCH_CHUNKS = 3_000_000
 """The number of chunks that one search runs, which takes a few seconds in Python. Large plans get fewer evaluations."""
 
 
@@ -93,7 +101,7 @@ class Choices:
         n = len(self.stages)
         order = sorted(range(n), key=saved_work, reverse=True)
         found = []
-        for most in sorted({1, n - 1, *(n * part // GRADES for part in range(1, GRADES))} - {0, n}):
+        for most in sorted({1, n - 1, *(n * part // N_STAGE_GROUPS for part in range(1, N_STAGE_GROUPS))} - {0, n}):
             chosen = [0] * len(self.kernel_options)
             for rank, stage in enumerate(order):
                 offered = self.stage_moves[stage]
@@ -219,16 +227,16 @@ def fit_choices(
     ranked = sorted((search.evaluate_choice(start), start) for start in dict.fromkeys(every))
     found = dict.fromkeys(ranked)
     rng = Random(0)
-    for improved, enough in ((search.descend_by_stage, EFFORT // 2), (search.descend_by_process, 0)):
-        for value, start in sorted(found)[:DESCENTS]:
-            if value < NEVER:
+    for improved, enough in ((search.descend_by_stage, MAX_SEARCH_CHUNKS // 2), (search.descend_by_process, 0)):
+        for value, start in sorted(found)[:N_DESCENTS]:
+            if value < LATEST_TIME:
                 found[improved(value, start)] = None
-        for _ in range(KICKS):
+        for _ in range(N_RESTARTS):
             value, best = min(found)
-            if value < NEVER and search.left > enough:
+            if value < LATEST_TIME and search.left > enough:
                 start = choices.perturb_choice(best, sizes, rng)
                 found[improved(search.evaluate_choice(start), start)] = None
-    return sorted(each for each in found if each[0] < NEVER)
+    return sorted(each for each in found if each[0] < LATEST_TIME)
 
 
 def value_choice(choices: Choices, merge: Merge, chosen: Sequence[int]) -> int:
@@ -244,21 +252,21 @@ class _Search:
     """
 
     def __init__(self, choices: Choices, merge: Merge, caps: Sequence[int], ranks: Sequence[int]) -> None:
-        self._machine = machine = OVERLAPPED.fastest
+        self._machine = machine = OVERLAPPED_KERNELS.fastest
         stages = len(choices.stages)
         each = (1,) * stages
-        limit = Memory(tuple(caps), each, (0,) * stages, (0,) * stages, (FREE,) * stages) if caps else None
+        limit = Memory(tuple(caps), each, (0,) * stages, (0,) * stages, (NO_CAP,) * stages) if caps else None
         self._choices, self._merge, self._caps = choices, int(merge), tuple(caps)
         self._memory, self._room = make_memory(machine, stages, limit), make_room(machine, stages, ranks)
         self._log = make_log(machine)
         processes = 4 * stages - 2
         self._chunks = Chunks(choices.rows, machine.fill(processes), machine.fill(processes, choices.rows))
-        self.left = EFFORT
+        self.left = MAX_SEARCH_CHUNKS
 
-    def evaluate_choice(self, chosen: Sequence[int], limit: int = NEVER) -> int:
+    def evaluate_choice(self, chosen: Sequence[int], limit: int = LATEST_TIME) -> int:
         """Return the time of a choice in nanoseconds.
 
-        The result is NEVER if it is not below `limit`, or if a chunk exceeds the cap of its stage.
+        The result is LATEST_TIME if it is not below `limit`, or if a chunk exceeds the cap of its stage.
         """
         for options, choice in zip(self._choices.kernel_options, chosen, strict=True):
             self._put(options[choice])
@@ -270,13 +278,13 @@ class _Search:
 
     def _run(self, limit: int) -> int:
         if any(self._chunks.size[2 * s] > cap for s, cap in enumerate(self._caps)):
-            return NEVER
+            return LATEST_TIME
         self.left -= sum(-(-self._choices.rows // int(size)) for size in self._chunks.size)
         return int(self._machine.run.run_chunks(self._chunks, self._merge, limit, self._memory, self._room, self._log))
 
     def descend_by_stage(self, value: int, start: Sequence[int]) -> tuple[int, tuple[int, ...]]:
         """Return the result of a descent that changes one stage at a time, together with its messages."""
-        chosen, before = tuple(start), NEVER + 1
+        chosen, before = tuple(start), LATEST_TIME + 1
         while value < before and self.left > 0:
             before = value
             for moves in self._choices.stage_moves:

@@ -21,28 +21,28 @@ from lightning_pipes.strategies.umpipe.network import align_spans, spans_of_size
 from lightning_pipes.strategies.umpipe.overlapped import Merge
 from lightning_pipes.strategies.umpipe.pricing import CutOption, drifted_costs, link_times, room_of, stage_options
 
-AMONG = ("few", "powers", "all")
+MICROBATCH_CHOICES = ("few", "powers", "all")
 """The numbers of micro-batches among which the planner chooses: 1, 2, 3, 4, 6, 8, 12, ...; powers of two; all numbers.
 
 More numbers make the search slower, and the best of "few" is almost always as good.
 """
-SEARCHES = ("exact", "genetic")
+SEARCH_METHODS = ("exact", "genetic")
 """The searches for a cut with all forwards first: by bounds, which prove the result, or by the paper's TiDGAP."""
-CHECKED = 3
+MAX_SIMULATED_CUTS = 3
 """The number of the best unequal cuts that are simulated, in addition to all equal cuts."""
-WORTH_IT = 0.01
+MIN_UNEQUAL_GAIN = 0.01
 """The minimum share of the best equal cut's time that an unequal cut must save. Measured times are not exact."""
-FEW = 6
+MAX_TRIED_PARTITIONS = 6
 """The number of partitions that are tried for each equal cut."""
-MEASURED = 6
+MAX_MEASURED_SIZES = 6
 """The maximum number of sizes for which layers are measured. Times of other sizes are interpolated linearly."""
-DRIFT = 0.1
+MIN_TIME_CHANGE = 0.1
 """The relative change of a stage's or link's time, compared with the profile, above which a batch may be cut again."""
-REPLAN = 0.03
+MIN_REPLAN_GAIN = 0.03
 """The minimum share of a step that another cut must save during training."""
-STARTS = 3
+N_START_PARTITIONS = 3
 """The number of partitions for which the best cut is searched."""
-ROUNDS = 3
+MAX_ALTERNATIONS = 3
 """The maximum number of rounds that move layers for a cut and then search for the best cut of these layers."""
 
 
@@ -98,7 +98,7 @@ def sizes_of(rows: int, most: int | None, among: str, least: int = 1) -> tuple[i
     Args:
         rows: the number of samples in the batch.
         most: the maximum number of micro-batches. None means one for each sample.
-        among: the numbers of micro-batches to consider; see `AMONG`.
+        among: the numbers of micro-batches to consider; see `MICROBATCH_CHOICES`.
         least: the minimum number of samples in a chunk.
     """
     most = rows if most is None else min(most, rows)
@@ -122,18 +122,18 @@ class UnequalPlanner(Planner):
     Attributes:
         given: the numbers of micro-batches that the user has set.
         overlapped: whether backwards may run before all forwards have run.
-        among: the numbers of micro-batches among which the planner chooses; see `AMONG`.
+        among: the numbers of micro-batches among which the planner chooses; see `MICROBATCH_CHOICES`.
         memory_limit: the bytes that a rank may hold, in addition to the limit of its device. None means no such limit.
         every: the number of training batches between two checks of the measured times.
-        search: the search for a cut with all forwards first; see `SEARCHES`.
+        search: the search for a cut with all forwards first; see `SEARCH_METHODS`.
     """
 
     given: Counts | None = None
     overlapped: bool = False
-    among: str = AMONG[0]
+    among: str = MICROBATCH_CHOICES[0]
     memory_limit: int | None = None
     every: int = 100
-    search: str = SEARCHES[0]
+    search: str = SEARCH_METHODS[0]
 
     @property
     def user_chose_microbatches(self) -> bool:
@@ -161,30 +161,30 @@ class UnequalPlanner(Planner):
     def profile_sizes(self, rows: int, stages: int, microbatches: int | None) -> tuple[int, ...]:
         """Return the sizes for which layers are measured.
 
-        These are the whole batch, its half, and so on, at most `MEASURED` sizes. If the user has set the numbers of
-        micro-batches, they are the sizes of these micro-batches.
+        These are the whole batch, its half, and so on, at most `MAX_MEASURED_SIZES` sizes. If the user has set the
+        numbers of micro-batches, they are the sizes of these micro-batches.
         """
         if self.given is not None:
             sizes = {-(-rows // min(count, rows)) for counts in self.given for count in counts}
         else:
-            sizes = {*sizes_of(rows, microbatches, "powers")[::-1][:MEASURED]}
+            sizes = {*sizes_of(rows, microbatches, "powers")[::-1][:MAX_MEASURED_SIZES]}
         return tuple(sorted(sizes))
 
     def replan(self, plan: Plan, problem: Problem) -> Plan | None:
         """Return another cut with the same layers, or None to keep the plan.
 
-        A cut is returned if the time of a stage or link differs from the profile by more than `DRIFT`, and if the cut
-        saves more than `REPLAN` of a step with the measured times.
+        A cut is returned if the time of a stage or link differs from the profile by more than `MIN_TIME_CHANGE`, and if
+        the cut saves more than `MIN_REPLAN_GAIN` of a step with the measured times.
         """
         if self.given is not None or problem.profile is None or problem.costs is None:
             return None
         usual = evaluate_plan(problem.profile, _order(problem, plan), plan, _deployment(problem)).costs
         costs, drift = drifted_costs(usual, problem.costs, plan)
-        if drift <= DRIFT:
+        if drift <= MIN_TIME_CHANGE:
             return None
         other = self._fastest(replace(plan, whole_forward=(), limits=()), problem, costs)
         now, then = (makespan(_order(problem, each), replace(each, layers=()), costs) for each in (plan, other))
-        return other if then < (1 - REPLAN) * now else None
+        return other if then < (1 - MIN_REPLAN_GAIN) * now else None
 
     def _jointly(self, even: Plan, problem: Problem) -> Plan:
         """Return a plan that decides both the layers and the cut of the batch.
@@ -199,7 +199,7 @@ class UnequalPlanner(Planner):
             spans = spans_of_size(problem.rows, size, problem.least)
             same = replace(even, jobs=(Cut(problem.rows, (spans,) * even.n_stages),))
             with suppress(PlanError):  # this cut does not fit into memory; if none does, the even cut below raises
-                fits.append(fit_layers(profile, problem.schedule, same, deployment, trials=FEW))
+                fits.append(fit_layers(profile, problem.schedule, same, deployment, trials=MAX_TRIED_PARTITIONS))
         fits = sorted(fits, key=lambda fit: fit.seconds) or [fit_layers(profile, problem.schedule, even, deployment)]
 
         def best_of(every: Iterable[tuple[Span, ...]]) -> Fit:
@@ -208,8 +208,8 @@ class UnequalPlanner(Planner):
                 (evaluate_plan(profile, _order(problem, x), x, deployment) for x in plans), key=lambda fit: fit.seconds
             )
 
-        best = best_of(list(dict.fromkeys(fit.plan.layers for fit in fits))[:STARTS])
-        for _ in range(ROUNDS):
+        best = best_of(list(dict.fromkeys(fit.plan.layers for fit in fits))[:N_START_PARTITIONS])
+        for _ in range(MAX_ALTERNATIONS):
             other = best_of([improve_cuts(profile, best, deployment).plan.layers])
             if other.seconds >= best.seconds:
                 break
@@ -252,9 +252,11 @@ class UnequalPlanner(Planner):
             found = fit_choices(search.choices, search.merge, search.base.limits, starts, base.ranks)
         if not found:
             return base
-        unequal = min((search.plan(choice) for _, choice in found[:CHECKED]), key=search.simulate_step)
+        unequal = min((search.plan(choice) for _, choice in found[:MAX_SIMULATED_CUTS]), key=search.simulate_step)
         equal = search.best_equal() or unequal
-        return unequal if search.simulate_step(unequal) < (1 - WORTH_IT) * search.simulate_step(equal) else equal
+        return (
+            unequal if search.simulate_step(unequal) < (1 - MIN_UNEQUAL_GAIN) * search.simulate_step(equal) else equal
+        )
 
     def _make_search(self, base: Plan, problem: Problem, costs: CostModel) -> _CutSearch:
         sizes = sizes_of(problem.rows, problem.microbatches, self.among, problem.least)
@@ -357,7 +359,7 @@ def explain_cut(name: str, plan: Plan, took: int, equal: Plan, equal_took: int, 
         what += (
             f"into {same} equal micro-batches on every stage{order}: {seconds_text(took)} a step by measured time, and "
         )
-        what += f"no other cut that was found saves more than {WORTH_IT:.0%}"
+        what += f"no other cut that was found saves more than {MIN_UNEQUAL_GAIN:.0%}"
     else:
         counts = f"{', '.join(map(str, there))} micro-batches on stages 0 to {stages[-1]}"
         both = counts if there == back else f"{counts}, and {', '.join(map(str, back))} backward"

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import F, Instruction, Kind, Plan, Span, layer_passes
 
-NOTICED = 0.1
+MIN_MESSAGE_SHARE = 0.1
 """The duration of a message, as a share of a forward, below which changes of the message are ignored."""
 
 
@@ -145,8 +145,8 @@ def drifted_costs(usual: CostModel, seen: CostModel, plan: Plan) -> tuple[CostMo
             busy, latency = usual.transfer_ns(Instruction(kind, stage, span=Span(0, rows)), plan)
             then, now = busy + latency, 1e9 * seen.seconds_at(kind, stage, rows)  # seen from start to arrival
             longest = max(1e9 * usual.seconds_at(Kind.F, each, rows) for each in range(plan.n_stages))
-            if max(then, now) < NOTICED * longest:
+            if max(then, now) < MIN_MESSAGE_SHARE * longest:
                 continue
-            most = max(most, abs(now - then) / max(then, NOTICED * longest))
+            most = max(most, abs(now - then) / max(then, MIN_MESSAGE_SHARE * longest))
             seconds[kind, stage] = ((0, 0.0), (rows, max(0.0, now - latency) / 1e9))
     return replace(usual, seconds=seconds), most

@@ -24,11 +24,11 @@ from lightning_pipes.ir import (
     check_one_batch,
     short_repr,
 )
-from lightning_pipes.strategies.umpipe.planner import AMONG, SEARCHES, Counts, UnequalPlanner
+from lightning_pipes.strategies.umpipe.planner import MICROBATCH_CHOICES, SEARCH_METHODS, Counts, UnequalPlanner
 
-WIDEST = 16
+MAX_MICROBATCHES_PER_RANK = 16
 """The number of micro-batches per rank from which a further increase hardly ever helps."""
-LARGEST = 2048
+MAX_UNEQUAL_MICROBATCHES = 2048
 """The maximum number of micro-batches, summed over all ranks, of plans that a search over schedules cuts unequally."""
 
 
@@ -57,12 +57,14 @@ class UnequalMicrobatches(ScheduleTraits):
     backward: tuple[int, ...] = ()
     forward_links: tuple[int, ...] = ()
     backward_links: tuple[int, ...] = ()
-    counts: str = AMONG[0]
+    counts: str = MICROBATCH_CHOICES[0]
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.counts not in AMONG:
-            raise InputError(f"{self.name}: counts must be one of {', '.join(AMONG)}, got {short_repr(self.counts)}")
+        if self.counts not in MICROBATCH_CHOICES:
+            raise InputError(
+                f"{self.name}: counts must be one of {', '.join(MICROBATCH_CHOICES)}, got {short_repr(self.counts)}"
+            )
         for what in ("forward", "backward", "forward_links", "backward_links"):
             counts = getattr(self, what)
             if min(counts, default=1) < 1:
@@ -94,13 +96,15 @@ class UMPipe(UnequalMicrobatches, Schedule):
         PlanError: the plan has several batches or several jobs.
     """
 
-    search: str = SEARCHES[0]
+    search: str = SEARCH_METHODS[0]
     name: ClassVar[str] = "umpipe"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.search not in SEARCHES:
-            raise InputError(f"{self.name}: search must be one of {', '.join(SEARCHES)}, got {short_repr(self.search)}")
+        if self.search not in SEARCH_METHODS:
+            raise InputError(
+                f"{self.name}: search must be one of {', '.join(SEARCH_METHODS)}, got {short_repr(self.search)}"
+            )
 
     @classmethod
     def list_variants(cls, n_ranks: int, microbatches: int) -> list[UMPipe]:
@@ -149,11 +153,11 @@ class UM1F1B(UnequalMicrobatches, RulePolicy):
     def list_variants(cls, n_ranks: int, microbatches: int) -> list[UM1F1B]:
         """Return variants with one and two stages per rank.
 
-        The list is empty unless there are `WIDEST` / 2 to `WIDEST` micro-batches per rank. It is also empty for large
-        plans, because the search among their cuts takes minutes.
+        The list is empty unless there are `MAX_MICROBATCHES_PER_RANK` / 2 to `MAX_MICROBATCHES_PER_RANK` micro-batches
+        per rank. It is also empty for large plans, because the search among their cuts takes minutes.
         """
-        enough = WIDEST * n_ranks // 2 <= microbatches < WIDEST * n_ranks
-        return [cls(), cls(stages_per_rank=2)] if enough and n_ranks * microbatches <= LARGEST else []
+        enough = MAX_MICROBATCHES_PER_RANK * n_ranks // 2 <= microbatches < MAX_MICROBATCHES_PER_RANK * n_ranks
+        return [cls(), cls(stages_per_rank=2)] if enough and n_ranks * microbatches <= MAX_UNEQUAL_MICROBATCHES else []
 
     def __post_init__(self) -> None:
         super().__post_init__()

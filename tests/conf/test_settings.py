@@ -22,7 +22,7 @@ from lightning_pipes.ir import PlanError
 from lightning_pipes.ir.registry import installed_schedules
 from lightning_pipes.tune import schema
 from lightning_pipes.tune.messages import explain_error, plain_errors
-from lightning_pipes.tune.schema import MAKE_SCHEDULE, schedule_schema
+from lightning_pipes.tune.schema import SCHEDULE_FACTORY, schedule_schema
 
 ROOT = Path(__file__).parents[2]
 SCHEDULES = sorted(path.stem for path in (ROOT / "conf" / "schedule").glob("*.yaml") if path.stem != "auto")
@@ -59,9 +59,8 @@ def test_schemas_are_made_when_they_are_asked_for() -> None:
         "load(path).node.k = 7; print(before, load(path).node)"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    assert (
-        found == f"False {{'_target_': '{MAKE_SCHEDULE}', 'name': 'kfkb', 'k': 1, 'prune': 'per_k', 'largest_k': None}}"
-    )
+    settings = f"{{'_target_': '{SCHEDULE_FACTORY}', 'name': 'kfkb', 'k': 1, 'prune': 'per_k', 'largest_k': None}}"
+    assert found == f"False {settings}"
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

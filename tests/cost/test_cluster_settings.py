@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from lightning_pipes.cost import FREE, Link
+from lightning_pipes.cost import FREE_LINK, Link
 from lightning_pipes.cost.cluster import make_cluster
 from lightning_pipes.ir import PlanError
 
@@ -20,7 +20,12 @@ def test_a_cluster_with_units():
 
 def test_everything_is_free_by_default():
     cluster = make_cluster()
-    assert (len(cluster.devices), cluster.devices[0].memory, cluster.inside, cluster.between) == (1, None, FREE, FREE)
+    assert (len(cluster.devices), cluster.devices[0].memory, cluster.inside, cluster.between) == (
+        1,
+        None,
+        FREE_LINK,
+        FREE_LINK,
+    )
     assert make_cluster(inside={"latency": 1e-3}).inside == Link(math.inf, 1e-3)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lightning_pipes.cost import FREE, Cluster, Deployment, Device, LayerProfile, Link, ModelProfile
+from lightning_pipes.cost import FREE_LINK, Cluster, Deployment, Device, LayerProfile, Link, ModelProfile
 from lightning_pipes.cost.deployment import BUCKET_BYTES
 from lightning_pipes.ir import Plan, PlanError, Span
 from lightning_pipes.ir.registry import make_schedule
@@ -99,9 +99,9 @@ def test_a_step_waits_for_what_the_drain_does_not_hide():
     assert alone == pytest.approx(5 * 3e-3)
     for bandwidth in (1e12, 1e10, 1e9):
         ring = 2 * 1 / 2 * BUCKET_BYTES / bandwidth
-        place = Deployment(Cluster((Device(),) * 2), 2, (FREE, Link(bandwidth)))
+        place = Deployment(Cluster((Device(),) * 2), 2, (FREE_LINK, Link(bandwidth)))
         assert evaluate_plan(profile, order, plan, place).seconds == pytest.approx(alone + max(0.0, ring - 2e-3))
-        place = Deployment(Cluster((Device(),) * 2), 2, (Link(bandwidth), FREE))
+        place = Deployment(Cluster((Device(),) * 2), 2, (Link(bandwidth), FREE_LINK))
         assert evaluate_plan(profile, order, plan, place).seconds == pytest.approx(alone + ring)
         assert evaluate_plan(halves, order, plan, place).seconds == pytest.approx(
             alone + max(ring, 2 * ring - 1e-3)

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_pipes.cost import FREE, Cluster, CostModel, Device, Link
+from lightning_pipes.cost import FREE_LINK, Cluster, CostModel, Device, Link
 from lightning_pipes.ir import STEP, B, F, I, Instruction, Kind, Plan, PlanError, Span, W
 from lightning_pipes.sim import Event, Timeline, simulate
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
@@ -139,15 +139,15 @@ def test_weights_for_every_stage_job_and_version():
 
 
 def test_cluster():
-    cluster = Cluster.from_counts(2, 2, memory=80, inside=FREE, between=Link(1e9))
-    assert [cluster.link_between(0, n) for n in (1, 2, 3)] == [FREE, Link(1e9), Link(1e9)]
+    cluster = Cluster.from_counts(2, 2, memory=80, inside=FREE_LINK, between=Link(1e9))
+    assert [cluster.link_between(0, n) for n in (1, 2, 3)] == [FREE_LINK, Link(1e9), Link(1e9)]
     slow = replace(cluster, links={(1, 2): Link(1.0)})
     assert (slow.link_between(1, 2), slow.link_between(2, 1)) == (Link(1.0), Link(1e9))
 
 
 def test_hosts_with_one_network_card():
     cluster = replace(Cluster.from_counts(2, 2, between=Link(1e9)), shared=True, links={(1, 2): Link(5.0)})
-    assert cluster.link_between(0, 1) == FREE
+    assert cluster.link_between(0, 1) == FREE_LINK
     assert (
         cluster.link_between(0, 2)
         == cluster.link_between(0, 3)

@@ -12,7 +12,7 @@ import torch
 from lightning_pipes.cost import CostModel
 from lightning_pipes.engine import Item
 from lightning_pipes.engine.compute.executor import Executor
-from lightning_pipes.ir import COMPUTE, Cut, Kind, Plan, cost_classes, count_concatenated, lower
+from lightning_pipes.ir import COMPUTE_KINDS, Cut, Kind, Plan, cost_classes, count_concatenated, lower
 from lightning_pipes.sim import makespan
 from lightning_pipes.strategies.umpipe import UMPipe
 from lightning_pipes.strategies.umpipe.planner import spans_of
@@ -68,7 +68,7 @@ def test_what_is_said_to_be_joined_is_joined(seed: int, monkeypatch: pytest.Monk
     wanted: Counter[tuple[Kind, int]] = Counter()
     for row in lower(program, plan).head:
         for i in row:
-            if i.kind in COMPUTE:
+            if i.kind in COMPUTE_KINDS:
                 each = count_concatenated(i, plan)
                 wanted[i.kind, i.stage] += each.inputs
                 wanted[Kind.SF if i.kind is Kind.F else Kind.SB, i.stage] += each.outputs

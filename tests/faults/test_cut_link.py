@@ -16,7 +16,7 @@ import torch.distributed as dist
 from benchmarks.harness import namespaces, netlab
 from benchmarks.harness.emulated import Emulation, sleeping_layer
 from lightning_pipes.engine import Engine, Item
-from lightning_pipes.ir import SENDS, Plan
+from lightning_pipes.ir import SEND_KINDS, Plan
 from lightning_pipes.planning.measured import Averages, StepSample
 from lightning_pipes.planning.partition import even_partition
 from lightning_pipes.planning.tuning import LinkEffect, effect_of
@@ -72,7 +72,7 @@ def crawl(rank: int, folder: str) -> list[tuple[LinkEffect, float]]:
         dist.all_gather_object(step, mine)
         averages = Averages()
         averages.add(step)
-        (takes,) = (mean for (kind, _, _), mean in mine.means.items() if kind in SENDS)
+        (takes,) = (mean for (kind, _, _), mean in mine.means.items() if kind in SEND_KINDS)
         found.append((effect_of(plan, averages.costs()), takes / 1e9))
         Path(folder, f"ran{number}").touch()
     engine.close()

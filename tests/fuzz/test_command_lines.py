@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_pipes.sim.records.record import FILE
+from lightning_pipes.sim.records.record import RUN_FILE
 from lightning_pipes.testing.generators import record_of
 from lightning_pipes.tune.cli import main
 from tests.fuzz.values import deadline
@@ -62,7 +62,7 @@ SIMULATE = (
     *("cluster.hosts", "cluster.devices_per_host", "cluster.inside.bandwidth", "nonsense", "hydra.run.dir"),
 )
 ODD_FILES = (
-    *("none.json", "empty", "binary.json", "nothing.json", "deep.json", "run", f"run/{FILE}", "profile.json", "."),
+    *("none.json", "empty", "binary.json", "nothing.json", "deep.json", "run", f"run/{RUN_FILE}", "profile.json", "."),
     *("/", "/dev/null", "", "x" * 300, "a\0b", "~", "profile.json/x"),
 )
 MODELS = ("VGG-16", "vgg", "profile.json", "fails:make", "fails:late", "fails:none", "fine:make", "os:")
@@ -92,7 +92,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     assert record.profile is not None
     record.profile.save(path / "profile.json")
     (path / "run").mkdir()
-    record.save(path / "run" / FILE)
+    record.save(path / "run" / RUN_FILE)
     (path / "empty").mkdir()
     (path / "binary.json").write_bytes(bytes(range(256)))
     (path / "nothing.json").write_text("")
@@ -234,7 +234,7 @@ def profile(rng: random.Random, folder: Path) -> list[str]:
 
 
 def report(rng: random.Random, folder: Path) -> list[str]:
-    words = [files_of(rng, folder, f"run/{FILE}")]
+    words = [files_of(rng, folder, f"run/{RUN_FILE}")]
     if rng.random() < 0.3:
         words += ["--profile", files_of(rng, folder, "profile.json")]
     more = [each for each in flags(rng) if each != "--open"]

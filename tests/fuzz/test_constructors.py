@@ -32,7 +32,7 @@ from lightning_pipes import (
 from lightning_pipes.cost import Cluster, CostModel, Deployment, Device, LayerProfile, Link, ModelProfile
 from lightning_pipes.cost.cluster import make_cluster
 from lightning_pipes.cost.units import parse_bytes, parse_rate, parse_seconds
-from lightning_pipes.cost.zoo import OPTIMIZERS, named_profile
+from lightning_pipes.cost.zoo import VALUES_PER_PARAMETER, named_profile
 from lightning_pipes.ir import Cut, Kind, PipelineError, Plan, Policy, Schedule, Span
 from lightning_pipes.ir.registry import installed_schedules, make_schedule
 from lightning_pipes.supernets import (
@@ -347,7 +347,7 @@ DOORS = [
             "device": never,
             "rows": lambda v: isinstance(v, list | tuple | range) and len(v) and all(map(count, v)) and v != [3, 1],
             "dtype": never,
-            "optimizer": lambda v: isinstance(v, str) and v in OPTIMIZERS,
+            "optimizer": lambda v: isinstance(v, str) and v in VALUES_PER_PARAMETER,
             "recompute": flag,
         },
         {"rows": (1, 2)},

@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_pipes.ir import COMPUTE, RECEIVES, SENDS, Kind, Plan, Program, ProgramError, lower
+from lightning_pipes.ir import COMPUTE_KINDS, RECEIVE_KINDS, SEND_KINDS, Kind, Plan, Program, ProgramError, lower
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.testing.generators import random_plan, tiny_plan
 from tests.cases import for_each
@@ -14,18 +14,18 @@ def test_every_send_has_one_receive_and_stands_after_what_it_carries(seed):
     ends = {}
     for rank, row in enumerate(lowered.head):
         for at, i in enumerate(row):
-            if i.kind in SENDS | RECEIVES:
+            if i.kind in SEND_KINDS | RECEIVE_KINDS:
                 forward = i.kind in (Kind.SF, Kind.RF)
-                stage = i.stage if i.kind in SENDS else i.stage + (-1 if forward else 1)
-                ends.setdefault((forward, stage, i.span), []).append((i.kind in SENDS, rank))
-            if i.kind in SENDS:
+                stage = i.stage if i.kind in SEND_KINDS else i.stage + (-1 if forward else 1)
+                ends.setdefault((forward, stage, i.span), []).append((i.kind in SEND_KINDS, rank))
+            if i.kind in SEND_KINDS:
                 made = {
                     n for k, s, n in samples(row[:at]) if (k, s) == (Kind.F if i.kind is Kind.SF else Kind.B, i.stage)
                 }
                 assert made >= set(range(i.span.start, i.span.stop))
-            if i.kind in RECEIVES:
+            if i.kind in RECEIVE_KINDS:
                 use = Kind.F if i.kind is Kind.RF else Kind.B
-                nxt = next(j for j in row[at:] if j.kind in COMPUTE)
+                nxt = next(j for j in row[at:] if j.kind in COMPUTE_KINDS)
                 assert (nxt.kind, nxt.stage) == (use, i.stage)
                 assert nxt.span.overlaps(i.span)
     for both in ends.values():
@@ -36,7 +36,9 @@ def test_lowering_twice_changes_nothing():
     plan = tiny_plan(3, 2)
     once = lower(GPipe().program(plan), plan)
     assert lower(once, plan) == once
-    assert Program(tuple(tuple(i for i in row if i.kind in COMPUTE) for row in once.head)) == GPipe().program(plan)
+    assert Program(tuple(tuple(i for i in row if i.kind in COMPUTE_KINDS) for row in once.head)) == GPipe().program(
+        plan
+    )
 
 
 def test_neighbours_on_one_rank_send_nothing():

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
-from lightning_pipes.testing.ranks import TOKEN, rank_environment, run_ranks, scale_timeout
+from lightning_pipes.testing.ranks import RUN_VARIABLE, rank_environment, run_ranks, scale_timeout
 
 ROOT = Path(__file__).parents[2]
 STARTUP = ROOT / "tests" / "startup"
@@ -39,7 +39,7 @@ def environment(token: str) -> dict[str, str]:
     Each process has one thread, so that sums do not depend on the launcher.
     """
     path = f"{STARTUP}{os.pathsep}{ROOT}"
-    return {TOKEN: token, "PYTHONPATH": path, "RES_OPTIONS": "timeout:1 attempts:1", "OMP_NUM_THREADS": "1"}
+    return {RUN_VARIABLE: token, "PYTHONPATH": path, "RES_OPTIONS": "timeout:1 attempts:1", "OMP_NUM_THREADS": "1"}
 
 
 def run_main(rank: int, script: str, cwd: Path, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:

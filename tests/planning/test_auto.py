@@ -176,9 +176,9 @@ def test_a_variant_that_is_too_large_is_left_out_by_name(monkeypatch: pytest.Mon
 
 
 def test_a_search_that_has_simulated_enough_says_what_it_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "LARGE", 10)
-    monkeypatch.setattr(search, "MOST_SIMULATED", 100)
-    monkeypatch.setattr(search, "FAR", np.inf)
+    monkeypatch.setattr(search, "LARGE_STEP_FORWARDS", 10)
+    monkeypatch.setattr(search, "MAX_SIMULATED_FORWARDS", 100)
+    monkeypatch.setattr(search, "RELATED_TIME_RATIO", np.inf)
     choice = choose_option(
         equal_layers(24),
         4,
@@ -208,8 +208,8 @@ def test_orders_are_kept_only_where_they_may_be_improved() -> None:
     """
     choice = choose_option(equal_layers(66), 33, 132, microbatches=[66, 132])
     fits = [option.fit for option in choice.options if option.fit is not None]
-    assert len(fits) > search.REFINED
-    assert sum(isinstance(fit.given, Program) for fit in fits) <= search.REFINED
+    assert len(fits) > search.MAX_REFINED_OPTIONS
+    assert sum(isinstance(fit.given, Program) for fit in fits) <= search.MAX_REFINED_OPTIONS
     for fit in fits:
         alone = evaluate_plan(equal_layers(66), fit.order, fit.plan, Cluster((Device(),) * 33))
         assert alone.seconds == fit.seconds

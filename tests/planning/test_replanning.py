@@ -107,7 +107,7 @@ def test_cases_are_the_same_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         durations[Kind.STEP, 0] = np.full((1, 1, 1), 0.1)
         whole = made.step_seconds(durations)
         with monkeypatch.context() as patch:
-            patch.setattr("lightning_pipes.planning.replanning.MOST_AT_ONCE", 1)
+            patch.setattr("lightning_pipes.planning.replanning.MAX_DURATIONS_PER_CALL", 1)
             assert made.step_seconds(durations).tolist() == whole.tolist()
 
 

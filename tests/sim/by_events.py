@@ -6,9 +6,9 @@ from bisect import insort
 from heapq import heappop, heappush
 
 from lightning_pipes.ir import (
-    COMPUTE,
-    RECEIVES,
-    SENDS,
+    COMPUTE_KINDS,
+    RECEIVE_KINDS,
+    SEND_KINDS,
     DependencyTracker,
     Kind,
     RankView,
@@ -97,7 +97,7 @@ class ByEvents:
             self._busy[rank] = False
             return
         self._admit(now, self.tracker.complete(ended))
-        if ended.kind not in COMPUTE:
+        if ended.kind not in COMPUTE_KINDS:
             return
         self.held[rank] -= self.costs.memory_change(ended, self.plan)[1]
         if ended.kind is Kind.B or ended.kind is Kind.W:
@@ -111,11 +111,11 @@ class ByEvents:
         """Queue computations, start sends and complete receives."""
         for i in sorted(ready):
             rank = self.plan.ranks[i.stage]
-            if i.kind in COMPUTE:
+            if i.kind in COMPUTE_KINDS:
                 insort(self._ready[rank], (ready_key(i), i))
-            elif i.kind in SENDS:
+            elif i.kind in SEND_KINDS:
                 self._send(now, rank, i)
-            elif i.kind in RECEIVES:
+            elif i.kind in RECEIVE_KINDS:
                 self._admit(now, self.tracker.complete(i))
 
     def _send(self, now, rank, i):

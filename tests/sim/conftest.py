@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_pipes.sim.loops.kernel import KERNEL
+from lightning_pipes.sim.loops.kernel import SIMULATION_KERNELS
 
 
 @pytest.fixture(params=["python", "numba"])
@@ -10,6 +10,6 @@ def kernel(request, monkeypatch):
     """Return the name of the version that runs the kernel in this test."""
     if request.param == "numba":
         pytest.importorskip("numba")
-    monkeypatch.setattr(KERNEL, "patience", 0 if request.param == "numba" else 1 << 60)
-    assert KERNEL.select(1).name == request.param
+    monkeypatch.setattr(SIMULATION_KERNELS, "patience", 0 if request.param == "numba" else 1 << 60)
+    assert SIMULATION_KERNELS.select(1).name == request.param
     return request.param

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from lightning_pipes.ir import COMPUTE, RECEIVES, SENDS, Instruction, Kind, Plan, Program, lower
+from lightning_pipes.ir import COMPUTE_KINDS, RECEIVE_KINDS, SEND_KINDS, Instruction, Kind, Plan, Program, lower
 from tests.sim.links import Links
 
 
@@ -29,7 +29,7 @@ def starts(program: Program, plan: Plan, costs, blocking_sends=False) -> dict[In
 
     def data(i):
         """Return the instructions that `i` itself depends on, without the earlier instructions of its rank."""
-        if i.kind in RECEIVES:
+        if i.kind in RECEIVE_KINDS:
             return [m for m in message(i) if m.span == i.span]
         out = list(plan.after.get(i, ()))
         if i.kind is Kind.F and i.stage and not plan.is_remote_edge(i.stage - 1):
@@ -47,15 +47,15 @@ def starts(program: Program, plan: Plan, costs, blocking_sends=False) -> dict[In
     def moved(i):
         """Return the start, the last byte out and the arrival of a send, after the earlier sends of its rank."""
         rank, at = where[i]
-        earlier = [j for j in rows[rank][:at] if j.kind in SENDS]
+        earlier = [j for j in rows[rank][:at] if j.kind in SEND_KINDS]
         if earlier:
             moved(earlier[-1])
         return links.send(reached(i), i)
 
     def begin(i):
-        if i.kind in SENDS:
+        if i.kind in SEND_KINDS:
             return moved(i)[0]
-        return reached(i) + (costs.overhead_ns if i.kind in COMPUTE else 0)
+        return reached(i) + (costs.overhead_ns if i.kind in COMPUTE_KINDS else 0)
 
     @cache
     def rank_free(rank, at):
@@ -63,14 +63,14 @@ def starts(program: Program, plan: Plan, costs, blocking_sends=False) -> dict[In
         if at == 0:
             return 0
         before = rows[rank][at - 1]
-        if before.kind in SENDS:
+        if before.kind in SEND_KINDS:
             return moved(before)[1] if blocking_sends else max(rank_free(rank, at - 1), *map(there, data(before)), 0)
         return there(before)
 
     @cache
     def there(i):
-        if i.kind in SENDS:
+        if i.kind in SEND_KINDS:
             return moved(i)[2]
-        return begin(i) + (costs.duration_ns(i, plan) if i.kind in COMPUTE else 0)
+        return begin(i) + (costs.duration_ns(i, plan) if i.kind in COMPUTE_KINDS else 0)
 
-    return {i: begin(i) for i in where if i.kind not in RECEIVES}
+    return {i: begin(i) for i in where if i.kind not in RECEIVE_KINDS}

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_pipes.cost import Cluster, CostModel, Device, Link, Regime
-from lightning_pipes.ir import COMPUTE, InputError, Kind, lower
+from lightning_pipes.ir import COMPUTE_KINDS, InputError, Kind, lower
 from lightning_pipes.sim import makespan, simulate
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.interleaved import Interleaved
@@ -131,6 +131,6 @@ def test_computations_are_computed_once():
     plan = tiny_plan(2, 3)
     program, costs, _, _ = random_case(OneFOneB(), plan, 1)
     timeline = simulate(program, plan, replace(costs, regime="shared"))
-    assert sorted(e.instruction for e in timeline.events if e.instruction.kind in COMPUTE) == sorted(
+    assert sorted(e.instruction for e in timeline.events if e.instruction.kind in COMPUTE_KINDS) == sorted(
         program.iter_instructions()
     )

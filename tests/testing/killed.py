@@ -20,6 +20,6 @@ def with_lock(rank: int) -> None:
 
 
 if __name__ == "__main__":
-    ranks.PRELOAD.remove("lightning.pytorch")  # it takes seconds to import
+    ranks.PRELOADED_MODULES.remove("lightning.pytorch")  # it takes seconds to import
     outcomes = ranks.watch_ranks(with_lock, 2, timeout=60)
     assert [o.exitcode for o in outcomes] == [0, -signal.SIGKILL], outcomes

@@ -14,7 +14,7 @@ import pytest
 
 from lightning_pipes.ir import PlanError
 from lightning_pipes.testing import neighbours
-from lightning_pipes.testing.neighbours import KINDS, Neighbour, Quota, why_no_quota
+from lightning_pipes.testing.neighbours import NEIGHBOR_KINDS, Neighbour, Quota, why_no_quota
 from lightning_pipes.testing.ranks import scale_timeout, wait_until
 
 CORE = min(os.sched_getaffinity(0))
@@ -39,7 +39,7 @@ def count_throttled(quota: Quota) -> int:
     return int(lines[lines.index("nr_throttled") + 1])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", NEIGHBOR_KINDS)
 def test_it_works_on_its_core_from_the_start(kind):
     """Each process runs on the given core, uses CPU time immediately, and ends with the context."""
     with Neighbour(kind, core=CORE, processes=2) as there:
@@ -75,11 +75,11 @@ def test_it_rests_in_between(monkeypatch):
     system = SimpleNamespace(getppid=parent, nice=lambda _: 0, write=lambda *_: 0)
     monkeypatch.setattr(neighbours, "time", clock)
     monkeypatch.setattr(neighbours, "os", system)
-    monkeypatch.setitem(KINDS, "spin", lambda: work)
+    monkeypatch.setitem(NEIGHBOR_KINDS, "spin", lambda: work)
     neighbours.main(["spin", "0.1", "-1", "0", "1"])
     # one unit of work before the first period
-    assert worked == pytest.approx(0.0005 + 50 * 0.1 * neighbours.PERIOD, rel=1e-6)
-    assert now == pytest.approx(100.0005 + 50 * neighbours.PERIOD, rel=1e-6)
+    assert worked == pytest.approx(0.0005 + 50 * 0.1 * neighbours.PERIOD_SECONDS, rel=1e-6)
+    assert now == pytest.approx(100.0005 + 50 * neighbours.PERIOD_SECONDS, rel=1e-6)
 
 
 def processes_gone(pids: list[int]) -> None:

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.cost import Cluster, Deployment, Device, LayerProfile, ModelProfile
-from lightning_pipes.cost.profile import LEAST_ROWS
+from lightning_pipes.cost.profile import MIN_ROWS_NOTE
 from lightning_pipes.cost.units import seconds_text
 from lightning_pipes.engine.compute.rng import random_state
 from lightning_pipes.ir import Kind, Plan, PlanError
@@ -307,7 +307,7 @@ def test_auto_tries_numbers_of_microbatches_whose_size_can_be_run() -> None:
     place = Deployment(Cluster((Device(), Device())))
     plain = request.unmeasured([1] * 4, 2)
     assert request.measured(plain, ModelProfile(layers), 16, place).microbatches == 16
-    assert request.measured(plain, ModelProfile(layers, notes={LEAST_ROWS: 3}), 16, place).microbatches == 4
+    assert request.measured(plain, ModelProfile(layers, notes={MIN_ROWS_NOTE: 3}), 16, place).microbatches == 4
     normalised = request.unmeasured([1] * 4, 2, least=2)  # normalization needs the statistics of two samples
     assert request.measured(normalised, ModelProfile(layers), 16, place).microbatches == 8
     assert request.measured(normalised, ModelProfile(layers), 16, place).problem().least == 2
@@ -324,7 +324,7 @@ def test_a_short_batch_keeps_to_sizes_that_can_be_run() -> None:
     wanted = RunRequest(make_schedule("1f1b"), 4, False, "auto")
     plain = wanted.unmeasured([1] * 4, 2)
     for least, sizes in ((1, [1, 2, 1, 2]), (2, [2, 2, 2])):
-        notes = {LEAST_ROWS: least}
+        notes = {MIN_ROWS_NOTE: least}
         made = wanted.measured(plain, ModelProfile(layers, notes=notes), 8, Deployment(Cluster((Device(), Device()))))
         assert [span.rows for span in made.plans().for_rows(6)[0].spans(Kind.F, 0)] == sizes
 

@@ -78,7 +78,7 @@ def phases(rank: int, width: int, rows: int, unit: int) -> dict[str, tuple[float
         patch.setattr(layer_profiler, "WORTH_MEASURING", 0.0)
         patch.setattr(layer_profiler, "SECONDS", 0.1)
         patch.setattr(decider, "MEASURING_SECONDS", 0.3)
-        patch.setattr("lightning_pipes.planning.balance.WORTH_IT", 1.0)  # the cut stays even on a busy machine
+        patch.setattr("lightning_pipes.planning.balance.MIN_CUT_GAIN", 1.0)  # the cut stays even on a busy machine
         trainer = make_trainer(strategy=PipelineStrategy("1f1b", microbatches=2, gather="all"), max_epochs=1)
         trainer.fit(LitWide(width), DataLoader(torch.randn(3 * rows, width), batch_size=rows))
     return found

@@ -16,7 +16,7 @@ from lightning_pipes.planning.replanning import HostedStage
 from lightning_pipes.strategies.dynpipe import DynPipe
 from lightning_pipes.strategies.dynpipe.interference import Predictor
 from lightning_pipes.strategies.dynpipe.interference.dataset import Dataset
-from lightning_pipes.strategies.dynpipe.interference.features import RUN, WAIT
+from lightning_pipes.strategies.dynpipe.interference.features import RUN_SHARE_METRIC, WAIT_SHARE_METRIC
 from lightning_pipes.testing.neighbours import Neighbour
 from lightning_pipes.tune import interference
 from lightning_pipes.tune.cli import main
@@ -33,7 +33,11 @@ def made_windows() -> list[NeighbourWindow]:
     for setting in range(12):
         kind = ("spin", "memory", NONE)[setting % 3]
         wait = 0.0 if kind == NONE else float(rng.uniform(0.2, 1.0))
-        found += [NeighbourWindow({RUN: 1.0, WAIT: wait}, STAGE, 1.1 * (1 + wait), kind, "mlp", setting)] * 4
+        found += [
+            NeighbourWindow(
+                {RUN_SHARE_METRIC: 1.0, WAIT_SHARE_METRIC: wait}, STAGE, 1.1 * (1 + wait), kind, "mlp", setting
+            )
+        ] * 4
     return found
 
 
@@ -61,7 +65,7 @@ def test_windows_are_measured_beside_a_neighbour(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(interference.TimedStage, "step", timed)
     beside = [Background("spin", crowded), Background(NONE, nullcontext)]
     monkeypatch.setattr(interference, "settings", lambda *_: beside)
-    monkeypatch.setattr(interference, "PASSES", 2)
+    monkeypatch.setattr(interference, "N_PASSES", 2)
     told: list[float] = []
     windows = interference.collect_windows(True, 0.05, lambda text, done: told.append(done))
     assert len(windows) == 2 * 5 * 2  # surroundings, kinds of stages, halves
@@ -79,7 +83,12 @@ def test_a_predictor_learns_from_windows(tmp_path: Path) -> None:
     beside = [window.ratio for window in made_windows() if window.neighbour != NONE]
     assert first["formula_mae"] == pytest.approx(np.mean(beside) * 0.1 / 1.1)
     assert first["forest_mae"] < first["formula_mae"] / 2
-    ratio = Dataset.load(data).train_predictor().predict([({RUN: 1.0, WAIT: 0.5}, STAGE)]).ratios[0]
+    ratio = (
+        Dataset.load(data)
+        .train_predictor()
+        .predict([({RUN_SHARE_METRIC: 1.0, WAIT_SHARE_METRIC: 0.5}, STAGE)])
+        .ratios[0]
+    )
     assert ratio == pytest.approx(1.1 * 1.5, rel=0.05)
     assert DynPipe.score_predictor(None, data) == first
 

@@ -23,7 +23,7 @@ from benchmarks.harness.report import Output
 from lightning_pipes.planning.replanning import HostedStage
 from lightning_pipes.strategies.dynpipe.interference import Predictor
 from lightning_pipes.strategies.dynpipe.interference.dataset import NONE, Dataset, PredictionScore, cross_validated
-from lightning_pipes.strategies.dynpipe.interference.features import NAMES, STAGE, Array
+from lightning_pipes.strategies.dynpipe.interference.features import FEATURE_NAMES, STAGE_FEATURES, Array
 from lightning_pipes.strategies.dynpipe.interference.forest import Forest
 from lightning_pipes.strategies.dynpipe.interference.predictor import CorrectedFormula, Formula, Model, formula_of
 from lightning_pipes.tune.interference import collect_windows
@@ -129,7 +129,7 @@ MODELS: tuple[type[Model], ...] = (Trees, CorrectedFormula, Formula, Scaled, Lin
 DEVICES, BLOCKS, MICROBATCHES = 4, 12, 8
 BUSY = 0.5
 """The share of devices that have a neighbor."""
-_OF_DEVICE = len(NAMES) - len(STAGE)
+_OF_DEVICE = len(FEATURE_NAMES) - len(STAGE_FEATURES)
 _CUTS = [(0, *cut, BLOCKS) for cut in combinations(range(1, BLOCKS), DEVICES - 1)]
 
 

@@ -17,7 +17,7 @@ from lightning_pipes.ir import Cut, Plan, Schedule, even_spans
 from lightning_pipes.planning.planner import even_plan
 from lightning_pipes.sim import makespan
 from lightning_pipes.strategies.jap import Effort, Job, problem_from_plan, solve_array, stream_jobs
-from lightning_pipes.strategies.jap.problem import TIMES
+from lightning_pipes.strategies.jap.problem import BLOCK_TIMES
 from tests.strategies.jap.random_arrays import KINDS, batch_sizes
 
 JOBS, ITERATIONS = 64, 240
@@ -97,7 +97,7 @@ class Epoch:
     def _round(self, sizes: tuple[int, ...]) -> int:
         if sizes not in self._rounds:
             jobs = [self._kinds.index(rows) for rows in sizes]
-            problem = replace(self._problem, **{name: getattr(self._problem, name)[jobs] for name in TIMES})
+            problem = replace(self._problem, **{name: getattr(self._problem, name)[jobs] for name in BLOCK_TIMES})
             self._rounds[sizes] = solve_array(problem, "search", Effort(ORDERS)).makespan
         return self._rounds[sizes]
 

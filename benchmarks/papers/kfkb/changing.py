@@ -19,7 +19,7 @@ from lightning_pipes.engine import Engine, Item, make_transport
 from lightning_pipes.ir import Policy, Schedule
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.candidates import Candidate, tuning_planner
-from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
+from lightning_pipes.planning.measured import WINDOW_STEPS, Averages, StepSample
 from lightning_pipes.planning.tuning import CandidateRanker
 
 READY_SECONDS = 8.0
@@ -149,11 +149,11 @@ class Follower:
 
     def after(self, sample: StepSample) -> Schedule | Policy | None:
         """Record a step, and return the schedule to change to, or None to keep the current one."""
-        self._recent = [*self._recent, sample][-WINDOW:]
+        self._recent = [*self._recent, sample][-WINDOW_STEPS:]
         self._steps += 1
         if self._steps < self._next:
             return None
-        first, self._next = self._steps == FIRST, self._steps + (WINDOW if self._steps == FIRST else INTERVAL)
+        first, self._next = self._steps == FIRST, self._steps + (WINDOW_STEPS if self._steps == FIRST else INTERVAL)
         every: list[list[StepSample]] = [[] for _ in range(self._course.trial.stages)]
         dist.all_gather_object(every, self._recent[-1:] if first else self._recent)
         told: list[Schedule | Policy | None] = [self._decided(every) if self._rank == 0 else None]

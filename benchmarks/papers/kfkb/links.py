@@ -23,10 +23,10 @@ from benchmarks.harness.netlab import BURST, GOODPUT, NetLab
 from benchmarks.papers.kfkb.replay import Direction
 from lightning_pipes.cost import CostModel, LayerProfile
 from lightning_pipes.engine import Engine, Item, Stage, make_transport
-from lightning_pipes.ir import SENDS, Kind, Plan, Policy, Program, Schedule
+from lightning_pipes.ir import SEND_KINDS, Kind, Plan, Policy, Program, Schedule
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.candidates import Candidate, tuning_planner
-from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
+from lightning_pipes.planning.measured import WINDOW_STEPS, Averages, StepSample
 from lightning_pipes.planning.partition import even_partition
 from lightning_pipes.planning.tuning import CandidateRanker, TuningDecision
 from lightning_pipes.sim import makespan
@@ -144,7 +144,7 @@ class Measured:
         """The median seconds for which a message of the first schedule occupies its link, over links and steps."""
         first = next(iter(self.trial.schedules))
         samples = [sample for seen in self.by_rank for sample in seen.samples[first]]
-        return statistics.median(mean for s in samples for key, mean in s.means.items() if key[0] in SENDS) / 1e9
+        return statistics.median(mean for s in samples for key, mean in s.means.items() if key[0] in SEND_KINDS) / 1e9
 
     def links(self, name: str) -> dict[Direction, float]:
         """Return the seconds for which a message occupies each direction of each link.
@@ -159,7 +159,7 @@ class Measured:
     def costs(self, name: str) -> CostModel:
         """Return the costs that were measured in the last steps of a schedule, as averages."""
         steps = list(zip(*(seen.samples[name] for seen in self.by_rank), strict=True))
-        return averages(steps[-WINDOW:]).costs()
+        return averages(steps[-WINDOW_STEPS:]).costs()
 
     @property
     def decision(self) -> TuningDecision:

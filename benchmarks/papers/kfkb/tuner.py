@@ -26,11 +26,11 @@ from benchmarks.papers.kfkb.replay import Replay, Trace
 from lightning_pipes import PipelineStrategy, ScheduleTuner
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.candidates import Candidate, tuning_planner
-from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
+from lightning_pipes.planning.measured import WINDOW_STEPS, Averages, StepSample
 from lightning_pipes.planning.planner import Problem, solve_plan
 from lightning_pipes.planning.tuning import CandidateRanker
 from lightning_pipes.sim import load_kernel
-from lightning_pipes.sim.loops.kernel import KERNEL
+from lightning_pipes.sim.loops.kernel import SIMULATION_KERNELS
 from lightning_pipes.trainer.callbacks.schedule_tuner import FIRST
 from lightning_pipes.trainer.loop.adopting import adopt_candidate
 
@@ -154,7 +154,7 @@ def choosing_table() -> Iterator[tuple[str, dict[str, float]]]:
     gc.collect()
     gc.freeze()  # so that collections skip the objects of all imported modules
     for patience in (1 << 60, 0):
-        KERNEL.patience = patience
+        SIMULATION_KERNELS.patience = patience
         name = load_kernel() if not patience else "python"
         if patience or name != "python":
             for stages, microbatches in ((2, 4), (4, 24), (8, 64)) * (1 if patience else 2):
@@ -187,7 +187,9 @@ def tuner(batches: int) -> Output:
     tuned, decisions = ranks[0]["tuned"], ranks[0]["decisions"]
     yield f"decisions took {', '.join(f'{1e3 * seconds:.1f}' for _, seconds, _ in decisions)} ms"
     at = {batch - 2 for batch, _, _ in decisions[1:]}  # tuned[n] begins when batch n + 1 ends
-    usual = statistics.median(s for n, s in enumerate(tuned) if n > FIRST + WINDOW and n not in at and n - 1 not in at)
+    usual = statistics.median(
+        s for n, s in enumerate(tuned) if n > FIRST + WINDOW_STEPS and n not in at and n - 1 not in at
+    )
     longer = [tuned[n] + tuned[n + 1] - 2 * usual for n in sorted(at) if n + 1 < len(tuned)]
     share = sum(longer) / sum(tuned)
     more = 1e3 * statistics.median(longer)

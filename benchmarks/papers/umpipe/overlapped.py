@@ -24,9 +24,10 @@ import numpy as np
 
 from benchmarks.harness.report import Report
 from lightning_pipes.ir import InputError, check_count, short_repr
+from lightning_pipes.sim.loops.jit import LATEST_TIME
 from lightning_pipes.strategies.umpipe.network import Network, Scheme
 from lightning_pipes.strategies.umpipe.overlapped import Merge
-from lightning_pipes.strategies.umpipe.overlapped.kernel import NEVER, OVERLAPPED
+from lightning_pipes.strategies.umpipe.overlapped.kernel import OVERLAPPED_KERNELS
 from lightning_pipes.strategies.umpipe.overlapped.tables import Chunks, make_log, make_memory, make_room
 from lightning_pipes.strategies.umpipe.search import search_optimum
 from tests.strategies.umpipe.overlapped.runs import chunks_of, in_flight
@@ -143,13 +144,13 @@ class Descent:
     Attributes:
         network: the times of all processes and options.
         genes: the options of all processes, first the forward ones and then the backward ones.
-        value: the makespan, or NEVER if the scheme can't run.
+        value: the makespan, or LATEST_TIME if the scheme can't run.
         policy: the policy with this makespan.
         evaluations: the number of runs so far.
     """
 
     def __init__(self, network: Network) -> None:
-        machine = OVERLAPPED.fastest
+        machine = OVERLAPPED_KERNELS.fastest
         self.network = network
         self._machine, self._run = machine, machine.run
         self._times = machine.copy(np.concatenate([network.forward, network.backward]))
@@ -163,7 +164,7 @@ class Descent:
         self._options = self._every
         self._best = machine.fill(4)
         self.genes = [0] * (2 * network.processes)
-        self.value, self.policy, self.evaluations = NEVER, EAGER[0], 0
+        self.value, self.policy, self.evaluations = LATEST_TIME, EAGER[0], 0
         self._chunks = Chunks(network.rows, machine.fill(len(self.genes)), machine.fill(len(self.genes)))
 
     @property
@@ -188,7 +189,7 @@ class Descent:
             self._memory.caps[i] = cap
         self.genes = [*scheme.forward, *scheme.backward]
         self._chunks = Chunks(chunks.rows, self._machine.copy(chunks.busy), self._machine.copy(chunks.size))
-        self.value = NEVER
+        self.value = LATEST_TIME
         allowed = all(q in self._options for q in self.genes)
         for policy in self._policies if allowed else ():
             end = self._run.run_chunks(self._chunks, policy, self.value, self._memory, self._room, self._log)
@@ -275,7 +276,7 @@ class Descent:
         descents = [each for each in ranked[:DESCENTS] if each[0] <= HOPELESS * best[0]]
         enough = effort.part(COARSE).over()
         self._options = self._few
-        while best[0] < NEVER and not over(self.evaluations):
+        while best[0] < LATEST_TIME and not over(self.evaluations):
             changed = None
             if self._options is self._few and enough(self.evaluations):
                 self._options, descents = self._every, [best]

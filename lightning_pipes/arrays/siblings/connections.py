@@ -204,27 +204,29 @@ def _agreed(batch: int, answer: PendingGather[list[bool]]) -> list[bool]:
     return found
 
 
-_AFTER = {"run-stage": (), **{row.barrier: (row.name,) for row in HOOKS if row.barrier is not None}}
+_HOOKS_BEFORE_BARRIER = {"run-stage": (), **{row.barrier: (row.name,) for row in HOOKS if row.barrier is not None}}
 """The hooks that run before each barrier, by the name of the barrier.
 
 These are the hooks since the previous barrier, or since the exchange of the starting weights.
 """
-_OWN = ("lightning.", "lightning_pipes.")
+_LIBRARY_PREFIXES = ("lightning.", "lightning_pipes.")
 
 
 def has_purpose(name: str | None, trainer: pl.Trainer) -> bool:
     """Return whether code of the user may rely on the barrier of this name."""
-    if name not in _AFTER:
+    if name not in _HOOKS_BEFORE_BARRIER:
         return True
     if name == "_CheckpointConnector.resume_end" and trainer.ckpt_path is not None:
         return True  # no rank may overwrite the checkpoint before all ranks have read it
     parts = (trainer.lightning_module, getattr(trainer, "datamodule", None), *private.callbacks(trainer))
-    return any(_is_users(hook, part) for part in parts for hook in _AFTER[name])
+    return any(_is_users(hook, part) for part in parts for hook in _HOOKS_BEFORE_BARRIER[name])
 
 
 def _is_users(hook: str, part: object) -> bool:
     owner = next((cls for cls in type(part).__mro__ if hook in vars(cls)), None)
-    return hook in getattr(part, "__dict__", ()) or (owner is not None and not owner.__module__.startswith(_OWN))
+    return hook in getattr(part, "__dict__", ()) or (
+        owner is not None and not owner.__module__.startswith(_LIBRARY_PREFIXES)
+    )
 
 
 Structure = dict[str, tuple[tuple[int, ...], str]]

@@ -26,18 +26,18 @@ from lightning_pipes.ir import InputError, PipelineError, PlanError
 
 T = TypeVar("T")
 
-_WINDOWS = 1 << 32
+_MAX_WINDOWS = 1 << 32
 """The number of windows that one sibling may open. More windows would reuse the window numbers of the next sibling."""
-_LOOK_SECONDS = 0.001
+_ANSWER_POLL_SECONDS = 0.001
 """The interval at which a sibling polls for an answer of other ranks."""
-_REASON_SECONDS = 1.0
+_SIBLING_REASON_SECONDS = 1.0
 """The longest time that a failed computation waits for an answer of other ranks that may explain the failure."""
 RETURN_SECONDS = 60.0
 """The longest time that a sibling may stay in the turn in which it has returned on another rank.
 
 During this time, it can still process messages that the other rank sent before it returned.
 """
-_PATIENCE = 100
+_MAX_FINAL_WAITS = 100
 """The number of times that an ending sibling may wait for something again, before it is abandoned."""
 _current: contextvars.ContextVar[Sibling[Any] | None] = contextvars.ContextVar("lightning_pipes_sibling", default=None)
 
@@ -157,7 +157,7 @@ class Sibling(Generic[T]):
     def window(self) -> int:
         """Return a number for the next window of the sibling's engines, which no other sibling uses."""
         self._windows += 1
-        return self.index * _WINDOWS + self._windows
+        return self.index * _MAX_WINDOWS + self._windows
 
     def finish(self, engine: Engine) -> None:
         """End the turn, and return in the next turn, when this rank has finished the open window of `engine`."""
@@ -310,7 +310,7 @@ class Sibling(Generic[T]):
             try:
                 engine.advance()
             except BaseException as error:
-                if not self._check_failed(_REASON_SECONDS):  # otherwise, the check is the reason on all ranks
+                if not self._check_failed(_SIBLING_REASON_SECONDS):  # otherwise, the check is the reason on all ranks
                     self.report_failure(error)
                     self.fail_at(self.next_turn, error)
 
@@ -356,7 +356,7 @@ class Sibling(Generic[T]):
     def end_by_error(self, error: BaseException) -> None:
         """End the sibling by `error`, no matter where it waits."""
         self._end, self._failed = (0, error), True
-        for _ in range(_PATIENCE):
+        for _ in range(_MAX_FINAL_WAITS):
             if self.outcome is None:
                 self._runner.resume_thread()
 
@@ -371,7 +371,7 @@ class Sibling(Generic[T]):
             while not is_ready():
                 if time.monotonic() >= until:
                     return False
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_ANSWER_POLL_SECONDS)
             self._checks.popleft()
             try:
                 check()

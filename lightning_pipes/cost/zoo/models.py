@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_pipes.cost.zoo.shapes import (
-    FLOAT32,
-    INT64,
+    FLOAT32_BYTES,
+    INT64_BYTES,
     Layer,
     LayerShape,
     ShapeTape,
@@ -269,7 +269,7 @@ class ZooModel:
     layers: tuple[tuple[str, Layer], ...]
     loss: Layer = cross_entropy
 
-    def layer_shapes(self, itemsize: float = FLOAT32, mask_itemsize: float = 1) -> list[LayerShape]:
+    def layer_shapes(self, itemsize: float = FLOAT32_BYTES, mask_itemsize: float = 1) -> list[LayerShape]:
         """Return the costs of each layer, followed by the costs of the loss.
 
         Args:
@@ -277,7 +277,7 @@ class ZooModel:
             mask_itemsize: the bytes of an element of a dropout mask.
         """
         indices = len(self.sample) == 1
-        x = SymbolicTensor(self.sample, INT64 if indices else itemsize, trained=False)
+        x = SymbolicTensor(self.sample, INT64_BYTES if indices else itemsize, trained=False)
         return record_layers([*self.layers, ("loss", self.loss)], x, ShapeTape(itemsize, mask_itemsize))
 
     @property

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from lightning_pipes.cost.layer import LayerProfile, Table, sum_tables
 from lightning_pipes.cost.profile import ModelProfile
 from lightning_pipes.cost.zoo.models import named_model
-from lightning_pipes.cost.zoo.shapes import FLOAT32, LayerShape, Operation
+from lightning_pipes.cost.zoo.shapes import FLOAT32_BYTES, LayerShape, Operation
 from lightning_pipes.ir import InputError, check_type, short_repr
 from lightning_pipes.ir.checks import lookup_name
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}
+_DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _WEIGHTS = 2
-_LAUNCH = 5e-6
+_LAUNCH_SECONDS = 5e-6
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Chip:
     share: float = 0.6
     half_flops: float = 2e9
     bandwidth_share: float = 0.8
-    launch: float = _LAUNCH
+    launch: float = _LAUNCH_SECONDS
     byte_masks: bool = True
 
     def operation_seconds(self, operation: Operation, part: int, rows: int, dtype: str) -> float:
@@ -77,7 +77,7 @@ def dtype_named(name: str, chip: Chip) -> str:
         InputError: if the data type is unknown, or if the chip has no figures for it.
     """
     check_type("dtype", name, str)
-    full = _ALIASES.get(name, name)
+    full = _DTYPE_ALIASES.get(name, name)
     if full not in chip.flops:
         raise InputError(f"{chip.name} has no figures for dtype {short_repr(name)}; it has {', '.join(chip.flops)}")
     return full
@@ -115,15 +115,15 @@ def chip_named(name: str) -> Chip:
     return lookup_name(CHIPS, name, "device")
 
 
-ROWS = (1, 2, 4, 8, 16, 32, 64)
-OPTIMIZERS = {"sgd": 0, "momentum": 1, "adam": 2}
+PROFILED_ROWS = (1, 2, 4, 8, 16, 32, 64)
+VALUES_PER_PARAMETER = {"sgd": 0, "momentum": 1, "adam": 2}
 """The number of float32 values that each optimizer keeps per parameter."""
 
 
 def named_profile(
     name: str,
     device: str | Chip = "A100-80G",
-    rows: Sequence[int] = ROWS,
+    rows: Sequence[int] = PROFILED_ROWS,
     dtype: str = "bfloat16",
     optimizer: str = "adam",
     recompute: bool = False,
@@ -148,12 +148,14 @@ def named_profile(
     model = named_model(name)
     chip = device if isinstance(device, Chip) else chip_named(device)
     dtype = dtype_named(dtype, chip)
-    kept = FLOAT32 * (lookup_name(OPTIMIZERS, optimizer, "optimizer") + (ITEMSIZE[dtype] < FLOAT32))
+    kept = FLOAT32_BYTES * (
+        lookup_name(VALUES_PER_PARAMETER, optimizer, "optimizer") + (BYTES_PER_ELEMENT[dtype] < FLOAT32_BYTES)
+    )
     check_type("recompute", recompute, bool)
     check_type("rows", rows, Sequence[int])
     if not rows or sorted(set(rows)) != list(rows) or rows[0] < 1:
         raise InputError(f"rows ascend from 1 or more, got {short_repr(rows)}")
-    given = model.layer_shapes(ITEMSIZE[dtype], 1 if chip.byte_masks else ITEMSIZE[dtype])
+    given = model.layer_shapes(BYTES_PER_ELEMENT[dtype], 1 if chip.byte_masks else BYTES_PER_ELEMENT[dtype])
     *layers, loss = (_profile(shape, chip, rows, dtype, kept) for shape in given)
     if recompute:
         layers = [_recomputed(layer, shape) for layer, shape in zip(layers, given, strict=False)]
@@ -161,7 +163,7 @@ def named_profile(
     return ModelProfile(
         tuple(layers),
         after=loss,
-        widened=FLOAT32 / ITEMSIZE[dtype],
+        widened=FLOAT32_BYTES / BYTES_PER_ELEMENT[dtype],
         device=chip.name,
         source=f"formula: {model.name}, {model.about}, {dtype}, {optimizer}{again}",
     )
@@ -176,7 +178,7 @@ def _profile(shape: LayerShape, chip: Chip, rows: Sequence[int], dtype: str, kep
     def bytes_of(by_sample: float) -> Table:
         return tuple((r, r * by_sample) for r in rows)
 
-    weights = shape.parameters * ITEMSIZE[dtype]
+    weights = shape.parameters * BYTES_PER_ELEMENT[dtype]
     state = shape.parameters * kept
     return LayerProfile(
         shape.name,

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field, replace
 
 from lightning_pipes.ir import InputError
 
-FLOAT32 = 4
-INT64 = 8
+FLOAT32_BYTES = 4
+INT64_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class ShapeTape:
         y = self._new(tokens, width // (3 if len(qkv) == 1 else 1))
         seen = (tokens + 1) / 2 if causal else tokens
         flops = 4.0 * y.n_elements * seen
-        logarithms = SymbolicTensor((heads, tokens), FLOAT32)
+        logarithms = SymbolicTensor((heads, tokens), FLOAT32_BYTES)
         read = sum(t.bytes for t in qkv)
         moved = (read + y.bytes, 2 * read + 3 * y.bytes, 0.0)
         saved = (*qkv, y, logarithms)
@@ -260,14 +260,14 @@ class ShapeTape:
     def layer_norm(self, x: SymbolicTensor) -> SymbolicTensor:
         """Normalize over the last axis."""
         y = self._new(*x.shape)
-        statistics = SymbolicTensor((2, *x.shape[:-1]), FLOAT32)
+        statistics = SymbolicTensor((2, *x.shape[:-1]), FLOAT32_BYTES)
         moved = (2 * x.bytes, 3 * x.bytes, 2 * x.bytes)
         return self._record("layer_norm", (x,), y, (x, statistics), moved=moved, weights=2 * x.shape[-1])
 
     def batch_norm(self, x: SymbolicTensor) -> SymbolicTensor:
         """Normalize each channel over samples, height and width. The running mean and variance are buffers."""
         y = self._new(*x.shape)
-        self._buffer_bytes += 2 * FLOAT32 * x.shape[0] + INT64
+        self._buffer_bytes += 2 * FLOAT32_BYTES * x.shape[0] + INT64_BYTES
         moved = (3 * x.bytes, 5 * x.bytes, 0.0)
         return self._record("batch_norm", (x,), y, (x,), moved=moved, weights=2 * x.shape[0], kernels=(2, 2, 0))
 
@@ -311,7 +311,7 @@ class ShapeTape:
         """Apply max pooling, which saves its input and the position of each output."""
         channels, *size = x.shape
         y = self._new(channels, *((n + 2 * padding - kernel) // stride + 1 for n in size))
-        where = SymbolicTensor(y.shape, INT64)
+        where = SymbolicTensor(y.shape, INT64_BYTES)
         moved = x.bytes + y.bytes + where.bytes
         return self._record("max_pool2d", (x,), y, (x, where), moved=(moved, moved, 0.0))
 
@@ -323,7 +323,7 @@ class ShapeTape:
 
     def cross_entropy(self, scores: SymbolicTensor) -> SymbolicTensor:
         """Compute the mean cross-entropy loss of scores. The softmax is computed and saved in float32."""
-        softmax = replace(scores, itemsize=FLOAT32, storage=object())
+        softmax = replace(scores, itemsize=FLOAT32_BYTES, storage=object())
         moved = (scores.bytes + 2 * softmax.bytes, scores.bytes + softmax.bytes, 0.0)
         return self._record("cross_entropy", (scores,), self._new(1), (softmax,), moved=moved, kernels=(2, 2, 0))
 

@@ -18,9 +18,9 @@ from lightning_pipes.engine.compute.weights import LateWeights, WeightVersion
 from lightning_pipes.engine.messages.mailbox import Transport
 from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.ir import (
-    COMPUTE,
-    RECEIVES,
-    SENDS,
+    COMPUTE_KINDS,
+    RECEIVE_KINDS,
+    SEND_KINDS,
     Instruction,
     Kind,
     Plan,
@@ -125,7 +125,7 @@ class Executor:
         """
         for i in upcoming:
             version = self._versions.get((i.stage, i.job, i.batch))
-            if version is not None and i.kind in COMPUTE and i.kind is not Kind.STEP:
+            if version is not None and i.kind in COMPUTE_KINDS and i.kind is not Kind.STEP:
                 yield version
 
     @property
@@ -285,7 +285,7 @@ class Executor:
         batch = (i.stage, i.job, i.batch)
         self._saved.pop(batch, None)
         self._versions.pop(batch, None)
-        for kind in SENDS | RECEIVES:
+        for kind in SEND_KINDS | RECEIVE_KINDS:
             self._buffers.pop((kind, *batch), None)
         self._steps[i.job, i.batch] += 1
         if self._steps[i.job, i.batch] == len(self.plan.stages[self.rank]):  # this rank has finished the batch

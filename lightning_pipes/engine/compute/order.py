@@ -14,9 +14,9 @@ from lightning_pipes.engine.messages.mailbox import Mailbox
 from lightning_pipes.engine.residency.deliveries import NeedSource
 from lightning_pipes.engine.residency.upcoming import UpcomingTasks
 from lightning_pipes.ir import (
-    COMPUTE,
-    RECEIVES,
-    SENDS,
+    COMPUTE_KINDS,
+    RECEIVE_KINDS,
+    SEND_KINDS,
     STEP,
     DeadlockError,
     DependencyTracker,
@@ -124,7 +124,7 @@ class StaticOrder:
 
     def next_instruction(self, mailbox: Mailbox, number: int) -> Instruction | None:
         i = self._current()
-        if i is None or (i.kind in RECEIVES and not mailbox.has_message((number, i))):
+        if i is None or (i.kind in RECEIVE_KINDS and not mailbox.has_message((number, i))):
             return None
         return i
 
@@ -218,11 +218,11 @@ class ReadyOrder:
         mine = batch_instructions(self._plan, self._rank, *item)
         self._left[item] = len(mine)
         self._add_ready(self._tracker.add(mine, self._needs_besides_data(item[1], use)))
-        receives = [i for i in mine if i.kind in RECEIVES]
+        receives = [i for i in mine if i.kind in RECEIVE_KINDS]
         self._unchecked += receives
         self._receives += len(receives)
         for i in mine:
-            if i.kind in RECEIVES and not i.span.clip_to(rows).rows:  # no message is sent for missing rows
+            if i.kind in RECEIVE_KINDS and not i.span.clip_to(rows).rows:  # no message is sent for missing rows
                 self._add_ready(self._tracker.complete(send_of(i)))
 
     def _needs_besides_data(self, batch: int, use: LayerUse) -> Mapping[Instruction, tuple[Need, ...]] | None:
@@ -259,7 +259,7 @@ class ReadyOrder:
         return self._in_flight[i.stage] + rows <= self._plan.limits[i.stage]
 
     def mark_begun(self, i: Instruction) -> None:
-        if i.kind in SENDS or i.kind in RECEIVES:
+        if i.kind in SEND_KINDS or i.kind in RECEIVE_KINDS:
             self._transfers.remove(i)
             return
         self._ready.remove(i)
@@ -267,7 +267,7 @@ class ReadyOrder:
 
     def mark_done(self, i: Instruction) -> None:
         item = i.job, i.batch
-        self._receives -= i.kind in RECEIVES
+        self._receives -= i.kind in RECEIVE_KINDS
         if i.kind is Kind.F or i.kind is Kind.B or i.kind is Kind.W:
             rows = i.span.clip_to(self._rows[item]).rows
             self._in_flight[i.stage] += rows if i.kind is Kind.F else -rows
@@ -314,7 +314,7 @@ class ReadyOrder:
 
     def _add_ready(self, ready: list[Instruction]) -> None:
         for i in ready:
-            if i.kind in SENDS or i.kind in RECEIVES:
+            if i.kind in SEND_KINDS or i.kind in RECEIVE_KINDS:
                 self._transfers.append(i)
             else:
                 insort(self._ready, i, key=ready_key)
@@ -492,7 +492,7 @@ class PredictedOrder(StreamOrder):
 
     def mark_begun(self, i: Instruction) -> None:
         super().mark_begun(i)
-        if i.kind in COMPUTE and i.kind is not Kind.STEP:
+        if i.kind in COMPUTE_KINDS and i.kind is not Kind.STEP:
             self._entrances.pop((i.stage, i.batch), None)
             self._upcoming.begin_task(i, self._waiting_batches)
 

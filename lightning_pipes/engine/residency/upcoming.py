@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lightning_pipes.cost import Link
-from lightning_pipes.cost.links import FREE
+from lightning_pipes.cost.links import FREE_LINK
 from lightning_pipes.engine.residency.mirrors import PendingTree, TreeTransport
 from lightning_pipes.ir import Instruction, Kind, LayerUse, Plan, Policy
 from lightning_pipes.sim.predictor import (
@@ -156,7 +156,7 @@ class _LayerCosts:
 
     def link_between(self, source: int, target: int) -> Link:
         """Return a link that takes no time."""
-        return FREE
+        return FREE_LINK
 
     def memory_change(self, i: Instruction, plan: Plan) -> tuple[int, int]:
         """Return zero bytes."""

@@ -14,15 +14,15 @@ from lightning_pipes.planning.fit import Fit
 from lightning_pipes.planning.planner import Problem, planner_of, solve_plan
 from lightning_pipes.planning.staleness import Iterations
 
-MOST_TRIED = 2**15
+MAX_TRIED_FORWARDS = 2**15
 """The largest number of forwards of a batch, over all ranks, in the options that are tried. Larger batches take long to
 simulate and gain almost nothing."""
-POLICY_SIZE = 30_000
+MAX_POLICY_COMPUTATIONS = 30_000
 """The largest number of computations in a step that is simulated with a policy, unless the user names the policy."""
 
 
-UNEQUAL_CUTS = "stages or links cut a batch into different micro-batches, which this module does not allow"
-NEVER = "training never reaches the target with gradients this stale"
+UNEQUAL_CUTS_REASON = "stages or links cut a batch into different micro-batches, which this module does not allow"
+STALENESS_REASON = "training never reaches the target with gradients this stale"
 
 
 def installed_variants(ranks: int, microbatches: int, stale: bool = False) -> Iterator[Schedule | Policy]:
@@ -47,7 +47,7 @@ def most_microbatches(ranks: int, rows: int) -> int:
 
     This is one micro-batch for each sample, or the largest number that can be simulated in a reasonable time.
     """
-    return max(1, min(rows, max(2 * ranks, MOST_TRIED // ranks), MAX_FORWARDS // ranks))
+    return max(1, min(rows, max(2 * ranks, MAX_TRIED_FORWARDS // ranks), MAX_FORWARDS // ranks))
 
 
 def numbers_to_try(ranks: int, rows: int) -> list[int]:
@@ -99,8 +99,8 @@ def list_options(
                 # its planner may cut batches of other sizes unequally, or this batch after some steps
                 is_unequal = planner_of(schedule).may_cut_unequally
                 is_unequal = is_unequal or any(len(cut.distinct_spans) > 1 for cut in plan.jobs)
-                unequal = UNEQUAL_CUTS if equal_cuts and is_unequal else ""
-                why_not = unequal or _impossible(profile, plan) or ("" if math.isfinite(more) else NEVER)
+                unequal = UNEQUAL_CUTS_REASON if equal_cuts and is_unequal else ""
+                why_not = unequal or _impossible(profile, plan) or ("" if math.isfinite(more) else STALENESS_REASON)
                 too_large = not why_not and schedules is None and _is_slow(schedule, plan)
                 if too_large:
                     why_not = (
@@ -125,7 +125,7 @@ def _impossible(profile: ModelProfile, plan: Plan) -> str:
 
 def _is_slow(schedule: Schedule | Policy, plan: Plan) -> bool:
     """Return whether the schedule is a policy and its simulation would take long."""
-    return not isinstance(schedule, Schedule) and _computations(plan) > POLICY_SIZE
+    return not isinstance(schedule, Schedule) and _computations(plan) > MAX_POLICY_COMPUTATIONS
 
 
 def _computations(plan: Plan) -> int:

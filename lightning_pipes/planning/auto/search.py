@@ -20,25 +20,25 @@ from lightning_pipes.planning.formatting import Progress, schedule_label
 from lightning_pipes.planning.planner import Planner, Problem, Solution, planner_of
 from lightning_pipes.planning.staleness import Iterations
 from lightning_pipes.sim import makespan
-from lightning_pipes.sim.loops.kernel import PLENTY
+from lightning_pipes.sim.loops.kernel import UNLIMITED
 
-REFINED = 4
-CLOSE = 1.05
-"""`REFINED` is the number of the best options whose cuts are improved by moving single layers. Only options whose step
-time is less than `CLOSE` times the best step time are improved."""
-WORTH_IT = 0.995
+MAX_REFINED_OPTIONS = 4
+REFINED_TIME_RATIO = 1.05
+"""`MAX_REFINED_OPTIONS` is the number of the best options whose cuts are improved by moving single layers. Only options
+whose step time is less than `REFINED_TIME_RATIO` times the best step time are improved."""
+MAX_BOUND_RATIO = 0.995
 """An option whose lower bound is at least this multiple of the best step time is not simulated."""
-LARGE = 2_000
-"""The number of forwards in a step above which an option is also skipped if related options take more than `FAR` times
-the best step time."""
-FAR = 1.15
-MOST_SIMULATED = 2**21
+LARGE_STEP_FORWARDS = 2_000
+"""The number of forwards in a step above which an option is also skipped if related options take more than
+`RELATED_TIME_RATIO` times the best step time."""
+RELATED_TIME_RATIO = 1.15
+MAX_SIMULATED_FORWARDS = 2**21
 """The largest total number of forwards of the large options that one search simulates. Each option counts once."""
-UNFIT = 4
+UNFIT_OPTIONS_PER_SIMULATION = 4
 """This number of options that do not fit into memory costs as much as one option that is simulated."""
-BESIDE = "not simulated: "
+SKIPPED_PREFIX = "not simulated: "
 """The prefix of `Option.why_not` for options that were skipped because of the step times of related options."""
-NAMED = 8
+MAX_LISTED_OPTIONS = 8
 """The largest number of options that a sentence lists by name."""
 
 
@@ -98,7 +98,7 @@ def choose_option(
             every.append(option)
         search = _Search(profile, deployment)
         in_turn = sorted(every, key=lambda o: (o.bound, o.recompute, -o.microbatches))
-        steps = len(in_turn) + REFINED
+        steps = len(in_turn) + MAX_REFINED_OPTIONS
         for number, option in enumerate(in_turn):
             progress(f"{option.label}, {option.microbatches} micro-batches", number / steps)
             search.evaluate_option(option)
@@ -111,8 +111,8 @@ def choose_option(
             raise PlanError("there is no schedule to choose from")
         if found[0].fit is None:
             raise PlanError(" ".join([f"no schedule fits: {found[0].why_not}", *left_out]))
-        close = CLOSE * found[0].seconds
-        for number, option in enumerate(found[:REFINED]):
+        close = REFINED_TIME_RATIO * found[0].seconds
+        for number, option in enumerate(found[:MAX_REFINED_OPTIONS]):
             progress(f"cuts of {option.label}", (len(in_turn) + number) / steps)
             if option.fit is not None and option.seconds < close:
                 found[number] = replace(option, fit=improve_cuts(profile, option.fit, deployment))
@@ -146,13 +146,13 @@ def _describe_not_searched(found: Sequence[Option], ranks: int, most: int, possi
             large.setdefault(option.label, []).append(option.microbatches)
     if large:
         names = [f"{label} ({', '.join(map(str, sorted(set(numbers))))})" for label, numbers in large.items()]
-        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        more = f" and {len(names) - MAX_LISTED_OPTIONS} more" if len(names) > MAX_LISTED_OPTIONS else ""
         yield (
             "Not searched, because the plan is too large with this number of micro-batches: "
-            f"{', '.join(names[:NAMED])}{more}. To simulate one of them, name a schedule, or use fewer micro-batches "
-            "or fewer ranks."
+            f"{', '.join(names[:MAX_LISTED_OPTIONS])}{more}. To simulate one of them, name a schedule, or use fewer "
+            "micro-batches or fewer ranks."
         )
-    beside = sum(option.why_not.startswith(BESIDE) for option in found)
+    beside = sum(option.why_not.startswith(SKIPPED_PREFIX) for option in found)
     if beside:
         yield f"Not simulated: {beside} large options, because related options take much longer than the best one."
 
@@ -178,8 +178,8 @@ class _Search:
         if why_not:
             self.found.append(replace(option, why_not=why_not))
             return
-        large = option.n_forwards if option.n_forwards > LARGE else 0
-        if large and self._simulated and self._simulated + large > MOST_SIMULATED:
+        large = option.n_forwards if option.n_forwards > LARGE_STEP_FORWARDS else 0
+        if large and self._simulated and self._simulated + large > MAX_SIMULATED_FORWARDS:
             why_not = f"too many: the search has simulated {self._simulated} forwards, and stops there"
             self.found.append(replace(option, why_not=why_not, too_large=True))
             return
@@ -192,7 +192,7 @@ class _Search:
             self._best = min(self._best, seconds)
         except (PlanError, DeadlockError, ProgramError) as error:
             option = replace(option, why_not=str(error))
-        self._simulated += large if option.fit is not None else large // UNFIT
+        self._simulated += large if option.fit is not None else large // UNFIT_OPTIONS_PER_SIMULATION
         self._note(option, seconds)
         self.found.append(option)
         self._forget_orders()
@@ -201,9 +201,9 @@ class _Search:
         """Drop the orders of large plans unless their cuts may still be improved."""
         ordered = [n for n, o in enumerate(self.found) if o.fit is not None and isinstance(o.fit.given, Program)]
         ordered.sort(key=lambda n: _by_time(self.found[n]))
-        for number in ordered[REFINED:]:
+        for number in ordered[MAX_REFINED_OPTIONS:]:
             option = self.found[number]
-            if option.fit is not None and option.n_forwards > LARGE:
+            if option.fit is not None and option.n_forwards > LARGE_STEP_FORWARDS:
                 self.found[number] = replace(option, fit=option.fit.without_order(option.schedule))
 
     def add_retuned(self) -> None:
@@ -217,10 +217,10 @@ class _Search:
             for o in sorted(self.found, key=_by_time)
             if o.fit and o.schedule.flushes and o.fit.plan.n_stages == o.fit.plan.n_ranks
         ]
-        best = {(o.microbatches, o.recompute): o for o in reversed(fits[:REFINED])}
+        best = {(o.microbatches, o.recompute): o for o in reversed(fits[:MAX_REFINED_OPTIONS])}
         planners = dict.fromkeys(planner_of(o.schedule) for o in self.found)
         for option in reversed(best.values()):
-            if option.n_forwards > LARGE:
+            if option.n_forwards > LARGE_STEP_FORWARDS:
                 continue
             for planner in planners:
                 if isinstance(planner, TuningPlanner) and option.fit is not None:
@@ -228,7 +228,7 @@ class _Search:
 
     def _retuned(self, planner: TuningPlanner, option: Option, fit: Fit) -> None:
         devices = self._deployment.pipeline.devices[: fit.plan.n_ranks]
-        limits = [PLENTY if device.memory is None else device.memory for device in devices]
+        limits = [UNLIMITED if device.memory is None else device.memory for device in devices]
         try:
             offered = planner.list_candidates(replace(fit.plan, layers=()), fit.costs, limits)
         except PlanError:
@@ -236,7 +236,7 @@ class _Search:
         orders = [c.schedule.program(c.plan) if isinstance(c.schedule, Schedule) else c.schedule for c in offered]
         steps = [makespan(order, c.plan, fit.costs) for order, c in zip(orders, offered, strict=True)]
         number = min(range(len(steps)), key=steps.__getitem__)
-        if steps[number] / 1e9 < self._best * WORTH_IT:
+        if steps[number] / 1e9 < self._best * MAX_BOUND_RATIO:
             chosen = offered[number]
             made = evaluate_plan(
                 self._profile, orders[number], replace(chosen.plan, layers=fit.plan.layers), self._deployment
@@ -252,20 +252,20 @@ class _Search:
     def _reason_to_skip(self, option: Option) -> str:
         """Return the reason why the option is certainly not the fastest or, in a large plan, is unlikely to be."""
         m, again = option.microbatches, option.recompute
-        if option.bound >= self._best * WORTH_IT:
+        if option.bound >= self._best * MAX_BOUND_RATIO:
             return f"can't beat the best: at least {1e3 * option.bound:.1f} ms"
         if again and self._seconds.get((option.label, m, False), math.inf) < math.inf:
             return "fits without recomputation, which would only make it slower"
-        if option.n_forwards <= LARGE:
+        if option.n_forwards <= LARGE_STEP_FORWARDS:
             return ""
         for others, seconds in (
             ("with twice as many micro-batches", self._seconds.get((option.label, 2 * m, again), 0.0)),
             ("with other settings", self._before.get((type(option.schedule), m, again), 0.0)),
         ):
-            if seconds > FAR * self._best or seconds == math.inf:
+            if seconds > RELATED_TIME_RATIO * self._best or seconds == math.inf:
                 self._note(option, seconds)
                 takes = "does not fit" if seconds == math.inf else f"takes {1e3 * seconds:.1f} ms"
-                return f"{BESIDE}{others} it {takes}"
+                return f"{SKIPPED_PREFIX}{others} it {takes}"
         return ""
 
 

@@ -12,8 +12,8 @@ from functools import partial
 from itertools import islice
 
 from lightning_pipes.ir import (
-    COMPUTE,
-    RECEIVES,
+    COMPUTE_KINDS,
+    RECEIVE_KINDS,
     DeadlockError,
     Instruction,
     Kind,
@@ -27,7 +27,7 @@ from lightning_pipes.ir import (
     eligible_instructions,
     needs,
 )
-from lightning_pipes.sim.loops.kernel import PLENTY
+from lightning_pipes.sim.loops.kernel import UNLIMITED
 from lightning_pipes.sim.loops.operations import Bytes, Prices
 from lightning_pipes.sim.loops.queues import DispatchRun, Queues, run_queues
 
@@ -67,9 +67,9 @@ def run_policy(
 
 def _room(queues: Queues, *limits: Sequence[int]) -> list[int]:
     """Return the number of samples that each queue of forwards may hold at the same time."""
-    room = [PLENTY] * len(queues.members)
+    room = [UNLIMITED] * len(queues.members)
     for stage, q in queues.forwards.items():
-        room[q] = min([PLENTY, *(most[stage] for most in limits if most)])
+        room[q] = min([UNLIMITED, *(most[stage] for most in limits if most)])
     return room
 
 
@@ -134,7 +134,9 @@ class _Seen:
         plan = queues.plan
         self.ledger = Ledger(plan, plan.stages[rank])
         self._uses, self._depth = uses, depth
-        mine = (i for i, r in zip(queues.instructions, queues.ranks, strict=True) if r == rank and i.kind in COMPUTE)
+        mine = (
+            i for i, r in zip(queues.instructions, queues.ranks, strict=True) if r == rank and i.kind in COMPUTE_KINDS
+        )
         self._left = Counter(i.batch for i in mine) if uses else Counter()
         self._ended: Instruction | None = None
         self._newest = -1
@@ -165,10 +167,10 @@ def _stuck(policy: Policy, queues: Queues, run: DispatchRun, memory: Bytes) -> s
     over = {i for i, left in zip(queues.instructions, run.ready.waiting, strict=True) if left < 0}  # nothing is running
 
     def is_over(n: Instruction) -> bool:
-        return all(map(is_over, needs(n, plan))) if n.kind in RECEIVES else n in over
+        return all(map(is_over, needs(n, plan))) if n.kind in RECEIVE_KINDS else n in over
 
     for rank in range(plan.n_ranks):
-        numbers = [i for i, r in enumerate(queues.ranks) if r == rank and queues.instructions[i].kind in COMPUTE]
+        numbers = [i for i, r in enumerate(queues.ranks) if r == rank and queues.instructions[i].kind in COMPUTE_KINDS]
         ready = [i for i in numbers if run.ready.waiting[i] == 0]
         if not ready:
             first = next((i for i in numbers if run.ready.waiting[i] > 0), None)

@@ -20,6 +20,9 @@ import numpy as np
 
 from lightning_pipes.sim.loops.tables import Fields, Table
 
+LATEST_TIME = 1 << 60
+"""A time in nanoseconds that is later than all other times of a loop. The sum of two such times fits into 64 bits."""
+
 
 @dataclass(frozen=True)
 class Kernel:

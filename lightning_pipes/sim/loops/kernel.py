@@ -16,10 +16,10 @@ from heapq import heappop, heappush
 from lightning_pipes.sim.loops.jit import JitKernel
 from lightning_pipes.sim.loops.tables import PriceList
 
-LONG_AGO = -(1 << 62)
+EARLIEST_TIME = -(1 << 62)
 """A time before all relevant times. A bucket that was last used at this time is full."""
-OTHERS, FORWARDS, WEIGHTS = range(3)  # types of queues
-PLENTY = 1 << 62
+OTHER_KIND, FORWARD_KIND, WEIGHT_KIND = range(3)  # types of queues
+UNLIMITED = 1 << 62
 """A number that is larger than all numbers of samples and bytes."""
 
 
@@ -95,7 +95,7 @@ def every(work, prices, clock, wires, ran, last):
     for c in range(len(last)):
         clock[:] = 0
         wires.free[:] = 0
-        wires.spent[:] = LONG_AGO
+        wires.spent[:] = EARLIEST_TIME
         wires.moved[:] = 0
         case = PriceList(
             prices.overhead, prices.busy[c], prices.quick[c],
@@ -179,9 +179,9 @@ def chosen(work, standing, ready, prices, needed, held, wires, ran, turn, altern
                 more = taken[group[i]]
                 if waiting[i] > 0 or rows[i] > room[q] or (more > 0 and used[r] + more > may[r]):
                     continue
-                if sort[q] == FORWARDS:
+                if sort[q] == FORWARD_KIND:
                     a_forward = min(a_forward, i)
-                elif weights_last and sort[q] == WEIGHTS:
+                elif weights_last and sort[q] == WEIGHT_KIND:
                     weights = min(weights, i)
                 else:
                     other = min(other, i)
@@ -195,7 +195,7 @@ def chosen(work, standing, ready, prices, needed, held, wires, ran, turn, altern
             waiting[i] = -1
             count[q] -= 1
             working[r] = True
-            after_forward[r] = sort[q] == FORWARDS
+            after_forward[r] = sort[q] == FORWARD_KIND
             if rows[i] > 0:
                 room[pool[i]] -= rows[i]
             used[r] += taken[g]
@@ -261,7 +261,7 @@ def chosen(work, standing, ready, prices, needed, held, wires, ran, turn, altern
                 asked[r] = True
 
 
-KERNEL = JitKernel(leave, pick, fixed, every, chosen, patience=1_000_000)
+SIMULATION_KERNELS = JitKernel(leave, pick, fixed, every, chosen, patience=1_000_000)
 
 
 def load_kernel() -> str:
@@ -269,4 +269,4 @@ def load_kernel() -> str:
 
     Return "numba", or "python" if numba is not available.
     """
-    return KERNEL.load()
+    return SIMULATION_KERNELS.load()

@@ -13,9 +13,19 @@ import numpy as np
 from lightning_pipes.cost import CostModel, Costs, Regime
 from lightning_pipes.cost.links import regime_of
 from lightning_pipes.cost.model import PerInstructionCosts
-from lightning_pipes.ir import COMPUTE, SENDS, CostKey, DeadlockError, Instruction, Kind, Plan, PlanError, cost_key
+from lightning_pipes.ir import (
+    COMPUTE_KINDS,
+    SEND_KINDS,
+    CostKey,
+    DeadlockError,
+    Instruction,
+    Kind,
+    Plan,
+    PlanError,
+    cost_key,
+)
 from lightning_pipes.sim.loops.jit import Kernel
-from lightning_pipes.sim.loops.kernel import LONG_AGO, PLENTY
+from lightning_pipes.sim.loops.kernel import EARLIEST_TIME, UNLIMITED
 from lightning_pipes.sim.loops.tables import Array, Graph, Needed, PriceList, Table, Wires
 
 
@@ -67,7 +77,7 @@ class Operations:
     def make_wires(self, by: Kernel) -> Wires:
         """Return the initial state of the wires and links, which the kernel may modify."""
         links = len(self.pairs)  # there are no more wires than links
-        return Wires(by.fill(links), by.fill(links, LONG_AGO), by.fill(links), by.fill(self.message_offsets[-1]))
+        return Wires(by.fill(links), by.fill(links, EARLIEST_TIME), by.fill(links), by.fill(self.message_offsets[-1]))
 
     def price_operations(self, costs: Costs) -> Prices:
         """Return the durations of the operations.
@@ -159,7 +169,7 @@ class OperationNumbers:
         kind, stage, job, batch, (start, stop) = i
         link = -1
         same: CostKey = stop - start
-        if kind in SENDS:
+        if kind in SEND_KINDS:
             pair = (rank, self._plan.target_rank(i))
             link = self._links.setdefault(pair, len(self._links))
         else:
@@ -211,7 +221,7 @@ def _prices(operations: Operations, costs: Costs) -> Prices:
     timed = set()  # links on which messages take time
     for i in operations.like:
         takes, latency, share = 0, 0, 0.0
-        if i.kind in SENDS:
+        if i.kind in SEND_KINDS:
             pair = (plan.rank_of(i), plan.target_rank(i))
             takes, latency = costs.transfer_ns(i, plan)
             share = costs.link_between(*pair).peak_ratio
@@ -223,7 +233,7 @@ def _prices(operations: Operations, costs: Costs) -> Prices:
         busy.append(takes)
         late.append(latency)
         hurry.append(share)
-    if len(operations.groups) * (max(busy, default=0) + max(late, default=0) + costs.overhead_ns) >= PLENTY:
+    if len(operations.groups) * (max(busy, default=0) + max(late, default=0) + costs.overhead_ns) >= UNLIMITED:
         longest = max([*busy, *late]) / 1e9
         raise PlanError(
             f"{len(operations.groups)} operations of up to {longest:g} s each are more than can be simulated"
@@ -249,7 +259,7 @@ Limit = int | Sequence[int] | None
 
 def limits_of(limit: Limit, ranks: int) -> list[int]:
     """Return the bytes that each of `ranks` ranks may hold."""
-    every = PLENTY if limit is None else limit
+    every = UNLIMITED if limit is None else limit
     return [every] * ranks if isinstance(every, int) else list(every)
 
 
@@ -285,7 +295,7 @@ class Bytes:
         for rank, (needed, there) in enumerate(zip(held, may, strict=True)):
             if needed > there:
                 raise PlanError(f"rank {rank} has {there} bytes and needs {needed} for weights alone; use more ranks")
-        both = [costs.memory_change(i, plan) if i.kind in COMPUTE else (0, 0) for i in operations.like]
+        both = [costs.memory_change(i, plan) if i.kind in COMPUTE_KINDS else (0, 0) for i in operations.like]
         return cls(held, may, [taken for taken, _ in both], [freed for _, freed in both])
 
     @classmethod
@@ -293,7 +303,7 @@ class Bytes:
     def untracked(cls, operations: Operations) -> Bytes:
         """Return the memory of operations for simulations that do not track memory."""
         ranks, groups = operations.plan.n_ranks, len(operations.like)
-        return cls([0] * ranks, [PLENTY] * ranks, [0] * groups, [0] * groups)
+        return cls([0] * ranks, [UNLIMITED] * ranks, [0] * groups, [0] * groups)
 
     def why_not(self, rank: int, i: Instruction, taken: int, held: int) -> str:
         """Return the reason why `i` does not fit, for an error message."""

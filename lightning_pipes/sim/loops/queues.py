@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from lightning_pipes.ir import (
-    COMPUTE,
-    RECEIVES,
-    SENDS,
+    COMPUTE_KINDS,
+    RECEIVE_KINDS,
+    SEND_KINDS,
     Instruction,
     Kind,
     Plan,
@@ -21,7 +21,7 @@ from lightning_pipes.ir import (
 )
 from lightning_pipes.sim.loops import kernel
 from lightning_pipes.sim.loops.jit import rebind_globals
-from lightning_pipes.sim.loops.kernel import FORWARDS, KERNEL, OTHERS, PLENTY, WEIGHTS
+from lightning_pipes.sim.loops.kernel import FORWARD_KIND, OTHER_KIND, SIMULATION_KERNELS, UNLIMITED, WEIGHT_KIND
 from lightning_pipes.sim.loops.operations import (
     Bytes,
     OperationLog,
@@ -32,8 +32,8 @@ from lightning_pipes.sim.loops.operations import (
 )
 from lightning_pipes.sim.loops.tables import Beginning, Graph, Held, Queued, Ran, Status, Table
 
-EARLIEST = Rule(alternate=False)
-EFFORT = 8
+EARLIEST_RULE = Rule(alternate=False)
+CHOICE_COST = 8
 """The cost of an operation in the kernel `chosen` divided by its cost in the kernel `fixed`."""
 
 
@@ -66,12 +66,12 @@ class Queues(Operations):
         for q, members in enumerate(self.members):
             for i in members:
                 queue[i] = q
-        sort = [OTHERS] * len(self.members)
+        sort = [OTHER_KIND] * len(self.members)
         for q, members in enumerate(self.members):
             if members and self.instructions[members[0]].kind is Kind.W:
-                sort[q] = WEIGHTS
+                sort[q] = WEIGHT_KIND
         for q in self.forwards.values():
-            sort[q] = FORWARDS
+            sort[q] = FORWARD_KIND
         queues = [sum(r < rank for r in self.owner) for rank in range(self.plan.n_ranks + 1)]
         return Table(Queued(queue, self.pool, self.rows, queues, sort, flatten_lists(self.members)[1]))
 
@@ -109,7 +109,7 @@ def run_queues(
     memory: Bytes,
     *,
     room: Sequence[int] = (),
-    rule: Rule = EARLIEST,
+    rule: Rule = EARLIEST_RULE,
     picker: Callable[[DispatchRun], Pick] | None = None,
 ) -> DispatchRun:
     """Run the operations of `queues` until no more operations can run.
@@ -123,8 +123,8 @@ def run_queues(
         picker: creates a function that replaces the rule. The function may read the run while it is in progress.
     """
     n = len(queues.instructions)
-    by = KERNEL.select(EFFORT * n) if picker is None else KERNEL.python
-    may_take = by.copy(room or [PLENTY] * len(queues.members))
+    by = SIMULATION_KERNELS.select(CHOICE_COST * n) if picker is None else SIMULATION_KERNELS.python
+    may_take = by.copy(room or [UNLIMITED] * len(queues.members))
     waiting, low, count = map(by.copy, by.read(queues.initial_table))
     ready = Status(waiting, low, count, may_take)
     ran, turn = Ran(by.fill(n), by.fill(n)), by.fill(n)
@@ -167,8 +167,8 @@ def open_queues(plan: Plan, batches: int) -> Queues:
             for batch in range(batches)
             for i in batch_instructions(plan, rank, job, batch)
         ]
-        instructions += sorted((i for i in mine if i.kind in COMPUTE), key=ready_key)
-        sends += [i for i in mine if i.kind in SENDS]
+        instructions += sorted((i for i in mine if i.kind in COMPUTE_KINDS), key=ready_key)
+        sends += [i for i in mine if i.kind in SEND_KINDS]
     instructions += sends
     number = {i: n for n, i in enumerate(instructions)}
 
@@ -187,7 +187,7 @@ def open_queues(plan: Plan, batches: int) -> Queues:
         groups.append(group)
         pool.append(forwards[i.stage])
         rows.append(i.span.rows if i.kind is Kind.F else -i.span.rows if i.kind in (Kind.B, Kind.W) else 0)
-        if i.kind in COMPUTE:
+        if i.kind in COMPUTE_KINDS:
             members[forwards[i.stage] + _QUEUES[i.kind]].append(n)
         unmet = _without_receives(i, plan)
         waiting.append(len(unmet))
@@ -220,7 +220,7 @@ def _without_receives(i: Instruction, plan: Plan) -> list[Instruction]:
     """
     out = []
     for n in needs(i, plan):
-        if n.kind not in RECEIVES:
+        if n.kind not in RECEIVE_KINDS:
             out.append(n)
         elif plan.after:
             out += _without_receives(n, plan)

@@ -20,8 +20,8 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_pipes.ir import (
-    RECEIVES,
-    SENDS,
+    RECEIVE_KINDS,
+    SEND_KINDS,
     Instruction,
     Kind,
     Plan,
@@ -38,7 +38,7 @@ from lightning_pipes.ir.regular import IrregularError, Unit, is_regular, walk_pr
 from lightning_pipes.ir.verify import check_program_matches_plan, describe_absent_needs
 from lightning_pipes.sim.loops import kernel
 from lightning_pipes.sim.loops.jit import rebind_globals
-from lightning_pipes.sim.loops.kernel import KERNEL, LONG_AGO
+from lightning_pipes.sim.loops.kernel import EARLIEST_TIME, SIMULATION_KERNELS
 from lightning_pipes.sim.loops.operations import (
     Bytes,
     OperationLog,
@@ -148,7 +148,7 @@ class _Numbering:
 
     def _costs(self, i: Instruction, unit: Unit) -> _Costs:
         """Return the messages that all micro-batches like `i` need and send."""
-        received = {n[:4]: n for n in needs(i, self._plan) if n.kind in RECEIVES}.values()
+        received = {n[:4]: n for n in needs(i, self._plan) if n.kind in RECEIVE_KINDS}.values()
         messages = tuple(self._placed(send_of(n), len(unit.ran)) for n in received)
         sends = tuple(
             _Send(self._placed(s, len(unit.ran)), s.kind, s.stage, self._link(s), {})
@@ -260,13 +260,13 @@ def compile_program(program: Program, plan: Plan) -> CompiledProgram:
                 if position is None:
                     sleepers.setdefault(n, []).append(rank)
                     break
-                if plan.rank_of(n) != rank or n.kind in SENDS:
+                if plan.rank_of(n) != rank or n.kind in SEND_KINDS:
                     foreign.append(position)
             else:
                 at[rank] += 1
                 if i in sleepers:
                     awake += sleepers.pop(i)
-                if i.kind in RECEIVES:
+                if i.kind in RECEIVE_KINDS:
                     number[i] = foreign[-1]  # its send
                     arrived[rank] += foreign
                     continue
@@ -301,7 +301,7 @@ def run(order: CompiledProgram, prices: Prices) -> OperationLog:
                 "pass the program without transfers"
             )
         return run_queues(order.rows, prices, Bytes.untracked(order)).timed
-    by = KERNEL.select(n)
+    by = SIMULATION_KERNELS.select(n)
     ran = Ran(by.fill(n), by.fill(n))
     clock = by.fill(order.plan.n_ranks)
     by.run.fixed(by.read(order.table), by.read(prices.table), clock, order.make_wires(by), ran)
@@ -317,7 +317,7 @@ def ends_under(order: CompiledProgram, prices: Prices, busy: Array) -> Array:
         busy: nanoseconds by group, one row for each case.
     """
     n, k = len(order.instructions), len(busy)
-    by = KERNEL.select(n * k)
+    by = SIMULATION_KERNELS.select(n * k)
     if prices.crowded:
         return np.array([run(order, case).makespan for case in prices.with_times(busy)], np.int64)
     last = np.zeros(k, np.int64)
@@ -331,7 +331,7 @@ def ends_under(order: CompiledProgram, prices: Prices, busy: Array) -> Array:
         return np.zeros((size, k), np.int64)
 
     links = len(order.pairs)
-    wires = Wires(rows(links), rows(links) + LONG_AGO, [0] * links, rows(order.message_offsets[-1]))
+    wires = Wires(rows(links), rows(links) + EARLIEST_TIME, [0] * links, rows(order.message_offsets[-1]))
     ran, clock = Ran(rows(n), rows(n)), rows(order.plan.n_ranks)
     cases = prices.table.lists._replace(busy=busy.T, quick=prices.peak_rate_times(busy).T)
     at_once = rebind_globals(kernel.fixed, max=np.maximum, leave=rebind_globals(kernel.leave, max=np.maximum))

@@ -95,8 +95,8 @@ class Queued(NamedTuple):
         pool, rows: (i) the operation takes `rows` samples of the room of queue `pool` when it begins. If `rows` is
             negative, the operation returns samples when it ends.
         queues: (r) `queues[r] : queues[r + 1]` are the queues of the rank.
-        sort: (q) FORWARDS for a queue of forwards, WEIGHTS for a queue of weight gradients, OTHERS for all other
-            queues.
+        sort: (q) FORWARD_KIND for a queue of forwards, WEIGHT_KIND for a queue of weight gradients, OTHER_KIND for all
+            other queues.
         members: the computations of all queues, one queue after the other.
     """
 

@@ -8,16 +8,16 @@ from html import escape
 from typing import Any
 
 from lightning_pipes.cost.units import bytes_text, seconds_text
-from lightning_pipes.ir import SENDS, Kind, Span
+from lightning_pipes.ir import SEND_KINDS, Kind, Span
 from lightning_pipes.sim.records.compare import BottleneckRank
 from lightning_pipes.sim.records.memory_use import memory_curves
 from lightning_pipes.sim.records.record import RunRecord
 from lightning_pipes.sim.records.training_record import Curves
-from lightning_pipes.sim.timeline import WORDS, Labels, Timeline
+from lightning_pipes.sim.timeline import KIND_NAMES, Labels, Timeline
 
-FIRST = 6
+N_OPEN_CHARTS = 6
 """The number of charts that are visible at first. The other charts can be unfolded."""
-_COLOURS = 8
+_N_COLORS = 8
 _WIDTH, _HEIGHT, _EDGE = 400, 110, 6
 _GRID = "".join(
     f'<path class="grid" d="M0 {y}H{_WIDTH}"/>' for y in (_EDGE, _HEIGHT // 2, _HEIGHT - _EDGE)
@@ -36,10 +36,10 @@ def charts(ranks: Sequence[Curves]) -> str:
     long = seconds_text(1e9 * _last(ranks))
     hint = f'<p class="hint">{escape(long)} from left to right; each chart ranges from 0 to its largest value.</p>'
     legend = f'<ul class="legend" aria-label="Ranks">{legend}</ul>'
-    found = f'{legend}{hint}<div class="charts">{"".join(figures[:FIRST])}</div>'
-    if figures[FIRST:]:
-        more = f"<summary>{len(figures) - FIRST} more</summary>"
-        found += f'<details>{more}<div class="charts">{"".join(figures[FIRST:])}</div></details>'
+    found = f'{legend}{hint}<div class="charts">{"".join(figures[:N_OPEN_CHARTS])}</div>'
+    if figures[N_OPEN_CHARTS:]:
+        more = f"<summary>{len(figures) - N_OPEN_CHARTS} more</summary>"
+        found += f'<details>{more}<div class="charts">{"".join(figures[N_OPEN_CHARTS:])}</div></details>'
     return found
 
 
@@ -101,7 +101,7 @@ def _lines(rank: int, curves: Curves, name: str, last: float, most: float) -> It
 
 
 def _colour(rank: int) -> str:
-    return f"rank{rank % _COLOURS}"
+    return f"rank{rank % _N_COLORS}"
 
 
 def _words(name: str) -> tuple[str, str]:
@@ -123,7 +123,7 @@ def _text(value: float, unit: str) -> str:
     )
 
 
-SENT = {Kind.SF: "activation sent", Kind.SB: "gradient sent"}
+MESSAGE_LABELS = {Kind.SF: "activation sent", Kind.SB: "gradient sent"}
 
 
 def picture_json(record: RunRecord) -> str:
@@ -153,7 +153,7 @@ def _picture(record: RunRecord) -> dict[str, Any]:
         "ranks": record.plan.n_ranks,
         "span": max(1, *(timeline.makespan for _, timeline in shown)),
         "kinds": list(Kind),
-        "words": {**WORDS, **SENT},
+        "words": {**KIND_NAMES, **MESSAGE_LABELS},
         "slow": slowest.rank if slowest.is_uneven else -1,
         "panels": panels,
         "labels": list(tables.labels),
@@ -193,7 +193,7 @@ def _panel(name: str, timeline: Timeline, tables: _Tables, note: str, has_bubble
                 labels.stage_index(i),
                 tables.labels.setdefault(labels.label_of(i), len(tables.labels)),
                 tables.spans.setdefault(i.span, len(tables.spans)),
-                timeline.target_rank(e) if i.kind in SENDS else -1,
+                timeline.target_rank(e) if i.kind in SEND_KINDS else -1,
                 e.start,
                 e.end - e.start,
             )

@@ -11,16 +11,16 @@ from typing import Protocol
 
 from lightning_pipes.cost.units import bytes_text, seconds_text
 from lightning_pipes.ir import Kind
-from lightning_pipes.sim.page.charts import SENT, charts, picture_json, timelines
+from lightning_pipes.sim.page.charts import MESSAGE_LABELS, charts, picture_json, timelines
 from lightning_pipes.sim.records.compare import BottleneckRank
 from lightning_pipes.sim.records.memory_use import estimate_alternatives
 from lightning_pipes.sim.records.record import RunRecord
-from lightning_pipes.sim.simulator import SLOW, Spread, draw_spread
-from lightning_pipes.sim.timeline import WORDS, Timeline
+from lightning_pipes.sim.simulator import SLOW_QUANTILE, Spread, draw_spread
+from lightning_pipes.sim.timeline import KIND_NAMES, Timeline
 
-SCATTERED = 1.05
+MIN_SCATTER_RATIO = 1.05
 """The ratio of the mean step time to the step time computed from medians above which the page shows both."""
-MOST_DRAWN = 10_000
+MAX_DRAWN_OPERATIONS = 10_000
 """The largest number of operations of a step that is simulated repeatedly. More operations would take seconds."""
 
 
@@ -67,7 +67,7 @@ def page(record: RunRecord, finding: SimulatedAdvice) -> str:
     """
     here = files(__package__)
     title = "Pipeline run" if record.measured else "Pipeline plan"
-    legend = [(kind, word) for kind, word in {**WORDS, **SENT}.items() if _seen(record, kind)]
+    legend = [(kind, word) for kind, word in {**KIND_NAMES, **MESSAGE_LABELS}.items() if _seen(record, kind)]
     return Template((here / "template.html").read_text(encoding="utf-8")).substitute(
         title=escape(f"{title}: {record.label or 'schedule of your own'}"),
         subtitle=escape(_subtitle(record)),
@@ -127,10 +127,10 @@ def _scattered(record: RunRecord) -> Spread | None:
     repeatedly.
     """
     simulated = record.simulated_timeline
-    if not record.costs.scatter or record.siblings > 1 or len(simulated.events) > MOST_DRAWN:
+    if not record.costs.scatter or record.siblings > 1 or len(simulated.events) > MAX_DRAWN_OPERATIONS:
         return None
     found = draw_spread(simulated.program(), simulated.plan, record.costs)
-    return found if found.mean > SCATTERED * found.steady else None
+    return found if found.mean > MIN_SCATTER_RATIO * found.steady else None
 
 
 def _tiles(record: RunRecord) -> list[tuple[str, str]]:
@@ -162,7 +162,7 @@ def _tiles(record: RunRecord) -> list[tuple[str, str]]:
                 seconds_text(scattered.mean),
                 (
                     f"mean step if operations vary as measured; {seconds_text(scattered.steady)} by medians, and "
-                    f"{seconds_text(scattered.quantile(SLOW))} or more in {1 - SLOW:.0%} of all steps"
+                    f"{seconds_text(scattered.quantile(SLOW_QUANTILE))} or more in {1 - SLOW_QUANTILE:.0%} of all steps"
                 ),
             )
         )
@@ -296,7 +296,7 @@ def _memory_hint(record: RunRecord, measured: bool) -> str:
 def _stages(record: RunRecord) -> str:
     plan = record.plan
     kinds = [kind for kind in (Kind.F, Kind.B, Kind.I, Kind.W) if _seen(record, kind)]
-    heads = {"stage": False, "layers": False} | {WORDS[kind]: True for kind in kinds} | {"share": True}
+    heads = {"stage": False, "layers": False} | {KIND_NAMES[kind]: True for kind in kinds} | {"share": True}
     by_stage = BottleneckRank.from_timeline(record.displayed_timeline).by_stage
     whole = sum(by_stage) or 1.0
     took = _medians(record.displayed_timeline)

@@ -90,7 +90,7 @@ def _medians(timeline: Timeline) -> dict[tuple[Kind, int], float]:
     return {key: median(values) for key, values in times.items()}
 
 
-UNEVEN = 1.1
+MIN_UNEVEN_RATIO = 1.1
 """A stage or link is slow if its time divided by the time of the others is at least this ratio."""
 
 
@@ -139,7 +139,7 @@ class BottleneckRank:
     @property
     def is_uneven(self) -> bool:
         """Whether the rank is clearly slower than the others."""
-        return self.ratio >= UNEVEN
+        return self.ratio >= MIN_UNEVEN_RATIO
 
     @property
     def name(self) -> str:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_pipes.cost import CostModel, Link, ModelProfile, Table
-from lightning_pipes.cost.links import LONGEST, regime_named
+from lightning_pipes.cost.links import MAX_SECONDS, regime_named
 from lightning_pipes.cost.units import seconds_text
 from lightning_pipes.ir import (
-    RECEIVES,
+    RECEIVE_KINDS,
     Cut,
     InputError,
     Instruction,
@@ -31,13 +31,13 @@ from lightning_pipes.sim.records.memory_use import describe_peaks, estimate_alte
 from lightning_pipes.sim.records.training_record import Curves, curves_of
 from lightning_pipes.sim.timeline import Event, Timeline
 
-FORMAT = 2
+TIMELINE_FORMAT = 2
 """The format of files that contain timelines. It increases if a reader of an older format would misread a new file."""
 
 
 def write_json(data: Mapping[str, Any], path: str | Path) -> None:
     """Write `data` together with the number of the format."""
-    Path(path).write_text(json.dumps({"format": FORMAT, **data}, separators=(",", ":")), encoding="utf-8")
+    Path(path).write_text(json.dumps({"format": TIMELINE_FORMAT, **data}, separators=(",", ":")), encoding="utf-8")
 
 
 def read_json(path: str | Path, *keys: str) -> dict[str, Any]:
@@ -50,8 +50,10 @@ def read_json(path: str | Path, *keys: str) -> dict[str, Any]:
     lacking = [key for key in ("format", *keys) if key not in found]
     if lacking:
         raise InputError(f"{path} is not the file of a saved report: it has no {' and no '.join(map(repr, lacking))}")
-    if found["format"] != FORMAT:
-        raise InputError(f"{path} has format {short_repr(found['format'])}, this version reads {FORMAT}; run again")
+    if found["format"] != TIMELINE_FORMAT:
+        raise InputError(
+            f"{path} has format {short_repr(found['format'])}, this version reads {TIMELINE_FORMAT}; run again"
+        )
     return found
 
 
@@ -94,7 +96,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
 
     found = {f.name: getattr(plan, f.name) for f in fields(plan)}
     found["jobs"] = [
-        {"rows": cut.rows} | {name: [number(spans) for spans in getattr(cut, name)] for name in _TABLES}
+        {"rows": cut.rows} | {name: [number(spans) for spans in getattr(cut, name)] for name in _COST_TABLES}
         for cut in plan.jobs
     ]
     found["after"] = [
@@ -150,7 +152,7 @@ def costs_of(data: object, what: str = "costs") -> CostModel:
     return CostModel(**found)
 
 
-_TABLES = ("forward", "backward", "forward_links", "backward_links")
+_COST_TABLES = ("forward", "backward", "forward_links", "backward_links")
 
 
 def _instruction_data(i: Instruction) -> list[Any]:
@@ -182,12 +184,12 @@ def _event(where: str, row: object, plan: Plan) -> Event:
     if i.stage >= plan.n_stages or i.job >= len(plan.jobs) or plan.rank_of(i) != rank:
         raise InputError(f"{where}: the plan has no stage {i.stage} of job {i.job} on rank {short_repr(rank)}")
     if (
-        i.kind in RECEIVES
+        i.kind in RECEIVE_KINDS
         or (i.kind is Kind.SF and i.stage == plan.n_stages - 1)
         or (i.kind is Kind.SB and not i.stage)
     ):
         raise InputError(f"{where}: {i} is not a transfer of the plan. Only sends to an existing stage are recorded")
-    if not 0 <= start <= end < LONGEST * 1e9:
+    if not 0 <= start <= end < MAX_SECONDS * 1e9:
         raise InputError(
             f"{where} ends before it starts, or times are out of range: {short_repr(start)} to {short_repr(end)} ns"
         )
@@ -195,13 +197,13 @@ def _event(where: str, row: object, plan: Plan) -> Event:
 
 
 def _cut(where: str, job: object, tables: Sequence[tuple[Span, ...]]) -> Cut:
-    found = check_json_fields(where, job, {"rows": int, **dict.fromkeys(_TABLES, tuple[int, ...])})
-    for name in _TABLES:
+    found = check_json_fields(where, job, {"rows": int, **dict.fromkeys(_COST_TABLES, tuple[int, ...])})
+    for name in _COST_TABLES:
         if not all(0 <= number < len(tables) for number in found[name]):
             raise InputError(
                 f"{where}.{name} names one of {len(tables)} tables of spans, got {short_repr(found[name])}"
             )
-    return Cut(found["rows"], *(tuple(tables[number] for number in found[name]) for name in _TABLES))
+    return Cut(found["rows"], *(tuple(tables[number] for number in found[name]) for name in _COST_TABLES))
 
 
 def _waits(where: str, row: Sequence[Any]) -> tuple[Instruction, tuple[Instruction, ...]]:
@@ -227,12 +229,12 @@ def _link(where: str, values: Sequence[Any]) -> Link:
     return Link(*values)
 
 
-FILE = "run.json"
+RUN_FILE = "run.json"
 """The name of the file in the directory of a run."""
-_TIMELINES = ("predicted", "measured", "replayed")
-_WRITTEN = (*_TIMELINES, "costs", "profile")
+_TIMELINE_KEYS = ("predicted", "measured", "replayed")
+_CONVERTED_KEYS = (*_TIMELINE_KEYS, "costs", "profile")
 """Entries that every file contains and that have a conversion of their own."""
-_PLAIN = ("schedule", "memory", "between", "facts", "choice", "siblings", "peaks", "unpredicted")
+_UNCONVERTED_KEYS = ("schedule", "memory", "between", "facts", "choice", "siblings", "peaks", "unpredicted")
 """Entries that are written without conversion."""
 
 
@@ -300,7 +302,7 @@ class RunRecord:
         if len(self.monitored) not in (0, ranks):
             raise InputError(f"{len(self.monitored)} ranks were monitored, but the plan has {ranks}")
         if self.between is not None:
-            check_number("between", self.between, "finite seconds, not negative", lambda x: 0 <= x < LONGEST)
+            check_number("between", self.between, "finite seconds, not negative", lambda x: 0 <= x < MAX_SECONDS)
         layers = self.plan.layers
         if layers and self.profile is not None and layers[-1].stop != len(self.profile.layers):
             raise InputError(f"the plan has {layers[-1].stop} layers, but the profile has {len(self.profile.layers)}")
@@ -401,7 +403,7 @@ class RunRecord:
             "costs": costs_data(self.costs),
             "profile": None if self.profile is None else self.profile.to_dict(),
         }
-        data |= {name: getattr(self, name) for name in _PLAIN}
+        data |= {name: getattr(self, name) for name in _UNCONVERTED_KEYS}
         if self.monitored:
             data["monitored"] = [curves.to_dict() for curves in self.monitored]
         settings = {name: value if _is_plain(value) else repr(value) for name, value in self.settings.items()}
@@ -409,7 +411,7 @@ class RunRecord:
 
     @property
     def _timelines(self) -> dict[str, Timeline | None]:
-        return {name: getattr(self, name) for name in _TIMELINES}
+        return {name: getattr(self, name) for name in _TIMELINE_KEYS}
 
     @classmethod
     def load(cls, path: str | Path) -> RunRecord:
@@ -422,14 +424,14 @@ class RunRecord:
             InputError: the file does not exist, or is not a record.
         """
         path = Path(path)
-        if path.is_dir() and (path / FILE).exists():
-            path = path / FILE
+        if path.is_dir() and (path / RUN_FILE).exists():
+            path = path / RUN_FILE
         if not path.is_file():
             raise InputError(
-                f"there is no run in {path}: {FILE} is written when a script calls strategy.report.save(directory) "
+                f"there is no run in {path}: {RUN_FILE} is written when a script calls strategy.report.save(directory) "
                 "after fit, as examples/train.py does"
             )
-        found = read_json(path, *_WRITTEN)
+        found = read_json(path, *_CONVERTED_KEYS)
         del found["format"]
         try:
             return cls._of_data(found)
@@ -438,9 +440,9 @@ class RunRecord:
 
     @classmethod
     def _of_data(cls, data: Mapping[str, Any]) -> RunRecord:
-        kinds = {**field_types(cls), **dict.fromkeys(_WRITTEN, Any), "monitored": list[Any]}
-        found = check_json_fields("run", data, kinds, optional=field_types(cls).keys() - set(_WRITTEN))
-        for name in _TIMELINES:
+        kinds = {**field_types(cls), **dict.fromkeys(_CONVERTED_KEYS, Any), "monitored": list[Any]}
+        found = check_json_fields("run", data, kinds, optional=field_types(cls).keys() - set(_CONVERTED_KEYS))
+        for name in _TIMELINE_KEYS:
             if found[name] is not None:
                 found[name] = timeline_of(found[name], name)
         found["costs"] = costs_of(found["costs"])

@@ -12,11 +12,11 @@ from typing import Any
 
 from lightning_pipes.cost.units import seconds_text
 from lightning_pipes.ir import Instruction, Kind, target_stage
-from lightning_pipes.sim.timeline import WORDS, Event, Labels, Timeline
+from lightning_pipes.sim.timeline import KIND_NAMES, Event, Labels, Timeline
 
 Shade = Callable[[Instruction], Any]
 """A function that returns the color of an instruction in a format of matplotlib."""
-_COLOURS = {
+_COLORS = {
     Kind.F: "#4f8fd0",
     Kind.B: "#e8973a",
     Kind.I: "#e8b93a",
@@ -25,10 +25,10 @@ _COLOURS = {
     Kind.SF: "#a9c8ea",
     Kind.SB: "#f3cda2",
 }
-_BAR = 0.62  # the height of a bar in the row of a rank; transfers share the rest
-_MOST_BARS = 160
+_BAR_HEIGHT = 0.62  # the height of a bar in the row of a rank; transfers share the rest
+_MAX_BARS = 160
 """The number of computations of a rank that can be distinguished in a picture."""
-_LEFT, _RIGHT = 0.78, 0.9  # inches to the left and to the right of the bars
+_LEFT_EDGE, _RIGHT_EDGE = 0.78, 0.9  # inches to the left and to the right of the bars
 
 
 def save_png(timeline: Timeline, path: str | Path, other: Timeline | None = None, idle: bool = True) -> None:
@@ -53,15 +53,15 @@ def save_png(timeline: Timeline, path: str | Path, other: Timeline | None = None
     heights = [_row_inches(t) * t.plan.n_ranks + 0.75 for t in panels]
     bars = max(len(row) for t in panels for row in t.program().head)
     longest = max(t.makespan for t in panels)
-    most = longest * _MOST_BARS // bars if bars > _MOST_BARS else longest  # the number of nanoseconds that are shown
-    bars = min(bars, _MOST_BARS)
+    most = longest * _MAX_BARS // bars if bars > _MAX_BARS else longest  # the number of nanoseconds that are shown
+    bars = min(bars, _MAX_BARS)
     width = min(max(13.0, 0.17 * bars), 24.0)
     figure = Figure(figsize=(width, sum(heights) + 0.2))
     axes = figure.subplots(len(panels), 1, height_ratios=heights, squeeze=False, sharex=True)[:, 0]
     span = most or 1
     for panel, name, axis in zip(panels, ("predicted", "measured"), axes, strict=False):
         title = panel.name or (name if other is not None else "")
-        points = 72 * (width - _LEFT - _RIGHT) / span
+        points = 72 * (width - _LEFT_EDGE - _RIGHT_EDGE) / span
         last = panel.makespan > most
         part = _between(panel, panel.makespan - most, panel.makespan) if last else panel
         bubbles = panel.bubble if idle else ()
@@ -73,8 +73,8 @@ def save_png(timeline: Timeline, path: str | Path, other: Timeline | None = None
     _legend(axes[0], panels)
     axes[-1].set_xlabel(f"time in {_unit(span)[0]}", fontsize=8)
     figure.subplots_adjust(
-        left=_LEFT / width,
-        right=1 - _RIGHT / width,
+        left=_LEFT_EDGE / width,
+        right=1 - _RIGHT_EDGE / width,
         top=1 - 0.42 / sum(heights),
         bottom=0.42 / sum(heights),
         hspace=0.6 / min(heights),
@@ -141,7 +141,7 @@ def _panel(axis: Any, timeline: Timeline, span: int, points: float, shade: Shade
         colours.append(shade(e.instruction))
         edges.append(min(0.6, 0.08 * points * (e.end - e.start)))
         kind = e.instruction.kind
-        fits = (points * (e.end - e.start) - 0.6) / (0.63 * longest[kind]) if kind in WORDS else 0.0  # font size
+        fits = (points * (e.end - e.start) - 0.6) / (0.63 * longest[kind]) if kind in KIND_NAMES else 0.0  # font size
         if fits >= 5:
             where, text = (x0 + x1) / 2, labels.label_of(e.instruction)
             axis.text(where, e.rank, text, ha="center", va="center_baseline", fontsize=min(7, fits), color="white")
@@ -156,13 +156,13 @@ def _panel(axis: Any, timeline: Timeline, span: int, points: float, shade: Shade
     for side in ("top", "right", "left"):
         axis.spines[side].set_visible(False)
     for rank, bubble in enumerate(bubbles):
-        axis.barh(rank, timeline.makespan / size, _BAR, color="#f1f2f4", zorder=0)
+        axis.barh(rank, timeline.makespan / size, _BAR_HEIGHT, color="#f1f2f4", zorder=0)
         axis.text(1.006, rank, f"{bubble:.0%} idle", transform=axis.get_yaxis_transform(), fontsize=7.5, va="center")
 
 
 def _rows_of(e: Event) -> tuple[float, float]:
     """Return the vertical range of the bar of `e`. The axis is inverted: row 0 is at the top."""
-    half, thin = _BAR / 2, (1 - _BAR) / 2 - 0.07
+    half, thin = _BAR_HEIGHT / 2, (1 - _BAR_HEIGHT) / 2 - 0.07
     match e.instruction.kind:
         case Kind.SF:
             return e.rank + half + 0.04, e.rank + half + 0.04 + thin
@@ -176,8 +176,8 @@ def _shade(i: Instruction, labels: Labels) -> tuple[float, float, float]:
     """Return the color of the kind, lighter for later stages of a rank, and darker for every second job or batch."""
     from matplotlib.colors import to_rgb
 
-    r, g, b = to_rgb(_COLOURS[i.kind])
-    if i.kind not in WORDS:
+    r, g, b = to_rgb(_COLORS[i.kind])
+    if i.kind not in KIND_NAMES:
         return r, g, b
     light = min(0.45, 0.22 * labels.stage_index(i))
     dark = 0.82 if (i.job + i.batch) % 2 else 1.0
@@ -188,8 +188,8 @@ def _legend(axis: Any, panels: list[Timeline]) -> None:
     from matplotlib.patches import Patch
 
     used = {e.instruction.kind for t in panels for e in t.events if e.end > e.start}
-    words = {**WORDS, Kind.SF: "activation sent", Kind.SB: "gradient sent"}
-    patches = [Patch(color=_COLOURS[kind], label=word) for kind, word in words.items() if kind in used]
+    words = {**KIND_NAMES, Kind.SF: "activation sent", Kind.SB: "gradient sent"}
+    patches = [Patch(color=_COLORS[kind], label=word) for kind, word in words.items() if kind in used]
     axis.legend(
         handles=patches,
         loc="lower right",
@@ -221,7 +221,7 @@ def save_chrome_trace(timeline: Timeline, path: str | Path) -> None:
         records.append(_meta("process_name", rank, 0, f"rank {rank}"))
         records.append(_meta("thread_name", rank, 0, "compute"))
         records.append({"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}})
-    records += [_slice(e, 0, WORDS[e.instruction.kind], labels) for e in timeline.computations]
+    records += [_slice(e, 0, KIND_NAMES[e.instruction.kind], labels) for e in timeline.computations]
     for number, e in enumerate(timeline.transfers):
         target = timeline.target_rank(e)
         thread, new = lanes.place(e, target)

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from lightning_pipes.ir import InputError
 from lightning_pipes.ir.checks import check_json_fields
 
-FOLDER = "reproducibility"
+RECORD_FOLDER = "reproducibility"
 """The folder of the files in the folder of a run."""
 
 
@@ -61,11 +61,11 @@ class TrainingRecord:
         Raises:
             InputError: there is no record, or a line can't be read.
         """
-        folder = where / FOLDER if (where / FOLDER).is_dir() else where
+        folder = where / RECORD_FOLDER if (where / RECORD_FOLDER).is_dir() else where
         files = sorted(folder.glob("*-rank*.jsonl"))
         if not files:
             raise InputError(
-                f"{where} has no record of a training; the callback ReproducibilityLog writes one into {FOLDER}/"
+                f"{where} has no record of a training; the callback ReproducibilityLog writes one into {RECORD_FOLDER}/"
             )
         record = cls()
         for fit in sorted({path.name.partition("-")[0] for path in files}):

@@ -14,7 +14,7 @@ import torch
 from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.ir import PipelineError, check_count
-from lightning_pipes.sim.records.training_record import FOLDER
+from lightning_pipes.sim.records.training_record import RECORD_FOLDER
 from lightning_pipes.trainer.loop.host import PipelineCallback
 from lightning_pipes.trainer.loop.run import StageListener
 
@@ -56,7 +56,7 @@ class ReproducibilityLog(PipelineCallback, StageListener):
                 "callback out"
             )
         run = self._run = strategy.current_run
-        folder = Path(self.directory or trainer.default_root_dir) / FOLDER
+        folder = Path(self.directory or trainer.default_root_dir) / RECORD_FOLDER
         fit = strategy.broadcast(len({path.name.partition("-")[0] for path in folder.glob("*-rank*.jsonl")}))
         folder.mkdir(parents=True, exist_ok=True)
         self._tells = strategy.global_rank == 0

@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 from lightning_pipes.cost import CostModel, Link
 from lightning_pipes.cost.units import parse_bytes, parse_setting
 from lightning_pipes.ir import (
-    SENDS,
+    SEND_KINDS,
     Kind,
     Plan,
     PlanError,
@@ -26,8 +26,8 @@ from lightning_pipes.ir import (
 )
 from lightning_pipes.ir.clock import read_seconds
 from lightning_pipes.planning.candidates import Candidate, TuningPlanner, tuning_planner
-from lightning_pipes.planning.measured import WINDOW, Averages, StepSample, parts_of
-from lightning_pipes.planning.tuning import HYSTERESIS, CandidateRanker, TuningDecision
+from lightning_pipes.planning.measured import WINDOW_STEPS, Averages, StepSample, parts_of
+from lightning_pipes.planning.tuning import MIN_SWITCH_GAIN, CandidateRanker, TuningDecision
 from lightning_pipes.sim import load_kernel
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.loop.adopting import adopt_candidate
@@ -159,8 +159,8 @@ class ScheduleTuner(PipelineCallback):
         interval: int | timedelta = 50,
         memory_limit: int | str | None = None,
         sizes: Sequence[int] = (),
-        hysteresis: float = HYSTERESIS,
-        window: int = WINDOW,
+        hysteresis: float = MIN_SWITCH_GAIN,
+        window: int = WINDOW_STEPS,
         probe: bool = False,
     ) -> None:
         if not isinstance(interval, timedelta):
@@ -299,7 +299,7 @@ def _probe_links(
     """Replace the transfer times of a sample by the times over the probed links, if links were probed."""
     means = dict(sample.means)
     for kind, stage, rows in sample.means if links else ():
-        if kind in SENDS:
+        if kind in SEND_KINDS:
             edge, target = (stage, stage + 1) if kind is Kind.SF else (stage - 1, stage - 1)
             link = links[plan.ranks[stage], plan.ranks[target]]
             means[kind, stage, rows] = 1e9 * link.message_seconds(stages[edge].output * rows)

@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_pipes.engine.engine import Engine
-from lightning_pipes.ir import COMPUTE, Kind, LayerUse, Plan, Program
+from lightning_pipes.ir import COMPUTE_KINDS, Kind, LayerUse, Plan, Program
 from lightning_pipes.ir.instruction import NO_SPAN
-from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
+from lightning_pipes.planning.measured import WINDOW_STEPS, Averages, StepSample
 from lightning_pipes.planning.replanning import MAX_OBSERVATIONS, FreeBytes, Observation
 from lightning_pipes.sim import Event
 from lightning_pipes.sim.records.training_record import Curves
@@ -37,7 +37,7 @@ from lightning_pipes.trainer.reports.report import Window
 Array = npt.NDArray[np.float64]
 LOOKED_AT = 64
 """The largest number of windows that a rank keeps from one observation to the next."""
-AVERAGED = WINDOW + 2
+AVERAGED = WINDOW_STEPS + 2
 """The number of windows that averages use.
 
 The first window only determines when the next one begins. In the next one, the times of work that is done only once
@@ -220,7 +220,7 @@ def operations_of(windows: Sequence[Window]) -> dict[tuple[Kind, int], Array]:
     columns: dict[tuple[Kind, int], dict[object, int]] = {}
     for first, window in zip(np.cumsum([0, *batches]).tolist(), windows, strict=False):
         for _, (kind, stage, job, batch, span), start, end in window.events:
-            if kind not in COMPUTE or job:
+            if kind not in COMPUTE_KINDS or job:
                 continue
             key = kind, stage
             if key not in found:

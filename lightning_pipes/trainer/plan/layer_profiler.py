@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_pipes.cost import LayerProfile, ModelProfile
-from lightning_pipes.cost.profile import LEAST_ROWS
+from lightning_pipes.cost.profile import MIN_ROWS_NOTE
 from lightning_pipes.engine import trees
 from lightning_pipes.engine.compute.profiler import profile_layers, wait_for_device
 from lightning_pipes.engine.compute.rng import RngUse, forked_rng
@@ -252,7 +252,7 @@ class LayerProfiler:
                 around[n] = self._time_around(n, leaving)
             except NotMeasuredError:  # such as batch normalization, which needs more than one sample
                 entering.pop(n, None)
-                notes[LEAST_ROWS] = n + 1
+                notes[MIN_ROWS_NOTE] = n + 1
         found: list[ModelProfile] = []
         self._collective(lambda: found.append(self._profile_layers(entering, split)))
         return replace(_add_ends(found[0], around, entering), notes=notes)

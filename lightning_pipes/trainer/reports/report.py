@@ -17,7 +17,7 @@ from lightning_pipes.ir import LayerUse, Plan, PlanError, Policy, Program
 from lightning_pipes.planning.memory import peak_bytes
 from lightning_pipes.sim import simulate
 from lightning_pipes.sim.records.memory_use import describe_peaks, estimate_alternatives
-from lightning_pipes.sim.records.record import FILE, RunRecord
+from lightning_pipes.sim.records.record import RUN_FILE, RunRecord
 from lightning_pipes.sim.records.training_record import Curves
 from lightning_pipes.sim.timeline import Event, Timeline
 from lightning_pipes.trainer.reports.stage_bytes import StageBytes, with_bytes
@@ -264,7 +264,9 @@ class PipelineReport:
 
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
-        saved = ReportFiles(folder / "timeline.png", folder / "timeline.json", folder / "report.html", folder / FILE)
+        saved = ReportFiles(
+            folder / "timeline.png", folder / "timeline.json", folder / "report.html", folder / RUN_FILE
+        )
         alone = self.record.siblings == 1
         predicted = replace(self.predicted, name="predicted before it ran") if self.predicted and alone else None
         save_png(self.measured, saved.picture, predicted, idle=alone)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
-from lightning_pipes.ir import COMPUTE, Kind
+from lightning_pipes.ir import COMPUTE_KINDS, Kind
 from lightning_pipes.sim.timeline import Event
 
 _IDLE = ("pipeline/bubble", "pipeline/efficiency")
@@ -34,7 +34,7 @@ class Share(NamedTuple):
         """Compute the share of one rank from its events."""
         first, last, stages, batches, steps = None, 0, dict[int, int](), 1, 0
         for _, i, start, end in events:
-            if i.kind in COMPUTE:
+            if i.kind in COMPUTE_KINDS:
                 first = start if first is None or start < first else first
                 last, batches = max(last, end), max(batches, i.batch + 1)
                 if i.kind is Kind.STEP:

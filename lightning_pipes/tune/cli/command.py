@@ -41,7 +41,7 @@ class Command:
     script: bool = False
 
 
-PICTURES = {
+PICTURE_OPTIONS = {
     "--png": ("FILE", "write the timeline as a picture"),
     "--html": ("FILE", "write the timeline as a page to zoom in"),
 }

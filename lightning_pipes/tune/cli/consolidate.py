@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from lightning_pipes.ir import InputError
 from lightning_pipes.tune.cli.command import Command, print_json
 
-FORMATS = ("lightning", "safetensors")
+CHECKPOINT_FORMATS = ("lightning", "safetensors")
 
 
 def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> None:
@@ -21,9 +21,9 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
     from lightning_pipes.trainer.checkpoint.sharded import consolidate
 
     checkpoint, out = words
-    form = options.format or FORMATS[0]
-    if form not in FORMATS:
-        raise InputError(f"--format is one of {' and '.join(FORMATS)}, not {form!r}")
+    form = options.format or CHECKPOINT_FORMATS[0]
+    if form not in CHECKPOINT_FORMATS:
+        raise InputError(f"--format is one of {' and '.join(CHECKPOINT_FORMATS)}, not {form!r}")
     if form == "lightning":
         if options.prefix or options.model:
             raise InputError(

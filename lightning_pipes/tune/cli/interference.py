@@ -13,19 +13,21 @@ from lightning_pipes.planning.formatting import progress_bar
 from lightning_pipes.tune.cli.command import Command, format_table, print_json
 from lightning_pipes.tune.cli.pictures import check_writable
 
-FILE = "interference.npz"
-SECONDS, QUICK_SECONDS = 0.2, 0.06
+OBSERVATIONS_FILE = "interference.npz"
+OBSERVATION_SECONDS, QUICK_OBSERVATION_SECONDS = 0.2, 0.06
 """Duration of one observation of a stage in seconds, by default and with --quick."""
 
 
 def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> None:
-    file, windows = Path(options.data or FILE), None
+    file, windows = Path(options.data or OBSERVATIONS_FILE), None
     if options.data is None or not file.exists():
         check_writable(str(file))
         from lightning_pipes.tune.interference import collect_windows
 
         with progress_bar("interference") as progress:
-            windows = collect_windows(options.quick, QUICK_SECONDS if options.quick else SECONDS, progress)
+            windows = collect_windows(
+                options.quick, QUICK_OBSERVATION_SECONDS if options.quick else OBSERVATION_SECONDS, progress
+            )
     found = schedule_factory("dynpipe").score_predictor(windows, file)
     if options.json:
         print_json({"file": str(file), **found})
@@ -53,7 +55,10 @@ COMMAND = Command(
     ],
     run,
     flags={
-        "--data": ("FILE", f"the measurements, written to {FILE} by default; if FILE exists, it is read"),
+        "--data": (
+            "OBSERVATIONS_FILE",
+            f"the measurements, written to {OBSERVATIONS_FILE} by default; if OBSERVATIONS_FILE exists, it is read",
+        ),
         "--quick": ("", "fewer neighbors and stages"),
     },
 )

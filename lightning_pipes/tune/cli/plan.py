@@ -35,7 +35,7 @@ from lightning_pipes.sim import Timeline, simulate
 from lightning_pipes.sim.records.compare import BottleneckRank
 from lightning_pipes.sim.records.memory_use import most_held
 from lightning_pipes.sim.records.record import RunRecord
-from lightning_pipes.tune.cli.command import PICTURES, Command, drawing_width, format_table, print_json
+from lightning_pipes.tune.cli.command import PICTURE_OPTIONS, Command, drawing_width, format_table, print_json
 from lightning_pipes.tune.cli.pictures import write_pictures
 from lightning_pipes.tune.cli.sources import (
     cluster_from_settings,
@@ -44,7 +44,7 @@ from lightning_pipes.tune.cli.sources import (
     schedule_from_settings,
 )
 
-_MOST_LINES = 40
+_MAX_TABLE_LINES = 40
 
 
 def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> None:
@@ -144,7 +144,7 @@ def _plan_script(script: str, options: argparse.Namespace) -> None:
 def _draw_pieces(pieces: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     """Return the lines of a table of layers or units, with a line at each border between stages."""
     deepest = max(piece["name"].count(".") for piece in pieces) + 1
-    depth = next((d for d in range(deepest, 1, -1) if len(_group_pieces(pieces, d)) <= _MOST_LINES), 1)
+    depth = next((d for d in range(deepest, 1, -1) if len(_group_pieces(pieces, d)) <= _MAX_TABLE_LINES), 1)
     groups = _group_pieces(pieces, depth)
     largest = max(sum(piece["share"] or 0 for piece in group) for group in groups)
     lines: list[dict[str, str]] = []
@@ -288,6 +288,6 @@ COMMAND = Command(
     positionals=("SCRIPT",),
     optional=True,
     script=True,
-    flags=PICTURES,
+    flags=PICTURE_OPTIONS,
     defaults=frozenset({"schedule=auto", "schedule=null", "cluster=null"}),
 )

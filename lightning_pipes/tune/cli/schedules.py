@@ -18,15 +18,15 @@ from lightning_pipes.planning.planner import Problem, solve_plan
 from lightning_pipes.sim import Timeline, simulate
 from lightning_pipes.tune.cli.command import Command, format_table, print_json
 
-RANKS, MICROBATCHES = 4, 8
-_BATCHES = 12  # for schedules that do not flush, whose first and last batches are left out
+LISTED_RANKS, LISTED_MICROBATCHES = 4, 8
+_LISTED_BATCHES = 12  # for schedules that do not flush, whose first and last batches are left out
 
 
 def run(settings: DictConfig, words: Sequence[str], options: argparse.Namespace) -> None:
     """List the installed schedules, with an example of each."""
     found = [_described(name, entry.load()) for name, entry in installed_schedules().items()]
     if options.json:
-        print_json({"ranks": RANKS, "microbatches": MICROBATCHES, "schedules": found})
+        print_json({"ranks": LISTED_RANKS, "microbatches": LISTED_MICROBATCHES, "schedules": found})
         return
     rows = [
         {
@@ -41,8 +41,8 @@ def run(settings: DictConfig, words: Sequence[str], options: argparse.Namespace)
     print(format_table(rows))
     print(
         "\nbubble: the share of time that ranks idle; held: the most micro-batches on one rank. Both simulated with\n"
-        f"the settings shown, on {RANKS} equal ranks and {MICROBATCHES} micro-batches, backwards twice as long as\n"
-        "forwards, free links."
+        f"the settings shown, on {LISTED_RANKS} equal ranks and {LISTED_MICROBATCHES} micro-batches, "
+        "backwards twice as long as\nforwards, free links."
     )
 
 
@@ -58,11 +58,11 @@ def _described(name: str, factory: Any) -> dict[str, Any]:
 
 
 def _example(schedule: Schedule | Policy) -> dict[str, Any]:
-    plan = solve_plan(Problem(schedule, RANKS, MICROBATCHES, MICROBATCHES))
-    a_rank = plan.n_stages / RANKS  # number of stages among which the time of a rank is divided
+    plan = solve_plan(Problem(schedule, LISTED_RANKS, LISTED_MICROBATCHES, LISTED_MICROBATCHES))
+    a_rank = plan.n_stages / LISTED_RANKS  # number of stages among which the time of a rank is divided
     costs = CostModel.uniform(plan.n_stages, 1.0 / a_rank, 2.0 / a_rank)
     order = schedule.program(plan) if isinstance(schedule, Schedule) else schedule
-    batches = _BATCHES if order.is_endless else None
+    batches = _LISTED_BATCHES if order.is_endless else None
     run = simulate(order, plan, costs, batches=batches)
     facts = verify(order, plan, batches) if isinstance(order, Program) else verify(run.program(), run.plan)
     held = [sum(facts.peak_spans[s] for s in stages) / a_rank for stages in plan.stages]
@@ -75,7 +75,7 @@ def _bubble(run: Timeline, batches: int | None) -> float:
         return sum(run.bubble) / len(run.bubble)
     ends = sorted(e.end for e in run.computations if e.instruction.kind is Kind.STEP and e.instruction.stage == 0)
     first, last = 2, len(ends) - 3  # steps far from the start and the end of the run
-    return 1 - (last - first) * 3e9 * MICROBATCHES / (ends[last] - ends[first])
+    return 1 - (last - first) * 3e9 * LISTED_MICROBATCHES / (ends[last] - ends[first])
 
 
 def _first_sentence(text: str) -> str:

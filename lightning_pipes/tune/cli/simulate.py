@@ -17,7 +17,7 @@ from lightning_pipes.planning.partition import partition_at
 from lightning_pipes.planning.planner import Problem, solve_plan
 from lightning_pipes.sim import simulate
 from lightning_pipes.sim.records.record import RunRecord
-from lightning_pipes.tune.cli.command import PICTURES, Command, drawing_width, print_json
+from lightning_pipes.tune.cli.command import PICTURE_OPTIONS, Command, drawing_width, print_json
 from lightning_pipes.tune.cli.pictures import write_pictures
 from lightning_pipes.tune.cli.sources import (
     cluster_from_settings,
@@ -140,6 +140,6 @@ COMMAND = Command(
     ],
     run,
     config="simulate",
-    flags=PICTURES,
+    flags=PICTURE_OPTIONS,
     defaults=frozenset({"cluster=null"}),
 )

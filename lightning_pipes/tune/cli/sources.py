@@ -16,7 +16,7 @@ from lightning_pipes.cost.zoo import named_profile
 from lightning_pipes.ir import MAX_STAGES, InputError, Policy, Schedule, check_count, short_repr
 
 _T = TypeVar("_T")
-MAX_NUMBER = 2**16
+MAX_SAMPLES = 2**16
 """The largest allowed number of micro-batches, and of samples to measure."""
 
 
@@ -99,7 +99,7 @@ def schedule_from_settings(cfg: DictConfig) -> Schedule | Policy | None:
     return None if cfg.schedule is None or cfg.schedule.name == "auto" else instantiate(cfg.schedule)
 
 
-def parse_numbers(value: Any, name: str, most: int = MAX_NUMBER) -> list[int]:
+def parse_numbers(value: Any, name: str, most: int = MAX_SAMPLES) -> list[int]:
     """Return a number or a list of numbers as a list. The list is empty for null.
 
     Raises:
@@ -107,7 +107,7 @@ def parse_numbers(value: Any, name: str, most: int = MAX_NUMBER) -> list[int]:
     """
     if value is None:
         return []
-    most = min(most, MAX_NUMBER)
+    most = min(most, MAX_SAMPLES)
     found = OmegaConf.to_container(value) if isinstance(value, ListConfig) else [value]
     assert isinstance(found, list)
     if not found or not all(type(each) is int and 1 <= each <= most for each in found):

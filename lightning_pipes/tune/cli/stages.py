@@ -19,7 +19,7 @@ from lightning_pipes.tune.cli.sources import (
     require_profile,
 )
 
-THEORY = ("loss", "lipschitz", "noise", "lr", "target")
+CONVERGENCE_OPTIONS = ("loss", "lipschitz", "noise", "lr", "target")
 
 
 def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> None:
@@ -88,9 +88,9 @@ def _theory(text: str | None) -> dict[str, float]:
         found = {name.strip(): float(value) for name, value in (each.split("=") for each in text.split(","))}
     except ValueError:
         found = {}
-    if set(found) != set(THEORY):
+    if set(found) != set(CONVERGENCE_OPTIONS):
         example = "loss=10,lipschitz=5,noise=0.04,lr=0.01,target=0.1"
-        raise InputError(f"--theory {short_repr(text)}: give {', '.join(THEORY)}, as in {example}")
+        raise InputError(f"--theory {short_repr(text)}: give {', '.join(CONVERGENCE_OPTIONS)}, as in {example}")
     return found
 
 

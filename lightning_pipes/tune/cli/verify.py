@@ -17,7 +17,7 @@ from lightning_pipes.trainer.plan.settings import VERIFY_VARIABLE
 from lightning_pipes.trainer.verify.comparison import FINDINGS_VARIABLE, load_findings
 from lightning_pipes.tune.cli.command import Command, print_json
 
-BATCHES = 2
+DEFAULT_BATCHES = 2
 
 
 def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> None:
@@ -25,7 +25,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
     (script,) = words
     if not Path(script).is_file():
         raise InputError(f"{script}: there is no such script")
-    batches = options.batches or str(BATCHES)
+    batches = options.batches or str(DEFAULT_BATCHES)
     check_count("--batches", int(batches) if batches.isdigit() else batches)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "findings.jsonl"
@@ -58,6 +58,6 @@ COMMAND = Command(
     ],
     run,
     positionals=("SCRIPT",),
-    flags={"--batches": ("N", f"the number of batches to compare; {BATCHES} by default")},
+    flags={"--batches": ("N", f"the number of batches to compare; {DEFAULT_BATCHES} by default")},
     script=True,
 )

@@ -38,11 +38,11 @@ from lightning_pipes.engine.watch.trust import (
 from lightning_pipes.ir import InputError, PipelineError
 from lightning_pipes.trainer.ranks.processes import all_processes, process_rank, whole_group
 
-ADDRESS = "LIGHTNING_PIPES_BOARD"
+PORT_VARIABLE = "LIGHTNING_PIPES_BOARD"
 """The environment variable with the port on which rank 0 listens. Processes that Lightning starts inherit it."""
-_TIMEOUT = timedelta(minutes=30)
-_POLL_SECONDS = 0.005
-_CLOSE_SECONDS = 30.0
+_STORE_TIMEOUT = timedelta(minutes=30)
+_STORE_POLL_SECONDS = 0.005
+_STORE_CLOSE_SECONDS = 30.0
 plain.allow_classes(FrozenTrial, *(kind for kind in vars(distributions).values() if isinstance(kind, type)))
 
 
@@ -92,7 +92,7 @@ class LeaderStore:
         if sibling is not None:
             sibling.wait_until(is_ready)
         while not is_ready():
-            time.sleep(_POLL_SECONDS)
+            time.sleep(_STORE_POLL_SECONDS)
         return (
             loads(self._call_store(partial(self._store.get, key)), self._connection.seal) if self.has_key(key) else None
         )
@@ -120,9 +120,9 @@ class LeaderStore:
             self._call_store(partial(self._store.set, f"left/{self.rank}", ""))
         elif self._connection.hosted:
             others = range(1, whole_group().size() if dist.is_initialized() else 1)
-            until = time.monotonic() + _CLOSE_SECONDS
+            until = time.monotonic() + _STORE_CLOSE_SECONDS
             while not all(self.has_key(f"left/{rank}") for rank in others) and time.monotonic() < until:
-                time.sleep(_POLL_SECONDS)
+                time.sleep(_STORE_POLL_SECONDS)
         self._connection.close()
 
     def _call_store(self, call: Callable[[], Any]) -> Any:
@@ -149,12 +149,12 @@ class _StoreConnection:
                 self.store = current_store() or adopt_store(whole_group().get_group_store(), self.rank, size, 1)
         elif launcher_hosts_store():
             self.rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-            self.store = run_store(self.rank, size, size, _TIMEOUT, watch.check)
-        elif ADDRESS in os.environ and os.environ.get("LOCAL_RANK", "0") != "0":
+            self.store = run_store(self.rank, size, size, _STORE_TIMEOUT, watch.check)
+        elif PORT_VARIABLE in os.environ and os.environ.get("LOCAL_RANK", "0") != "0":
             self.rank = int(os.environ["LOCAL_RANK"])
-            port = int(os.environ[ADDRESS])
-            wait_for_host(LOOPBACK, port, _TIMEOUT, watch.check)  # rank 0 may have ended by now
-            store = TCPStore(LOOPBACK, port, is_master=False, timeout=_TIMEOUT)
+            port = int(os.environ[PORT_VARIABLE])
+            wait_for_host(LOOPBACK, port, _STORE_TIMEOUT, watch.check)  # rank 0 may have ended by now
+            store = TCPStore(LOOPBACK, port, is_master=False, timeout=_STORE_TIMEOUT)
             self.store = seal_store(store, self.rank, one_host=True)
         else:
             if _has_other_launcher():
@@ -164,9 +164,9 @@ class _StoreConnection:
                 )
             self.rank, self.hosted = 0, True
             secret = secret_for_children()
-            store = store_on_loopback(0, _TIMEOUT)
+            store = store_on_loopback(0, _STORE_TIMEOUT)
             self.store = seal_store(store, self.rank, one_host=True)
-            self._variables = {**secret, ADDRESS: str(store.port)}
+            self._variables = {**secret, PORT_VARIABLE: str(store.port)}
         self.seal = TRUSTED if seal_of(self.store) else None
         """The seal of signed values, or None if the store does not sign its values."""
 

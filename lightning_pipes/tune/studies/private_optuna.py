@@ -15,7 +15,7 @@ from optuna.study._tell import _tell_with_warning
 from optuna.trial import FrozenTrial, Trial
 
 tell_with_warning = _tell_with_warning
-_NOTHING_DRAWN = 624
+_INITIAL_POSITION = 624
 """The position of a newly seeded Mersenne Twister, which is at the end of its block of numbers."""
 
 
@@ -71,6 +71,6 @@ def untouched_generators(sampler: BaseSampler) -> Iterator[np.random.RandomState
         elif (
             isinstance(value, LazyRandomState)
             and value._rng is not None
-            and value.rng.get_state(legacy=False)["state"]["pos"] == _NOTHING_DRAWN
+            and value.rng.get_state(legacy=False)["state"]["pos"] == _INITIAL_POSITION
         ):
             yield value.rng

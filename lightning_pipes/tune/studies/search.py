@@ -99,7 +99,7 @@ def suggest(trial: BaseTrial | Trial, name: str, among: BaseDistribution) -> Any
 
 _log = logging.getLogger(__name__)
 
-ENDED = (TrialState.COMPLETE, TrialState.PRUNED)
+ENDED_STATES = (TrialState.COMPLETE, TrialState.PRUNED)
 
 
 class OptunaSearch:
@@ -220,7 +220,7 @@ class OptunaSearch:
         return study
 
     def _budget(self, study: Study) -> int:
-        ended = len(study.get_trials(deepcopy=False, states=ENDED))
+        ended = len(study.get_trials(deepcopy=False, states=ENDED_STATES))
         left = max(0, int(self._settings["n_trials"]) - ended)
         _log.info("study %s: %d trials have ended, %d to go", study.study_name, ended, left)
         return left

@@ -36,15 +36,15 @@ from lightning_pipes.tune.studies.private_optuna import (
 from lightning_pipes.tune.studies.reporting import log, report_result
 from lightning_pipes.tune.studies.trial import ArrayTrial, StorageLostError, storage_errors, using_trial
 
-OWNER = "lightning_pipes:owner"
+OWNER_ATTRIBUTE = "lightning_pipes:owner"
 """The user attribute of a trial that identifies the process that runs it."""
-RETRY = "lightning_pipes:retry_of"
+RETRY_ATTRIBUTE = "lightning_pipes:retry_of"
 """The user attribute of a trial that repeats a trial of a dead process.
 
 Its value is the number of the repeated trial.
 """
 
-_REASON_SECONDS = 2.0
+_STUDY_REASON_SECONDS = 2.0
 """The longest time that other ranks wait for rank 0 to publish the reason why the study ended."""
 
 Objective = Callable[[ArrayTrial], Any]
@@ -302,7 +302,7 @@ class _Follower:
 
         The array of rank 0 ends before the study does, and has no information about the reason.
         """
-        until = time.monotonic() + _REASON_SECONDS
+        until = time.monotonic() + _STUDY_REASON_SECONDS
         end = self._leader_store.get("end", until=lambda: time.monotonic() > until)
         if isinstance(end, str):
             raise StudyFailedError(f"the study has ended on rank 0: {end}")
@@ -348,7 +348,7 @@ def _run_objective(objective: Objective, trial: ArrayTrial) -> Any:
 def ask_trial(study: Study) -> Trial:
     """Return a new trial of the study, marked as a trial of this process."""
     trial = study.ask()
-    trial.set_user_attr(OWNER, str(Process.current()))
+    trial.set_user_attr(OWNER_ATTRIBUTE, str(Process.current()))
     return trial
 
 
@@ -363,7 +363,7 @@ def fail_dead_trials(study: Study) -> int:
     """
     dead = 0
     for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-        if OWNER in trial.user_attrs and _has_ended(trial.user_attrs[OWNER]):
+        if OWNER_ATTRIBUTE in trial.user_attrs and _has_ended(trial.user_attrs[OWNER_ATTRIBUTE]):
             enqueue_again(study, trial.number, trial.params)
             study.tell(trial.number, state=TrialState.FAIL)
             dead += 1
@@ -397,8 +397,8 @@ def enqueue_again(study: Study, number: int, params: Mapping[str, Any]) -> None:
     """
     trials = study.get_trials(deepcopy=False)
     parameters = {**trials[number].system_attrs.get("fixed_params", {}), **params}
-    if parameters and not any(trial.user_attrs.get(RETRY) == number for trial in trials):
-        study.enqueue_trial(parameters, user_attrs={RETRY: number})
+    if parameters and not any(trial.user_attrs.get(RETRY_ATTRIBUTE) == number for trial in trials):
+        study.enqueue_trial(parameters, user_attrs={RETRY_ATTRIBUTE: number})
 
 
 def _has_ended(owner: object) -> bool:

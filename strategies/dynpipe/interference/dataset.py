@@ -19,14 +19,14 @@ import numpy.typing as npt
 
 from lightning_pipes.ir import InputError, short_repr
 from lightning_pipes.planning.replanning import HostedStage
-from lightning_pipes.strategies.dynpipe.interference.features import NAMES, STAGE, Array, feature_table
+from lightning_pipes.strategies.dynpipe.interference.features import FEATURE_NAMES, STAGE_FEATURES, Array, feature_table
 from lightning_pipes.strategies.dynpipe.interference.predictor import CorrectedFormula, Model, Predictor
 
 NONE = "none"
 """The kind of a window without a neighbor. Other programs may still run on the machine. It is in every training set."""
-LEARNED = 3000
+MAX_TRAINING_ROWS = 3000
 """The maximum number of rows on which a forest for planners is trained. More rows take longer, with equal results."""
-_DEVICE_COLUMNS = len(NAMES) - len(STAGE)
+_DEVICE_COLUMNS = len(FEATURE_NAMES) - len(STAGE_FEATURES)
 
 
 class PredictionScore(NamedTuple):
@@ -47,7 +47,7 @@ class Dataset:
     """Windows of time in which a stage ran next to neighbors.
 
     Attributes:
-        rows: the features. Axis 0 is windows, and axis 1 is the columns `features.NAMES`.
+        rows: the features. Axis 0 is windows, and axis 1 is the columns `features.FEATURE_NAMES`.
         ratios: the seconds of a step divided by the seconds of a step without neighbors.
         neighbours, stages: the names of the kinds of neighbor and stage.
         settings: the numbers of the settings. Windows with the same number had the same neighbors, one after another.
@@ -64,9 +64,9 @@ class Dataset:
 
     def __post_init__(self) -> None:
         lengths = {len(each) for each in vars(self).values()}
-        if len(lengths) != 1 or self.rows.ndim != 2 or self.rows.shape[1] != len(NAMES) or not len(self.rows):
+        if len(lengths) != 1 or self.rows.ndim != 2 or self.rows.shape[1] != len(FEATURE_NAMES) or not len(self.rows):
             raise InputError(
-                f"a dataset needs {len(NAMES)} columns, and one entry of every other field for each row; got rows of "
+                f"a dataset needs {len(FEATURE_NAMES)} columns, and one entry of every other field for each row; got rows of "
                 f"shape {self.rows.shape}"
             )
         if not (np.isfinite(self.ratios) & (self.ratios > 0)).all():
@@ -108,7 +108,7 @@ class Dataset:
         labels = (self.ratios, self.neighbours, self.stages, self.settings)
         return Dataset(rows, *(each[asked] for each in labels))
 
-    def sample_rows(self, most: int = LEARNED) -> Dataset:
+    def sample_rows(self, most: int = MAX_TRAINING_ROWS) -> Dataset:
         """Return a random sample of at most `most` windows in their original order. The sample is seeded."""
         return self.select_rows(np.sort(np.random.default_rng(0).permutation(len(self))[:most]))
 
@@ -129,7 +129,7 @@ class Dataset:
     def save(self, path: str | Path) -> None:
         """Write the arrays to a file."""
         with Path(path).open("wb") as file:
-            np.savez_compressed(file, allow_pickle=False, names=np.array(NAMES), **vars(self))
+            np.savez_compressed(file, allow_pickle=False, names=np.array(FEATURE_NAMES), **vars(self))
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -141,7 +141,7 @@ class Dataset:
         try:
             with np.load(path, allow_pickle=False) as file:
                 data = {name: file[name] for name in file.files}
-            if tuple(data.pop("names")) == NAMES:
+            if tuple(data.pop("names")) == FEATURE_NAMES:
                 return cls(**data)
         except InputError:
             raise

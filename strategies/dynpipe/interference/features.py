@@ -17,13 +17,13 @@ from lightning_pipes.planning.replanning import HostedStage
 
 Array = npt.NDArray[np.float64]
 
-RUN, WAIT = "host.compute_run_share", "host.compute_wait_share"
-FORMULA = "formula.ratio"
+RUN_SHARE_METRIC, WAIT_SHARE_METRIC = "host.compute_run_share", "host.compute_wait_share"
+FORMULA_FEATURE = "formula.ratio"
 """The name of the plain formula as a feature."""
 
-DEVICE = (
-    RUN,
-    WAIT,
+DEVICE_METRICS = (
+    RUN_SHARE_METRIC,
+    WAIT_SHARE_METRIC,
     "host.compute_slices_per_s",
     "host.threads_wait_cores",
     "host.forced_switches_per_s",
@@ -52,17 +52,17 @@ DEVICE = (
     "gpu.processes_count",
 )
 """The metrics of a monitor that have the same meaning on another machine. Bytes of memory do not, for example."""
-STAGE = (
+STAGE_FEATURES = (
     "stage.backward_share",
     "stage.weight_bytes_per_s",
     "stage.saved_bytes_per_s",
     "stage.sent_bytes_per_s",
 )
-NAMES = (FORMULA, *DEVICE, *STAGE)
+FEATURE_NAMES = (FORMULA_FEATURE, *DEVICE_METRICS, *STAGE_FEATURES)
 """The names of the numbers in a row, in order."""
-FORMULA_AT = NAMES.index(FORMULA)
+FORMULA_COLUMN = FEATURE_NAMES.index(FORMULA_FEATURE)
 """The index of the formula in a row."""
-_MOST = 1000.0
+_MAX_FEATURE_VALUE = 1000.0
 
 
 def predict_by_formula(device: Mapping[str, float]) -> float:
@@ -71,18 +71,18 @@ def predict_by_formula(device: Mapping[str, float]) -> float:
     The formula is not learned. It is the slowdown of the device, for whatever stage. The result is NaN if there are no
     counters.
     """
-    run, wait = device.get(RUN, np.nan), device.get(WAIT, np.nan)
-    return min((run + wait) / run, _MOST) if run > 0 else float("nan")
+    run, wait = device.get(RUN_SHARE_METRIC, np.nan), device.get(WAIT_SHARE_METRIC, np.nan)
+    return min((run + wait) / run, _MAX_FEATURE_VALUE) if run > 0 else float("nan")
 
 
 def feature_table(rows: Sequence[tuple[Mapping[str, float], HostedStage]]) -> Array:
-    """Return a row for each pair of a device and a stage, with the columns `NAMES`."""
+    """Return a row for each pair of a device and a stage, with the columns `FEATURE_NAMES`."""
     devices: dict[int, list[float]] = {}
     stages: dict[HostedStage, list[float]] = {}
-    found = np.empty((len(rows), len(NAMES)))
+    found = np.empty((len(rows), len(FEATURE_NAMES)))
     for place, (device, hosting) in enumerate(rows):
         if id(device) not in devices:
-            devices[id(device)] = [predict_by_formula(device), *(device.get(name, np.nan) for name in DEVICE)]
+            devices[id(device)] = [predict_by_formula(device), *(device.get(name, np.nan) for name in DEVICE_METRICS)]
         if hosting not in stages:
             stages[hosting] = stage_row(hosting)
         found[place] = devices[id(device)] + stages[hosting]
@@ -90,9 +90,9 @@ def feature_table(rows: Sequence[tuple[Mapping[str, float], HostedStage]]) -> Ar
 
 
 def stage_row(stage: HostedStage) -> list[float]:
-    """Return the numbers of a stage, with the columns `STAGE`."""
+    """Return the numbers of a stage, with the columns `STAGE_FEATURES`."""
     seconds = stage.forward + stage.backward
     if seconds <= 0:
-        return len(STAGE) * [float("nan")]
+        return len(STAGE_FEATURES) * [float("nan")]
     moved = (stage.weights, stage.saved, stage.sent)
     return [stage.backward / seconds, *(size / seconds for size in moved)]

@@ -10,15 +10,15 @@ import numpy.typing as npt
 from lightning_pipes.ir import InputError
 
 Array = npt.NDArray[np.float64]
-TREES = 128
+N_TREES = 128
 """The number of trees, as in DynPipe (S V-A). The code of DynPipe has 500 trees, which make the same predictions."""
-GRID = {"max_features": (0.5, 1.0), "min_samples_leaf": (3, 1)}
+SETTINGS_GRID = {"max_features": (0.5, 1.0), "min_samples_leaf": (3, 1)}
 """The settings among which cross-validation chooses: the share of columns for a split, and the rows of a leaf."""
-FOLDS = 4
+N_FOLDS = 4
 """The number of parts in cross-validation."""
-TRIED_TREES = 16
+N_VALIDATION_TREES = 16
 """The number of trees in cross-validation."""
-FEW = 40
+MIN_VALIDATION_ROWS = 40
 """The number of rows below which cross-validation is not informative."""
 
 
@@ -31,14 +31,15 @@ class Forest:
         values: the value of each row.
         trees: the number of trees.
         seed: the seed of the random numbers.
-        settings: values for the names of `GRID`. By default, the values with the best predictions in cross-validation.
+        settings: values for the names of `SETTINGS_GRID`. By default, the values with the best predictions in
+            cross-validation.
 
     Raises:
         InputError: there are too few rows, or some numbers are not finite.
     """
 
     def __init__(
-        self, rows: Array, values: Array, trees: int = TREES, seed: int = 0, settings: dict[str, Any] | None = None
+        self, rows: Array, values: Array, trees: int = N_TREES, seed: int = 0, settings: dict[str, Any] | None = None
     ) -> None:
         from sklearn.ensemble import RandomForestRegressor
 
@@ -77,14 +78,14 @@ def select_settings(rows: Array, values: Array, seed: int = 0) -> dict[str, Any]
     """Return the settings with the lowest squared error in cross-validation over parts of consecutive rows.
 
     Consecutive rows had the same neighbors, so random parts would favor trees that overfit. If there are fewer than
-    `FEW` rows, the first values of `GRID` are returned.
+    `MIN_VALIDATION_ROWS` rows, the first values of `SETTINGS_GRID` are returned.
     """
     from sklearn.ensemble import RandomForestRegressor
     from sklearn.model_selection import GridSearchCV, KFold
 
-    if len(rows) < FEW:
-        return {name: choices[0] for name, choices in GRID.items()}
-    forest = RandomForestRegressor(TRIED_TREES, random_state=seed)
-    search = GridSearchCV(forest, GRID, scoring="neg_mean_squared_error", cv=KFold(FOLDS), refit=False)
+    if len(rows) < MIN_VALIDATION_ROWS:
+        return {name: choices[0] for name, choices in SETTINGS_GRID.items()}
+    forest = RandomForestRegressor(N_VALIDATION_TREES, random_state=seed)
+    search = GridSearchCV(forest, SETTINGS_GRID, scoring="neg_mean_squared_error", cv=KFold(N_FOLDS), refit=False)
     found: dict[str, Any] = search.fit(rows, values).best_params_
     return found

@@ -11,12 +11,12 @@ import numpy as np
 
 from lightning_pipes.ir import check_number
 from lightning_pipes.planning.replanning import HostedStage, Predicted
-from lightning_pipes.strategies.dynpipe.interference.features import FORMULA_AT, Array, feature_table
+from lightning_pipes.strategies.dynpipe.interference.features import FORMULA_COLUMN, Array, feature_table
 from lightning_pipes.strategies.dynpipe.interference.forest import Forest
 
 
 class Model(ABC):
-    """Model of the time of a stage divided by its time without neighbors, for rows with the columns `NAMES`."""
+    """Model of the time of a stage divided by its time without neighbors, for rows with the columns `FEATURE_NAMES`."""
 
     name: ClassVar[str]
 
@@ -53,7 +53,7 @@ class CorrectedFormula(Model):
 
 def formula_of(rows: Array) -> Array:
     """Return the ratio of the plain formula for each row, or 1 if there are no counters."""
-    found = rows[:, FORMULA_AT]
+    found = rows[:, FORMULA_COLUMN]
     return np.where(np.isnan(found), 1.0, found)
 
 
@@ -69,7 +69,7 @@ class Predictor:
     missing that was never missing in training, or if the trees differ by more than `spread`.
 
     Args:
-        forest: predicts the logarithm of the factor from the columns `features.NAMES`.
+        forest: predicts the logarithm of the factor from the columns `features.FEATURE_NAMES`.
         margin: the share of a range by which a value may be outside of it.
         spread: the maximum standard deviation of the trees' logarithms.
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from lightning_pipes.strategies.jap.problem import ArrayProblem
 
-PARTS = 4
+N_WORK_PIECES = 4
 """The number of pieces into which `two_stage_bound` cuts the work of a job.
 
 More pieces give a closer bound, and the duration is proportional to their number.
@@ -60,14 +60,14 @@ def two_stage_bound(problem: ArrayProblem) -> int:
         a.reshape(problem.stages, 2, problem.jobs)
         for a in (problem.earliest_starts, problem.busy_times - problem.saved_times, problem.least_rests)
     )
-    shares = np.arange(PARTS + 1)[:, None] / PARTS
+    shares = np.arange(N_WORK_PIECES + 1)[:, None] / N_WORK_PIECES
     worst = 0.0
     for u, v in combinations(range(problem.stages), 2):
         work, back = busy[v].sum(0), busy[u, 1]
         lags = tails[v, 1] - tails[u, 1] - busy[v, 1] + (1 - shares) * work + shares * back
         least = np.minimum(lags[1:], lags[:-1]).reshape(-1)
-        parts = np.tile(work / PARTS, PARTS)
-        pieces = np.array([*_urgent_first(*(a.tolist() for a in (np.tile(heads[v, 0], PARTS), parts, least)))])
+        parts = np.tile(work / N_WORK_PIECES, N_WORK_PIECES)
+        pieces = np.array([*_urgent_first(*(a.tolist() for a in (np.tile(heads[v, 0], N_WORK_PIECES), parts, least)))])
         begin, lasted = pieces.T
         share = (back / work).min()
         times = np.concatenate([begin, begin + lasted])

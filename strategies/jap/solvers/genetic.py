@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from lightning_pipes.strategies.jap.problem import Array, ArrayProblem, ArraySolution
 from lightning_pipes.strategies.jap.solvers.bounds import lower_bound
-from lightning_pipes.strategies.jap.solvers.rules import RULES, order_by_rule
+from lightning_pipes.strategies.jap.solvers.rules import PRIORITY_RULES, order_by_rule
 from lightning_pipes.strategies.jap.solvers.search import Effort
 
 
@@ -54,8 +54,8 @@ def evolve_orders(
     genes = np.tile(np.repeat(np.arange(problem.jobs), 2 * problem.stages), (settings.population, 1))
     people = rng.permuted(genes, axis=1)
     if settings.seeded:
-        people[: len(RULES)] = [
-            np.argsort(order_by_rule(problem, rule).starts, kind="stable") % problem.jobs for rule in RULES
+        people[: len(PRIORITY_RULES)] = [
+            np.argsort(order_by_rule(problem, rule).starts, kind="stable") % problem.jobs for rule in PRIORITY_RULES
         ]
     spans = decode_genes(problem, people)[0]
     effort.spent += len(people)

@@ -2,7 +2,7 @@
 
 Each loop is written once. Python runs it on lists, or numba compiles it for int64 arrays. Both give the same integers,
 because random numbers and the tolerances of annealing are integers, too. The data structures are documented in
-`tables`. A block that cannot start yet is ready at NEVER.
+`tables`. A block that cannot start yet is ready at LATEST_TIME.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
-from lightning_pipes.sim.loops.jit import JitKernel, Kernel
+from lightning_pipes.sim.loops.jit import LATEST_TIME, JitKernel, Kernel
 from lightning_pipes.strategies.jap.solvers.tables import Begun
 
-NEVER = 1 << 60
-"""A time that is later than all other times, in nanoseconds."""
-SCALE = 1024
-"""The unit of `Chance.luck` is 1 / `SCALE`, so that minus the logarithms of numbers from 0 to 1 are stored as integers.
+LUCK_SCALE = 1024
+"""The unit of `Chance.luck` is 1 / `LUCK_SCALE`, so that minus the logarithms of numbers from 0 to 1 are stored as
+integers.
 """
 
 
@@ -55,7 +54,7 @@ def fill_needs(blocks, notes, k):
     need = notes.need
     for s in range(n // (2 * jobs)):
         work = 0
-        after = NEVER
+        after = LATEST_TIME
         for i in range(k):
             o = 2 * jobs * s + active[i]
             work += busy[o] - saved[o] + busy[o + jobs]
@@ -70,7 +69,8 @@ def fill_needs(blocks, notes, k):
 # rank 2 |........a---a=======b-b===c-c===............| bubble 45.5%
 #         - forward  = backward  . idle
 def list_schedule(blocks, urgency, notes, k, patience, limit, starts):
-    """Fill `starts` for the jobs `notes.active[:k]`, and return the end of the last one; NEVER if it is after `limit`.
+    """Fill `starts` for the jobs `notes.active[:k]`, and return the end of the last one; LATEST_TIME if it is after
+    `limit`.
 
     Whenever a stage is free, it runs the most urgent one of its blocks that are ready within `patience`, and waits for
     it if necessary.
@@ -81,7 +81,7 @@ def list_schedule(blocks, urgency, notes, k, patience, limit, starts):
     stages = n // (2 * jobs)
     for s in range(stages):
         free[s] = 0
-        soon[s] = NEVER
+        soon[s] = LATEST_TIME
         left[s] = need[s]
         count[s] = 0
         latest[s] = -1
@@ -100,7 +100,7 @@ def list_schedule(blocks, urgency, notes, k, patience, limit, starts):
                 s = x
         base = 2 * jobs * s
         until = t + patience
-        best = NEVER
+        best = LATEST_TIME
         at = 0
         for c in range(base, base + count[s]):
             o = known[c]
@@ -114,7 +114,7 @@ def list_schedule(blocks, urgency, notes, k, patience, limit, starts):
         known[at] = known[base + count[s]]
         t = max(t, ready[o], free_time(o, s, jobs, free, latest, saved))
         if t + tail[o] > limit or t + left[s] > limit:
-            return NEVER
+            return LATEST_TIME
         left[s] -= busy[o] - saved[o]
         starts[o] = t
         free[s] = t + busy[o]
@@ -131,7 +131,7 @@ def list_schedule(blocks, urgency, notes, k, patience, limit, starts):
                 t = max(ready[f], free_time(f, x, jobs, free, latest, saved))
                 if t < soon[x]:
                     soon[x] = t
-        t = NEVER
+        t = LATEST_TIME
         for c in range(base, base + count[s]):
             if ready[known[c]] < t:
                 t = ready[known[c]]
@@ -209,7 +209,7 @@ def insert_job(blocks, urgency, notes, order, k, row, ahead, limit, starts):
     """
     first, second = urgency
     active = notes.active
-    best = NEVER
+    best = LATEST_TIME
     at = 0
     for i in range(k + 1):
         active[i] = order[i]
@@ -285,7 +285,7 @@ def anneal_places(blocks, chance, begin, end, mean, now, before, best, urgency, 
             first[j] = 2 * there[j] + 1 + (4 * jobs if rule == 0 else 0)
             second[j] = 2 * back[j] + (4 * jobs if rule == 1 else 0)
         warm = style[2] // heat * (total - e) // total
-        slack = warm * luck[draw(rng, len(luck))] // SCALE
+        slack = warm * luck[draw(rng, len(luck))] // LUCK_SCALE
         v = list_schedule(blocks, urgency, notes, jobs, patience, style[2] + slack, starts)
         if v <= style[2] + slack:
             style[0] = rule
@@ -369,7 +369,7 @@ def exchange_blocks(blocks, chance, begin, end, order, value, best_sequence, pat
         shift_block(sequence, place, source, to)
         v = time_sequence(blocks, order, path_new, sweep)
         warm = value[1] // heat * (total - e) // total
-        if v >= 0 and v <= value[0] + warm * luck[draw(rng, len(luck))] // SCALE:
+        if v >= 0 and v <= value[0] + warm * luck[draw(rng, len(luck))] // LUCK_SCALE:
             value[0] = v
             for i in range(n):
                 starts[i] = starts_new[i]
@@ -422,7 +422,7 @@ def block_of(j, k, jobs, n):
 def bound_rest(blocks, limit, begun, rest):
     """Return a lower bound of the end of a partial order, and fill `rest.head` for the blocks that have not begun.
 
-    The function returns NEVER if the bound is above `limit`, for example if stages are reserved for each other's
+    The function returns LATEST_TIME if the bound is above `limit`, for example if stages are reserved for each other's
     blocks.
     """
     jobs, n, busy, lag, tail, saved = blocks
@@ -450,7 +450,7 @@ def bound_rest(blocks, limit, begun, rest):
                         again = True
                 least = max(least, t + tail[o])
                 if least > limit:
-                    return NEVER
+                    return LATEST_TIME
                 t += lag[o]
     for s in range(stages):
         count = 0
@@ -483,7 +483,7 @@ def construct_order(blocks, begun, rest, starts):
     stages = n // (2 * jobs)
     low = 0
     for _ in range(n):
-        t = NEVER
+        t = LATEST_TIME
         s = -1
         for j in range(jobs):
             if step[j] < 2 * stages:
@@ -493,7 +493,7 @@ def construct_order(blocks, begun, rest, starts):
                 if end < t:
                     t = end
                     s = x
-        best = NEVER
+        best = LATEST_TIME
         chosen = -1
         for j in range(jobs):
             if step[j] == 2 * stages:
@@ -509,7 +509,7 @@ def construct_order(blocks, begun, rest, starts):
             free[s] = start + busy[o]
             last[s] = o
             step[j] += 1
-            least = bound_rest(blocks, NEVER, begun, rest)
+            least = bound_rest(blocks, LATEST_TIME, begun, rest)
             step[j] -= 1
             ready[j] = old
             free[s] = before
@@ -609,7 +609,7 @@ def expand_nodes(blocks, same, depth, nodes, best, best_starts, starts, tree, re
         if bound_rest(blocks, best[0], begun, rest) >= best[0]:
             continue
         s = -1
-        t = NEVER
+        t = LATEST_TIME
         forced = -1
         for j in range(jobs):
             if step[j] == 2 * stages:
@@ -676,7 +676,7 @@ def expand_nodes(blocks, same, depth, nodes, best, best_starts, starts, tree, re
     return depth
 
 
-SOLVERS = JitKernel(
+SOLVER_KERNELS = JitKernel(
     draw,
     next_block,
     free_time,
@@ -699,4 +699,4 @@ SOLVERS = JitKernel(
 
 def kernel_for(blocks: int) -> Kernel:
     """Return the kernel that places this number of blocks: Python if it needs less time than loading numba does."""
-    return SOLVERS.python if blocks <= SOLVERS.patience else SOLVERS.fastest
+    return SOLVER_KERNELS.python if blocks <= SOLVER_KERNELS.patience else SOLVER_KERNELS.fastest

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from lightning_pipes.ir.checks import lookup_name
-from lightning_pipes.sim.loops.jit import Kernel
+from lightning_pipes.sim.loops.jit import LATEST_TIME, Kernel
 from lightning_pipes.strategies.jap.problem import Array, ArrayProblem, ArraySolution
 from lightning_pipes.strategies.jap.solvers.bounds import lower_bound
-from lightning_pipes.strategies.jap.solvers.kernel import NEVER, kernel_for
+from lightning_pipes.strategies.jap.solvers.kernel import kernel_for
 from lightning_pipes.strategies.jap.solvers.tables import Notes, Urgency
 
 
@@ -34,7 +34,7 @@ def longest_in_the_middle(problem: ArrayProblem) -> Array:
     return places_from_order(np.concatenate([short[::2], short[1::2][::-1]]))
 
 
-RULES: Mapping[str, tuple[Any, int]] = {
+PRIORITY_RULES: Mapping[str, tuple[Any, int]] = {
     "backward first": (by_number, 0),
     "forward first": (by_number, 1),
     "longest first": (longest_first, 0),
@@ -51,12 +51,12 @@ def order_by_rule(problem: ArrayProblem, rule: str) -> ArraySolution:
 
     Args:
         problem: the iteration.
-        rule: a name in `RULES`.
+        rule: a name in `PRIORITY_RULES`.
 
     Raises:
         InputError: the rule is unknown.
     """
-    place, style = lookup_name(RULES, rule, "rule")
+    place, style = lookup_name(PRIORITY_RULES, rule, "rule")
     there = place(problem)
     starts = start_times(problem, there, there, style, 0, kernel_for(problem.blocks))
     return ArraySolution(problem, starts, problem.makespan(starts), lower_bound(problem), rule)
@@ -68,14 +68,14 @@ def start_times(problem: ArrayProblem, there: Array, back: Array, style: int, pa
     Args:
         problem: the iteration.
         there, back: the place of each job among forwards, and among backwards.
-        style: which of the ready blocks go first; see `RULES`.
+        style: which of the ready blocks go first; see `PRIORITY_RULES`.
         patience: the nanoseconds that a stage may wait for a better block.
         by: the kernel to run.
     """
     n, j = problem.blocks, problem.jobs
     urgency = Urgency(*map(by.copy, urgency_numbers(there, back, style)))
     starts = by.fill(n)
-    by.run.list_schedule(problem.read(by), urgency, make_notes(problem, by), j, patience, NEVER, starts)
+    by.run.list_schedule(problem.read(by), urgency, make_notes(problem, by), j, patience, LATEST_TIME, starts)
     return np.array(starts, np.int64)
 
 

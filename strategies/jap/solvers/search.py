@@ -9,26 +9,27 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_pipes.ir.clock import read_seconds
+from lightning_pipes.sim.loops.jit import LATEST_TIME
 from lightning_pipes.strategies.jap.problem import Array, ArrayProblem, ArraySolution, time_order
 from lightning_pipes.strategies.jap.solvers import rules
 from lightning_pipes.strategies.jap.solvers.bounds import lower_bound
-from lightning_pipes.strategies.jap.solvers.kernel import NEVER, SCALE, kernel_for
+from lightning_pipes.strategies.jap.solvers.kernel import LUCK_SCALE, kernel_for
 from lightning_pipes.strategies.jap.solvers.tables import Chance, Path, Sequence, Style, Sweep, Urgency
 
-LUCK = np.rint(-np.log((np.arange(4096) + 0.5) / 4096) * SCALE).astype(np.int64)
-"""Random tolerances of annealing, in units of temperature / `SCALE`.
+LUCK_TABLE = np.rint(-np.log((np.arange(4096) + 0.5) / 4096) * LUCK_SCALE).astype(np.int64)
+"""Random tolerances of annealing, in units of temperature / `LUCK_SCALE`.
 
 A draw from this table accepts a worse order with the probability exp(-worse / temperature).
 """
-HEAT = 333
+TEMPERATURE_DIVISOR = 333
 """The divisor of the makespan that gives the first temperature."""
-ROUND = 4_000
+ORDERS_PER_ROUND = 4_000
 """The number of orders that one round of annealing tries.
 
-After that, `EXCHANGES` times as many exchanges of blocks follow.
+After that, `EXCHANGES_PER_ORDER` times as many exchanges of blocks follow.
 """
-EXCHANGES = 2
-CHUNK = 200
+EXCHANGES_PER_ORDER = 2
+ORDERS_PER_CHECK = 200
 """The number of orders that are tried between two checks of the clock."""
 
 
@@ -78,7 +79,7 @@ def search_orders(
         incumbent: an order that is already known.
     """
     search = _Search(problem, effort, seed, bound or lower_bound(problem))
-    beginnings = [search.order_by_rule(rule) for rule in rules.RULES]
+    beginnings = [search.order_by_rule(rule) for rule in rules.PRIORITY_RULES]
     for longest_first in (True, False):
         for style in (0, 2):
             beginnings += search.insert_jobs(longest_first, style)
@@ -93,7 +94,7 @@ def search_orders(
 
 
 class _Beginning(NamedTuple):
-    """An order by the places of jobs and a style (see `rules.RULES`), and its makespan."""
+    """An order by the places of jobs and a style (see `rules.PRIORITY_RULES`), and its makespan."""
 
     makespan: int
     style: int
@@ -105,11 +106,11 @@ class _Search:
 
     def __init__(self, problem: ArrayProblem, effort: Effort, seed: int, bound: int) -> None:
         self.problem, self.bound = problem, bound
-        self.makespan, self.starts = NEVER, problem.earliest_starts
+        self.makespan, self.starts = LATEST_TIME, problem.earliest_starts
         self._effort = effort
         self._by = by = kernel_for(effort.orders * problem.blocks)
         self._blocks = problem.read(by)
-        self._luck = by.copy(LUCK)
+        self._luck = by.copy(LUCK_TABLE)
         self._rng = by.copy([seed % 2147483646 + 1])
 
     @property
@@ -126,7 +127,7 @@ class _Search:
 
     def order_by_rule(self, rule: str) -> _Beginning:
         """Return the order of a rule."""
-        place, style = rules.RULES[rule]
+        place, style = rules.PRIORITY_RULES[rule]
         there = place(self.problem)
         return _Beginning(
             self.keep_best(rules.start_times(self.problem, there, there, style, 0, self._by)), style, there
@@ -143,7 +144,7 @@ class _Search:
         for k in range(jobs):
             if not self.can_improve:
                 return []
-            by.run.insert_job(self._blocks, urgency, notes, order, k, row, 4 * jobs * (style == 0), NEVER, starts)
+            by.run.insert_job(self._blocks, urgency, notes, order, k, row, 4 * jobs * (style == 0), LATEST_TIME, starts)
             self._effort.spent += k + 1
         there = rules.places_from_order(np.array(row, np.int64))
         return [_Beginning(self.keep_best(rules.start_times(self.problem, there, there, style, 0, by)), style, there)]
@@ -155,9 +156,9 @@ class _Search:
         now, before, best = (Style(*map(by.copy, (beginning.places, beginning.places, rule))) for _ in range(3))
         mean = max(1, int(p.forward.mean()))
         urgency = Urgency(by.fill(p.jobs), by.fill(p.jobs))
-        notes, room, chance = rules.make_notes(p, by), by.fill(p.blocks), self._chance(ROUND)
+        notes, room, chance = rules.make_notes(p, by), by.fill(p.blocks), self._chance(ORDERS_PER_ROUND)
         self._in_chunks(
-            ROUND,
+            ORDERS_PER_ROUND,
             lambda begin, end: by.run.anneal_places(
                 self._blocks, chance, begin, end, mean, now, before, best, urgency, notes, room
             ),
@@ -172,11 +173,11 @@ class _Search:
         by, p = self._by, self.problem
         given = p.order_of(starts).reshape(-1)
         order, best_sequence = Sequence(by.copy(given), by.copy(np.argsort(given))), by.copy(given)
-        value, chance = by.fill(2, p.makespan(starts)), self._chance(EXCHANGES * ROUND)
+        value, chance = by.fill(2, p.makespan(starts)), self._chance(EXCHANGES_PER_ORDER * ORDERS_PER_ROUND)
         path, path_new = (Path(by.fill(p.blocks), by.fill(p.blocks)) for _ in range(2))
         sweep = Sweep(by.fill(p.blocks), by.fill(p.blocks))
         self._in_chunks(
-            EXCHANGES * ROUND,
+            EXCHANGES_PER_ORDER * ORDERS_PER_ROUND,
             lambda begin, end: by.run.exchange_blocks(
                 self._blocks, chance, begin, end, order, value, best_sequence, path, path_new, sweep
             ),
@@ -186,11 +187,11 @@ class _Search:
         self.keep_best(found)
 
     def _chance(self, total: int) -> Chance:
-        return Chance(self.bound, self._luck, HEAT, total, self._rng)
+        return Chance(self.bound, self._luck, TEMPERATURE_DIVISOR, total, self._rng)
 
     def _in_chunks(self, total: int, some: Callable[[int, int], object]) -> None:
-        for begin in range(0, total, CHUNK):
+        for begin in range(0, total, ORDERS_PER_CHECK):
             if not self.can_improve:
                 return
-            some(begin, min(begin + CHUNK, total))
-            self._effort.spent += CHUNK
+            some(begin, min(begin + ORDERS_PER_CHECK, total))
+            self._effort.spent += ORDERS_PER_CHECK

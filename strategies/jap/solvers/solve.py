@@ -12,23 +12,23 @@ from lightning_pipes.ir.checks import lookup_name
 from lightning_pipes.strategies.jap.problem import ArrayProblem, ArraySolution
 from lightning_pipes.strategies.jap.solvers.bounds import lower_bound
 from lightning_pipes.strategies.jap.solvers.genetic import evolve_orders
-from lightning_pipes.strategies.jap.solvers.kernel import SOLVERS, kernel_for
-from lightning_pipes.strategies.jap.solvers.rules import RULES, order_by_rule
-from lightning_pipes.strategies.jap.solvers.search import ROUND, Effort, search_orders
+from lightning_pipes.strategies.jap.solvers.kernel import SOLVER_KERNELS, kernel_for
+from lightning_pipes.strategies.jap.solvers.rules import PRIORITY_RULES, order_by_rule
+from lightning_pipes.strategies.jap.solvers.search import ORDERS_PER_ROUND, Effort, search_orders
 from lightning_pipes.strategies.jap.solvers.tables import Begun, Rest, Tree
 
-THRESHOLD = 4
+MAX_PROOF_JOBS = 4
 """The largest number of jobs for which `solve_array` spends the whole effort on a proof.
 
 The paper uses 30 for its branch and bound.
 """
-AT_ONCE = 64
-"""The largest number of blocks for which branch and bound often finds a proof within `NODES` nodes, for any number of
-jobs."""
-CHUNK = 500
+MAX_PROOF_BLOCKS = 64
+"""The largest number of blocks for which branch and bound often finds a proof within `MAX_FIRST_NODES` nodes, for any
+number of jobs."""
+NODES_PER_CHECK = 500
 """The number of nodes that are expanded between two checks of the clock."""
-NODES = 2 * CHUNK
-LOOKS = 5_000
+MAX_FIRST_NODES = 2 * NODES_PER_CHECK
+MAX_ALGORITHM_1_SIZE = 5_000
 """The largest product of blocks and jobs for which "auto" begins with Algorithm 1.
 
 The algorithm evaluates at most one candidate per job for every block. Python needs a quarter of a second for this
@@ -43,7 +43,7 @@ def solve_array(
     method: str = "auto",
     effort: Effort | float | None = None,
     seed: int = 0,
-    threshold: int = THRESHOLD,
+    threshold: int = MAX_PROOF_JOBS,
 ) -> ArraySolution:
     """Return the best order that was found for one iteration of an array, with a lower bound and the gap between them.
 
@@ -53,7 +53,7 @@ def solve_array(
 
     Args:
         problem: the iteration.
-        method: "auto", one of `METHODS`, or a rule of `rules.RULES`.
+        method: "auto", one of `SOLVE_METHODS`, or a rule of `rules.PRIORITY_RULES`.
         effort: the limit in seconds, or an `Effort`, which limits the number of orders that are timed and nodes that
             are expanded. With an `Effort` that has no time limit, results are the same on every machine.
         seed: the seed of the random numbers.
@@ -64,20 +64,20 @@ def solve_array(
     """
     if not isinstance(effort, Effort):
         effort = Effort() if effort is None else Effort.from_seconds(effort)
-    rules: dict[str, Solver] = {rule: partial(_by_rule, rule=rule) for rule in RULES}
+    rules: dict[str, Solver] = {rule: partial(_by_rule, rule=rule) for rule in PRIORITY_RULES}
     if method != "auto":
-        return lookup_name({**METHODS, **rules}, method, "solver")(problem, effort, seed)
+        return lookup_name({**SOLVE_METHODS, **rules}, method, "solver")(problem, effort, seed)
     found = None
-    if problem.blocks * problem.jobs <= min(effort.orders // 4, LOOKS):
+    if problem.blocks * problem.jobs <= min(effort.orders // 4, MAX_ALGORITHM_1_SIZE):
         found = solve_as_printed(problem)
         effort.spent += problem.blocks
-    few, small = problem.jobs <= threshold, problem.blocks <= AT_ONCE
+    few, small = problem.jobs <= threshold, problem.blocks <= MAX_PROOF_BLOCKS
     if few or small:
-        first = replace(effort, orders=min(effort.orders // 4, 3 * ROUND))
+        first = replace(effort, orders=min(effort.orders // 4, 3 * ORDERS_PER_ROUND))
         found = search_orders(problem, first, seed, incumbent=found)
         effort.spent = first.spent
         if found.gap > 0:
-            nodes = replace(effort, orders=effort.orders if few else min(effort.orders, effort.spent + NODES))
+            nodes = replace(effort, orders=effort.orders if few else min(effort.orders, effort.spent + MAX_FIRST_NODES))
             found = branch_and_bound(problem, nodes, found)
             effort.spent = nodes.spent
         if few or not found.gap:
@@ -98,7 +98,7 @@ def _printed(problem: ArrayProblem, effort: Effort, seed: int) -> ArraySolution:
     return solve_as_printed(problem)
 
 
-METHODS: Mapping[str, Solver] = {
+SOLVE_METHODS: Mapping[str, Solver] = {
     "search": search_orders,
     "branch and bound": _branched,
     "algorithm 1": _printed,
@@ -119,7 +119,7 @@ def branch_and_bound(problem: ArrayProblem, effort: Effort, incumbent: ArraySolu
         incumbent: the order to improve.
     """
     n, jobs, stages = problem.blocks, problem.jobs, problem.stages
-    by = SOLVERS.fastest if effort.orders > CHUNK else SOLVERS.python
+    by = SOLVER_KERNELS.fastest if effort.orders > NODES_PER_CHECK else SOLVER_KERNELS.python
     bound = lower_bound(problem)
     levels = n + stages * jobs + 2  # a stage may be reserved before each block
     tree = Tree(*(by.fill(levels * size) for size in (jobs, jobs, stages, stages, stages, 1, 1, 2 * jobs, 2 * jobs)))
@@ -135,9 +135,9 @@ def branch_and_bound(problem: ArrayProblem, effort: Effort, incumbent: ArraySolu
             tree.children[tree.counts[0]], tree.promises[tree.counts[0]] = job, bound
             tree.counts[0] += 1
     while depth >= 0 and best[0] > bound and effort.is_left:
-        depth = by.run.expand_nodes(blocks, same, depth, CHUNK, best, best_starts, starts, tree, rest)
-        effort.spent += CHUNK
-        spent += CHUNK
+        depth = by.run.expand_nodes(blocks, same, depth, NODES_PER_CHECK, best, best_starts, starts, tree, rest)
+        effort.spent += NODES_PER_CHECK
+        spent += NODES_PER_CHECK
     makespan = int(best[0])
     open_ = [tree.promises[d * 2 * jobs + c] for d in range(depth + 1) for c in range(tree.counts[d])]
     least = min([makespan, *map(int, open_)], default=makespan)

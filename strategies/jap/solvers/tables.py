@@ -88,7 +88,7 @@ class Chance(NamedTuple):
 
     Attributes:
         target: the makespan at which the search ends.
-        luck: minus the logarithms of numbers from 0 to 1, in units of 1 / `kernel.SCALE`.
+        luck: minus the logarithms of numbers from 0 to 1, in units of 1 / `kernel.LUCK_SCALE`.
         heat: the divisor of the makespan that gives the first temperature.
         total: the number of evaluations after which the temperature is 0.
         rng: [the state of the random number generator].

@@ -8,10 +8,8 @@ structures are described in `overlapped.tables`.
 
 from __future__ import annotations
 
-from lightning_pipes.sim.loops.jit import JitKernel
+from lightning_pipes.sim.loops.jit import LATEST_TIME, JitKernel
 
-NEVER = 1 << 60
-"""A time that is later than any real time."""
 BACKWARD_FIRST = 0
 FORWARD_FIRST = 1
 ALL_FORWARDS_FIRST = 2
@@ -33,7 +31,7 @@ def runner_of_process(p, width, lead):
 def run_chunks(chunks, policy, limit, memory, room, log):
     """Return the time at which the last backward chunk ends.
 
-    The result is NEVER if this time is not before `limit`, if a stage would hold more than its maximum, or if all
+    The result is LATEST_TIME if this time is not before `limit`, if a stage would hold more than its maximum, or if all
     stages wait for each other. The function fills `room.peak`, and `log` if it has room for the chunks.
 
     A chunk starts as soon as its rank or link is free and the process before has finished all of its rows. The process
@@ -59,9 +57,9 @@ def run_chunks(chunks, policy, limit, memory, room, log):
     head = 0
     for p in range(n):
         if head + rest[p] + tail[p] >= limit:
-            return NEVER
+            return LATEST_TIME
         if p < width and p % 2 == 0 and head + rest[p] + rest[n - 1 - p] + tail[n - 1 - p] >= limit:
-            return NEVER
+            return LATEST_TIME
         head += busy[p]
     for r in range(count):
         idle[r] = 1
@@ -86,7 +84,7 @@ def run_chunks(chunks, policy, limit, memory, room, log):
                     f = 2 * i
                     b = n - 1 - f
                     if t + rest[f] + rest[b] + tail[b] >= limit:
-                        return NEVER
+                        return LATEST_TIME
                     if forward < 0 and begun[f] < rows:
                         end = min(begun[f] + size[f], rows)
                         if (f == 0 or done[f - 1] >= end) and (flying[i] == 0 or flying[i] + end - begun[f] <= caps[i]):
@@ -116,14 +114,14 @@ def run_chunks(chunks, policy, limit, memory, room, log):
                     if level[i] > peak[i]:
                         peak[i] = level[i]
                         if level[i] > most[i]:
-                            return NEVER
+                            return LATEST_TIME
                     i = beside[i]
                     if 2 * i == r:
                         break
             elif idle[r] > 0:
                 p = r if r < width else n - 2 - 2 * (r - width)
                 if t + rest[p] + tail[p] >= limit:
-                    return NEVER
+                    return LATEST_TIME
                 if begun[p] < rows and done[p - 1] >= min(begun[p] + size[p], rows):
                     chosen = p
             if chosen >= 0:
@@ -145,7 +143,7 @@ def run_chunks(chunks, policy, limit, memory, room, log):
                 ends[at] = end
                 running[at] = chosen
         if active == 0:
-            return t if done[n - 1] == rows else NEVER
+            return t if done[n - 1] == rows else LATEST_TIME
         t = ends[active - 1]
         news = 0
         while active > 0 and ends[active - 1] == t:
@@ -217,4 +215,4 @@ def improve_cap(i, caps, policies, chunks, memory, room, log, best):
     memory.caps[i] = best[1]
 
 
-OVERLAPPED = JitKernel(runner_of_process, run_chunks, improve_option, improve_cap, patience=0)
+OVERLAPPED_KERNELS = JitKernel(runner_of_process, run_chunks, improve_option, improve_cap, patience=0)

@@ -16,7 +16,7 @@ import numpy as np
 from lightning_pipes.sim.loops.jit import Kernel
 from lightning_pipes.sim.loops.tables import Numbers
 
-FREE = 1 << 40
+NO_CAP = 1 << 40
 """More rows or bytes than a stage can have."""
 
 
@@ -124,5 +124,5 @@ def make_memory(kernel: Kernel, stages: int, memory: Memory | None = None) -> Me
     By default, the rows in flight are counted and nothing is limited.
     """
     if memory is None:
-        memory = Memory(*((value,) * stages for value in (FREE, 1, 0, 0, FREE)))
+        memory = Memory(*((value,) * stages for value in (NO_CAP, 1, 0, 0, NO_CAP)))
     return Memory(*map(kernel.copy, memory))

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from lightning_pipes.strategies.umpipe.network import Scheme, Times
-from lightning_pipes.strategies.umpipe.search.kernel import CHUNKS
+from lightning_pipes.strategies.umpipe.search.kernel import CHUNK_KERNELS
 
 
 class CutTables(Protocol):
@@ -91,7 +91,7 @@ class SchemeSolution:
 def evaluate_genes(chain: Chain, people: Times) -> Times:
     """Return the time at which the batch has left the chain, for each row of genes; see `kernel.end_of_chain`."""
     counts = chain.counts
-    run = CHUNKS.select(int(counts[people].sum()) if len(people) else 0).run
+    run = CHUNK_KERNELS.select(int(counts[people].sum()) if len(people) else 0).run
     ends = np.zeros(len(people), np.int64)
     most = int(counts.max())
     run.ends_of_chains(

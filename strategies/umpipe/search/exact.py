@@ -19,26 +19,26 @@ from lightning_pipes.strategies.umpipe.search.chain import (
     evaluate_genes,
 )
 from lightning_pipes.strategies.umpipe.search.greedy import choose_locally, descend_globally
-from lightning_pipes.strategies.umpipe.search.kernel import CHUNKS
+from lightning_pipes.strategies.umpipe.search.kernel import CHUNK_KERNELS
 
-BEAMS = (4, 32, 256, 2048)
+BEAM_WIDTHS = (4, 32, 256, 2048)
 """The numbers of labels that are kept per process. A search that dropped no label has proven its result."""
-SHARPENED = 1
+SHARPENING_BEAM = 1
 """The index of the beam after which bounds are sharpened by suffixes."""
-ROOM = 8
+LABELS_PER_KEPT = 8
 """The number of labels made per kept label, before the labels with the worst bounds are dropped."""
-LARGEST = 2**23
+MAX_LABEL_INTEGERS = 2**23
 """The maximum number of integers in the labels of a process that are made at once: 64 MiB."""
-STARTS = 4
+N_START_SCHEMES = 4
 """The number of the best equal schemes from which coordinate descent begins."""
-SUFFIXES = 16
+MAX_SUFFIXES = 16
 """The maximum number of suffixes per process, which are used if small beams prove nothing. Others are merged."""
-ELIMINATIONS = 6
+MAX_ELIMINATION_ROUNDS = 6
 """The maximum number of rounds. Each round tightens the bounds, which eliminates more options."""
 
 
 def search_optimum(
-    network: CutTables, seconds: float | None = None, gap: float = 0.0, beams: Sequence[int] = BEAMS
+    network: CutTables, seconds: float | None = None, gap: float = 0.0, beams: Sequence[int] = BEAM_WIDTHS
 ) -> SchemeSolution:
     """Return the best scheme with all forwards before all backwards.
 
@@ -55,8 +55,8 @@ def search_optimum(
         seconds: the time limit, which is checked between two processes. Half of it is for each direction. None means
             that the search ends after the largest beam.
         gap: the share of the lower bound by which the result may be worse than the optimum.
-        beams: the numbers of labels to keep, in ascending order. Pass the first few of `BEAMS` to limit the effort
-            without a clock.
+        beams: the numbers of labels to keep, in ascending order. Pass the first few of `BEAM_WIDTHS` to limit the
+            effort without a clock.
 
     Raises:
         InputError: the gap is negative or infinite.
@@ -97,14 +97,16 @@ class _Search:
     def __init__(self, chain: Chain, gap: float, end: float) -> None:
         self.chain, self.gap, self.end = chain, gap, end
         rows, processes = chain.rows, chain.processes
-        self.loops = CHUNKS.select(10 * processes * chain.options * rows).run
+        self.loops = CHUNK_KERNELS.select(10 * processes * chain.options * rows).run
         self.allowed = np.ones((processes, chain.options), np.bool_)
         self.heads, self.rests = np.zeros((2, processes + 1, rows + 1), np.int64)
         self.suffixes: list[Times] = []
         self.sharpened = False
         self.lower_bound = 0
         ends = evaluate_genes(chain, chain.equal_schemes)
-        starts = [chain.equal_schemes[q] for q in np.argsort(ends, kind="stable")[:STARTS]] + [choose_locally(chain)[0]]
+        starts = [chain.equal_schemes[q] for q in np.argsort(ends, kind="stable")[:N_START_SCHEMES]] + [
+            choose_locally(chain)[0]
+        ]
         self.genes, self.value = min((descend_globally(chain, genes) for genes in starts), key=lambda each: each[1])
 
     @property
@@ -135,7 +137,7 @@ class _Search:
             self.extend_labels(beam)
             if not self.is_done:
                 self.eliminate_options()
-            if not self.is_done and turn == SHARPENED:
+            if not self.is_done and turn == SHARPENING_BEAM:
                 self.sharpen_bounds()
                 self.sharpened = True
         return self
@@ -143,7 +145,7 @@ class _Search:
     def eliminate_options(self) -> None:
         """Disallow options that cannot improve the value, and raise the lower bound."""
         chain = self.chain
-        for _ in range(ELIMINATIONS):
+        for _ in range(MAX_ELIMINATION_ROUNDS):
             before = int(self.allowed.sum())
             low = self.loops.bound_options(
                 chain.rows,
@@ -186,7 +188,7 @@ class _Search:
             kept = kept[
                 : self.loops.select_undominated(made[:count], np.argsort(notes[0, :count], kind="stable"), kept)
             ]
-            groups = np.array_split(kept[np.argsort(notes[1, kept], kind="stable")], min(SUFFIXES, len(kept)))
+            groups = np.array_split(kept[np.argsort(notes[1, kept], kind="stable")], min(MAX_SUFFIXES, len(kept)))
             rests = np.stack([made[group].min(axis=0) for group in groups])
             found.append(rests)
         self.suffixes = found[::-1]
@@ -195,7 +197,7 @@ class _Search:
     def extend_labels(self, beam: int) -> None:
         """Extend labels from the first process to the last, and keep at most `beam` labels per process."""
         chain, limit = self.chain, self.limit
-        room = max(ROOM * beam, 2 * chain.options)
+        room = max(LABELS_PER_KEPT * beam, 2 * chain.options)
         marks = self.chunk_ends(0)
         labels = np.zeros((1, len(marks)), np.int64)
         history: list[_Level] = []
@@ -232,7 +234,7 @@ class _Search:
         """Return the labels after process k, their notes, and the lowest bound of labels dropped for lack of room."""
         chain = self.chain
         options = np.flatnonzero(self.allowed[k])
-        room = min(room, len(labels) * len(options), max(LARGEST // len(marks), 2 * len(options)))
+        room = min(room, len(labels) * len(options), max(MAX_LABEL_INTEGERS // len(marks), 2 * len(options)))
         made = np.zeros((room, len(marks)), np.int64)
         notes = np.zeros((4, room), np.int64)
         rests = self.suffixes[k + 1] if self.suffixes else self.rests[k + 1 : k + 2]

@@ -22,7 +22,7 @@ Evaluator = Callable[[Chain, Times], Any]
 """Function that returns the time at which the batch has left the chain, for each row of genes."""
 
 
-METHODS = {"GAP": 1, "DGAP": 2, "OiDGAP": 2, "TiGAP": 1, "TiDGAP": 2}
+CHROMOSOMES = {"GAP": 1, "DGAP": 2, "OiDGAP": 2, "TiGAP": 1, "TiDGAP": 2}
 """The number of chromosomes of an individual.
 
 The five methods also differ in how they evaluate an individual, but the values are the same.
@@ -86,7 +86,7 @@ def evolve_schemes(
 
     Args:
         network: the times of all processes and options.
-        method: one of `METHODS`.
+        method: one of `CHROMOSOMES`.
         seed: the seed of the random numbers.
         settings: the settings of the evolution. None means the defaults.
         evaluator: the function that evaluates genes, by default a compiled loop. The paper's evaluators result in the
@@ -95,12 +95,12 @@ def evolve_schemes(
     Raises:
         InputError: the method is unknown.
     """
-    if method not in METHODS:
-        raise InputError(f"no genetic algorithm {method!r}; there are {', '.join(METHODS)}")
+    if method not in CHROMOSOMES:
+        raise InputError(f"no genetic algorithm {method!r}; there are {', '.join(CHROMOSOMES)}")
     population = _Population(network, settings or SchemeEvolution(), np.random.default_rng(seed), evaluator)
     history = [int(population.values.sum(axis=0).min())]
     for _ in range(population.settings.generations):
-        population.breed_generation(METHODS[method])
+        population.breed_generation(CHROMOSOMES[method])
         history.append(int(population.values.sum(axis=0).min()))
     best = int(population.values.sum(axis=0).argmin())
     apart = population.values.argmin(axis=1)

@@ -297,7 +297,7 @@ def select_undominated(labels, order, kept):
     return count
 
 
-CHUNKS = JitKernel(
+CHUNK_KERNELS = JitKernel(
     end_of_chain,
     ends_of_chains,
     pass_process,

@@ -9,10 +9,10 @@ from benchmarks.papers.dynpipe.predictor import MODELS, Constant, Linear, Scaled
 from lightning_pipes.planning.replanning import HostedStage
 from lightning_pipes.strategies.dynpipe.interference.dataset import NONE, Dataset, cross_validated
 from lightning_pipes.strategies.dynpipe.interference.features import (
-    FORMULA_AT,
-    NAMES,
-    RUN,
-    WAIT,
+    FEATURE_NAMES,
+    FORMULA_COLUMN,
+    RUN_SHARE_METRIC,
+    WAIT_SHARE_METRIC,
     feature_table,
     predict_by_formula,
 )
@@ -26,7 +26,7 @@ def hosting(forward: float = 0.002, weights: float = 1e6) -> HostedStage:
 
 
 def device(run: float = 0.5, wait: float = 0.5, busy: float = 0.5) -> dict[str, float]:
-    return {RUN: run, WAIT: wait, BUSY: busy}
+    return {RUN_SHARE_METRIC: run, WAIT_SHARE_METRIC: wait, BUSY: busy}
 
 
 def data(rows: int = 400, seed: int = 0):
@@ -78,9 +78,9 @@ def test_a_line_does_not_lead_out_of_the_world():
 
 def test_constants_and_factors_are_learned() -> None:
     """Check models on windows whose ratio is 1.5 times the formula, with kinds of neighbours held out."""
-    rows = np.random.default_rng(0).uniform(1, 3, size=(18, len(NAMES)))
+    rows = np.random.default_rng(0).uniform(1, 3, size=(18, len(FEATURE_NAMES)))
     neighbours = np.array(["spin"] * 6 + ["memory"] * 6 + [NONE] * 6)
     stages, settings = np.array(["a", "b", "c"] * 6), np.repeat([0, 1, 2], 6)
-    windows = Dataset(rows, 1.5 * rows[:, FORMULA_AT], neighbours, stages, settings)
+    windows = Dataset(rows, 1.5 * rows[:, FORMULA_COLUMN], neighbours, stages, settings)
     assert cross_validated(Scaled, windows.without_each(neighbours))[0].r2 == pytest.approx(1.0)
     assert cross_validated(Constant, random_parts(windows))[0].r2 < 0.1

@@ -23,7 +23,7 @@ from lightning_pipes.cost.zoo.models import (
     unet_up,
     vocabulary_head,
 )
-from lightning_pipes.cost.zoo.shapes import INT64, LayerShape, ShapeTape, SymbolicTensor, record_layers
+from lightning_pipes.cost.zoo.shapes import INT64_BYTES, LayerShape, ShapeTape, SymbolicTensor, record_layers
 from lightning_pipes.engine.compute.profiler import profile_layers
 from lightning_pipes.ir import PlanError
 from tests.cost.zoo import torch_zoo as ours
@@ -69,7 +69,7 @@ def test_models_of_images(name, make):
 
 
 WIDTH, HEADS, TOKENS, VOCABULARY = 64, 4, 24, 97
-TEXT = SymbolicTensor((TOKENS,), INT64, trained=False)
+TEXT = SymbolicTensor((TOKENS,), INT64_BYTES, trained=False)
 IMAGE = SymbolicTensor((3, 32, 32), 4, trained=False)
 
 SMALL = {
@@ -221,7 +221,7 @@ def test_half_the_bytes_where_numbers_are_half_as_wide():
     wide, narrow = (record_layers(layers, replace(x, itemsize=size), ShapeTape(size)) for size in (4, 2))
     assert [n.output for n in narrow] == [w.output / 2 for w in wide]
     assert narrow[0].saved == wide[0].saved / 2
-    where = 24 * 16 * 16 * INT64  # the indices of max pooling keep their size
+    where = 24 * 16 * 16 * INT64_BYTES  # the indices of max pooling keep their size
     assert narrow[1].saved - where == (wide[1].saved - where) / 2
 
 

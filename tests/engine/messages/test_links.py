@@ -27,7 +27,7 @@ from lightning_pipes.engine.messages.links import (
     measure_offsets,
 )
 from lightning_pipes.engine.messages.message import Decoder, Encoder
-from lightning_pipes.ir import SENDS, Kind, Plan, clock
+from lightning_pipes.ir import SEND_KINDS, Kind, Plan, clock
 from lightning_pipes.planning.measured import Averages, StepSample
 from lightning_pipes.planning.partition import even_partition
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
@@ -176,7 +176,7 @@ def real(rank: int, kind: str) -> dict[str, object]:
     engine._offsets = dict.fromkeys(engine._offsets, 3600 * 10**9)
     engine.inject(Item(0, 8, batch()))
     engine.drain()
-    moved = [e.end - e.start for e in engine.events if e.instruction.kind in SENDS]
+    moved = [e.end - e.start for e in engine.events if e.instruction.kind in SEND_KINDS]
     engine.close()
     watch.close()
     return {"same": same, "measured": measured, "clock": clock_id(), "moved": moved}

@@ -11,7 +11,7 @@ import pytest
 import lightning_pipes
 from lightning_pipes.sim import load_kernel
 from lightning_pipes.sim.loops import jit, kernel
-from lightning_pipes.sim.loops.kernel import KERNEL
+from lightning_pipes.sim.loops.kernel import SIMULATION_KERNELS
 
 SIMULATE = """
 from lightning_pipes.sim import load_kernel, makespan
@@ -30,8 +30,8 @@ print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
 @pytest.fixture
 def fresh(monkeypatch):
     """Return an unused kernel, as in a process that has not simulated yet."""
-    unused = jit.JitKernel(*KERNEL._functions, patience=KERNEL.patience)
-    monkeypatch.setattr(kernel, "KERNEL", unused)
+    unused = jit.JitKernel(*SIMULATION_KERNELS._functions, patience=SIMULATION_KERNELS.patience)
+    monkeypatch.setattr(kernel, "SIMULATION_KERNELS", unused)
     return unused
 
 

@@ -12,7 +12,7 @@ from lightning_pipes.cost import CostModel, Link
 from lightning_pipes.ir import F, Kind, Plan, PlanError, Span
 from lightning_pipes.sim import simulate
 from lightning_pipes.sim.records.record import (
-    FILE,
+    RUN_FILE,
     RunRecord,
     costs_data,
     costs_of,
@@ -31,24 +31,24 @@ from lightning_pipes.testing.generators import random_costs, random_plan, record
 @pytest.mark.parametrize("known", [False, True])
 def test_records_come_back(known, tmp_path):
     record = record_of([1, 2, 3, 4, 5, 6, 7, 8], 2, 6, "interleaved", stages_per_rank=3, known=known)
-    record.save(tmp_path / FILE)
+    record.save(tmp_path / RUN_FILE)
     again = RunRecord.load(tmp_path)
     assert again == record
     assert (again.settings, again.costs.seconds, again.facts) == (record.settings, record.costs.seconds, record.facts)
-    assert RunRecord.load(tmp_path / FILE) == record
+    assert RunRecord.load(tmp_path / RUN_FILE) == record
     assert again.label == "interleaved stages_per_rank=3"
 
 
 def test_a_plan_alone_comes_back(tmp_path):
     record = replace(record_of([1, 2], 2, 2), measured=None, replayed=None)
-    record.save(tmp_path / FILE)
+    record.save(tmp_path / RUN_FILE)
     assert RunRecord.load(tmp_path) == record
     assert record.displayed_timeline is record.predicted
 
 
 def test_a_run_without_a_prediction_comes_back_with_the_reason(tmp_path):
     record = replace(record_of([1, 2], 2, 2), predicted=None, unpredicted="the layers were not measured")
-    record.save(tmp_path / FILE)
+    record.save(tmp_path / RUN_FILE)
     assert RunRecord.load(tmp_path) == record
     assert record.prediction_text == "Nothing was predicted: the layers were not measured"
     with pytest.raises(PlanError, match="a step that was measured and replayed, or one that was predicted"):
@@ -65,7 +65,7 @@ def test_where_no_run_is(tmp_path):
 def test_a_loaded_record_runs_on(tmp_path):
     """Check that a record keeps everything that a schedule or the simulator needs."""
     record = record_of([1, 1, 1, 1], 2, 4, "interleaved")
-    record.save(tmp_path / FILE)
+    record.save(tmp_path / RUN_FILE)
     again = RunRecord.load(tmp_path)
     program = Interleaved().program(again.plan)
     assert simulate(program, again.plan, again.costs).events == record.replayed.events
@@ -74,7 +74,7 @@ def test_a_loaded_record_runs_on(tmp_path):
 def test_settings_that_are_no_plain_values_are_named(tmp_path):
     """Check that a record accepts any settings, because a custom schedule may have settings of any type."""
     record = replace(record_of([1, 1], 2, 2), schedule="mine", settings={"order": (1, (2,)), "k": 2, "by": {3}})
-    record.save(tmp_path / FILE)
+    record.save(tmp_path / RUN_FILE)
     assert RunRecord.load(tmp_path).settings == {"order": (1, (2,)), "k": 2, "by": "{3}"}
 
 

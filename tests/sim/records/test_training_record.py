@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from lightning_pipes.ir import InputError
-from lightning_pipes.sim.records.training_record import FOLDER, TrainingRecord, compare_runs
+from lightning_pipes.sim.records.training_record import RECORD_FOLDER, TrainingRecord, compare_runs
 
 
 def written(folder: Path, name: str, *lines: dict[str, Any] | str) -> Path:
-    (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+    (folder / RECORD_FOLDER).mkdir(parents=True, exist_ok=True)
     text = "".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines)
-    (folder / FOLDER / name).write_text(text)
+    (folder / RECORD_FOLDER / name).write_text(text)
     return folder
 
 
@@ -41,7 +41,7 @@ def load(folder: Path) -> TrainingRecord:
 
 
 def test_equal_runs(tmp_path: Path) -> None:
-    a, b = load(run(tmp_path / "a")), load(run(tmp_path / "b") / FOLDER)
+    a, b = load(run(tmp_path / "a")), load(run(tmp_path / "b") / RECORD_FOLDER)
     found = compare_runs(a, b)
     assert found.is_equal
     assert str(found) == "equal in 4 losses and 6 hashes of layers; each of 2 layers was used in the same order"

@@ -5,7 +5,7 @@ import pytest
 
 from lightning_pipes.ir import PlanError
 from lightning_pipes.strategies.dynpipe.partitions import (
-    MOST_PARTITIONS,
+    MAX_PARTITIONS,
     affordable_blocks,
     condense_layers,
     layer_weights,
@@ -40,8 +40,8 @@ def test_layers_are_ranked_by_seconds_and_messages() -> None:
 def test_no_more_blocks_than_can_be_gone_through(stages: int, layers: int) -> None:
     k = affordable_blocks(stages, layers)
     assert stages <= k <= max(stages, layers)
-    assert comb(k - 1, stages - 1) <= MOST_PARTITIONS
-    assert k >= layers or comb(k, stages - 1) > MOST_PARTITIONS
+    assert comb(k - 1, stages - 1) <= MAX_PARTITIONS
+    assert k >= layers or comb(k, stages - 1) > MAX_PARTITIONS
 
 
 def test_a_model_has_a_block() -> None:

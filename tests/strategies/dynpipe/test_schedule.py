@@ -9,7 +9,7 @@ from lightning_pipes.planning.planner import planner_of
 from lightning_pipes.strategies.dynpipe import DynPipe, DynPlanner
 from lightning_pipes.strategies.dynpipe.interference import Predictor
 from lightning_pipes.strategies.dynpipe.interference.dataset import Dataset
-from lightning_pipes.strategies.dynpipe.interference.features import NAMES
+from lightning_pipes.strategies.dynpipe.interference.features import FEATURE_NAMES
 from lightning_pipes.strategies.pipedream import PipeDream
 from lightning_pipes.testing.conformance import ScheduleConformance
 from lightning_pipes.testing.generators import tiny_plan
@@ -61,7 +61,7 @@ def test_a_predictor_is_read_from_its_file(tmp_path):
         DynPipe(predictor=missing).make_planner()
     known = str(tmp_path / "known.npz")
     label = np.array(["a", "b"])
-    Dataset(np.ones((2, len(NAMES))), np.ones(2), label, label, np.arange(2)).save(known)
+    Dataset(np.ones((2, len(FEATURE_NAMES))), np.ones(2), label, label, np.arange(2)).save(known)
     planner = DynPipe(predictor=known).make_planner()
     assert isinstance(planner.predictor, Predictor)
     assert planner.predictor is DynPipe(predictor=known).make_planner().predictor  # trained once

@@ -98,7 +98,7 @@ def test_it_finds_what_a_search_through_everything_finds(n: int, slow: float) ->
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("slow", [1e4, 1e6])
 def test_the_first_that_is_simulated_has_the_lowest_bound(n: int, slow: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_pipes.strategies.dynpipe.stage_search.SIMULATED", 1)
+    monkeypatch.setattr("lightning_pipes.strategies.dynpipe.stage_search.MAX_SIMULATED_ASSIGNMENTS", 1)
     of = pricing(slow=slow)
     best = choose_stages(of, stages=[n]).options[0].best
     if best is not None:

@@ -9,10 +9,10 @@ import pytest
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import Cut, Kind, Plan, PlanError, verify
 from lightning_pipes.sim import simulate
-from lightning_pipes.strategies.jap.problem import TIMES, ArrayProblem, problem_from_plan, time_order
+from lightning_pipes.strategies.jap.problem import BLOCK_TIMES, ArrayProblem, problem_from_plan, time_order
 from lightning_pipes.strategies.jap.rounds import program_from_order
 from lightning_pipes.strategies.jap.solvers import rules
-from lightning_pipes.strategies.jap.solvers.kernel import SOLVERS
+from lightning_pipes.strategies.jap.solvers.kernel import SOLVER_KERNELS
 from tests.cases import for_each
 from tests.strategies.jap.array_costs import ArrayCosts, plan_of
 from tests.strategies.jap.by_hand import random_problem, rows_of_a_stage, timed
@@ -23,7 +23,7 @@ def random_order(problem, seed):
     """Return a feasible order, made by a list schedule with random places."""
     rng = np.random.default_rng(seed)
     places = [rng.permutation(problem.jobs) for _ in range(2)]
-    return problem.order_of(rules.start_times(problem, *places, int(rng.integers(3)), 5, SOLVERS.python))
+    return problem.order_of(rules.start_times(problem, *places, int(rng.integers(3)), 5, SOLVER_KERNELS.python))
 
 
 @for_each("seed", range(12))
@@ -36,7 +36,7 @@ def test_the_simulator_gives_the_same_times(seed):
     pairs = [(i, after) for row in program.head for i, after in pairwise(row) if i.kind is Kind.F]
     stays = frozenset((i.job, i.stage) for i, after in pairs if i.job == after.job)
     timeline = simulate(program, plan, ArrayCosts(problem, stays))
-    starts = time_order(problem, order, SOLVERS.python)
+    starts = time_order(problem, order, SOLVER_KERNELS.python)
     problem.check(starts)
     for event in timeline.events:
         i = event.instruction
@@ -64,9 +64,9 @@ def test_brute_force_gives_the_same_times(early):
             found = timed(problem, rows)
             if found is None:
                 deadlocks += 1
-                assert time_order(problem, numbers, SOLVERS.python) is None
+                assert time_order(problem, numbers, SOLVER_KERNELS.python) is None
             else:
-                starts = time_order(problem, numbers, SOLVERS.python)
+                starts = time_order(problem, numbers, SOLVER_KERNELS.python)
                 assert problem.makespan(starts) == found[1]
                 assert all(starts[4 * s + j + 2 * (d == "B")] == t for (j, d, s), t in found[0].items())
     assert deadlocks
@@ -75,8 +75,8 @@ def test_brute_force_gives_the_same_times(early):
 def test_a_job_alone_takes_head_and_tail():
     problem = random_problem(1, 3, 4)
     for job in range(3):
-        one = replace(problem, **{name: getattr(problem, name)[[job]] for name in TIMES})
-        starts = time_order(one, np.arange(8).reshape(4, 2), SOLVERS.python)
+        one = replace(problem, **{name: getattr(problem, name)[[job]] for name in BLOCK_TIMES})
+        starts = time_order(one, np.arange(8).reshape(4, 2), SOLVER_KERNELS.python)
         mine = np.arange(8) * 3 + job
         assert (problem.earliest_starts[mine] == starts).all()
         assert (problem.earliest_starts[mine] + problem.least_rests[mine] == one.makespan(starts)).all()

@@ -13,8 +13,8 @@ import pytest
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import Cut, InputError, Kind, Plan
 from lightning_pipes.strategies.jap import Effort, RoundOrder, problem_from_plan, round_order
-from lightning_pipes.strategies.jap.solvers.rules import RULES
-from lightning_pipes.strategies.jap.solvers.solve import METHODS
+from lightning_pipes.strategies.jap.solvers.rules import PRIORITY_RULES
+from lightning_pipes.strategies.jap.solvers.solve import SOLVE_METHODS
 from tests.strategies.jap.by_hand import best_of_all, random_problem, timed
 from tests.strategies.jap.random_arrays import random_array
 
@@ -30,7 +30,7 @@ PROOF = pytest.mark.skipif(find_spec("ortools") is None, reason="OR-Tools is an 
 EXACT = ("branch and bound", pytest.param("exact", marks=PROOF))
 
 
-@pytest.mark.parametrize("method", ["auto", *METHODS, *RULES, pytest.param("exact", marks=PROOF)])
+@pytest.mark.parametrize("method", ["auto", *SOLVE_METHODS, *PRIORITY_RULES, pytest.param("exact", marks=PROOF)])
 def test_an_order_has_all_blocks_of_all_jobs(method):
     program = RoundOrder(method, effort=4000)(batches(8, 20, 40), EQUAL)
     for stage in range(2):

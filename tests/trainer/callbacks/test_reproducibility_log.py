@@ -10,7 +10,7 @@ import pytest
 
 from lightning_pipes import ReproducibilityLog
 from lightning_pipes.ir import PipelineError
-from lightning_pipes.sim.records.training_record import FOLDER, TrainingRecord, compare_runs
+from lightning_pipes.sim.records.training_record import RECORD_FOLDER, TrainingRecord, compare_runs
 from lightning_pipes.supernets import Uniform
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.tune.cli import main
@@ -72,11 +72,11 @@ def test_asynchronous_training_parts_somewhere(tmp_path: Path, capsys: pytest.Ca
 def test_the_command_says_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="has no record of a training"):
         main(["compare", str(tmp_path), str(tmp_path)])
-    (tmp_path / FOLDER).mkdir()
-    (tmp_path / FOLDER / "000-rank0.jsonl").write_text('{"begins": 0}\n{"F": 0, "layers": ["0"]}\n')
+    (tmp_path / RECORD_FOLDER).mkdir()
+    (tmp_path / RECORD_FOLDER / "000-rank0.jsonl").write_text('{"begins": 0}\n{"F": 0, "layers": ["0"]}\n')
     with pytest.raises(SystemExit, match="no batch in common"):
         main(["compare", str(tmp_path), str(tmp_path)])
-    (tmp_path / FOLDER / "000-rank0.jsonl").write_text('{"begins": 0}\n{"loss": "0x1p+0", "of": 0}\n')
+    (tmp_path / RECORD_FOLDER / "000-rank0.jsonl").write_text('{"begins": 0}\n{"loss": "0x1p+0", "of": 0}\n')
     with pytest.raises(SystemExit, match="no batch of these runs uses a layer '7'"):
         main(["compare", str(tmp_path), str(tmp_path), "--layer", "7"])
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipes import PipelineStrategy, ScheduleTuner
-from lightning_pipes.ir import SENDS, STEP, B, F, Instruction, Kind, PipelineError, Plan, Program
+from lightning_pipes.ir import SEND_KINDS, STEP, B, F, Instruction, Kind, PipelineError, Plan, Program
 from lightning_pipes.planning.measured import StepSample
 from lightning_pipes.planning.memory import held_rows
 from lightning_pipes.sim import Event
@@ -79,7 +79,7 @@ def stamps(slow: Any) -> Any:
         seen["windows"] += 1
         found = original(before, window)
         takes = {Kind.F: 1e6, Kind.B: 2e6, Kind.I: 1e6, Kind.W: 1e6}
-        means = {key: 1e9 * slow(seen["windows"]) if key[0] in SENDS else takes[key[0]] for key in found.means}
+        means = {key: 1e9 * slow(seen["windows"]) if key[0] in SEND_KINDS else takes[key[0]] for key in found.means}
         return found._replace(means=means, spread=dict.fromkeys(found.spread, 0.0), lag=0.0)
 
     return sample

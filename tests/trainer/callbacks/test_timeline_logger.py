@@ -11,7 +11,7 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_pipes import PipelineStrategy, TimelineLogger
-from lightning_pipes.ir import COMPUTE, B, F, Instruction, Kind, PipelineError, Span
+from lightning_pipes.ir import COMPUTE_KINDS, B, F, Instruction, Kind, PipelineError, Span
 from lightning_pipes.sim import simulate
 from lightning_pipes.sim.records.compare import BottleneckRank
 from lightning_pipes.sim.timeline import Event
@@ -87,7 +87,7 @@ class Stopwatch(TimelineLogger):
         calls = count_calls(partial(super().on_train_batch_end, *args))
         if self._logged == args[0].global_step:
             self.calls.append(calls)
-            events = [e for e in args[0].strategy.current_run.windows[-1].events if e.instruction.kind in COMPUTE]
+            events = [e for e in args[0].strategy.current_run.windows[-1].events if e.instruction.kind in COMPUTE_KINDS]
             self.took.append((max(e.end for e in events) - min(e.start for e in events)) / 1e6)
 
 

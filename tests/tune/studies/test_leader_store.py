@@ -15,7 +15,7 @@ import pytest
 from lightning_pipes.engine.watch.launcher import RankStoppedError
 from lightning_pipes.engine.watch.process_exit import SerialCaller
 from lightning_pipes.testing.ranks import find_processes, run_environment, scale_timeout, wait_until
-from lightning_pipes.tune.studies.leader_store import ADDRESS, LeaderStore
+from lightning_pipes.tune.studies.leader_store import PORT_VARIABLE, LeaderStore
 
 
 def test_who_hears_nothing_of_a_stopped_rank_0_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +64,7 @@ def test_who_waits_for_rank_0_before_any_training_ends_with_its_launcher(tmp_pat
     Lightning's launcher is rank 0. It has started the other ranks, and dies before it listens.
     """
     token = f"leader_store {os.getpid()}"
-    env = {**run_environment(token, tmp_path), "LOCAL_RANK": "1", ADDRESS: "9"}  # where no process listens
+    env = {**run_environment(token, tmp_path), "LOCAL_RANK": "1", PORT_VARIABLE: "9"}  # where no process listens
     command = [sys.executable, "-c", _LAUNCHER, _RANK_1]
     out = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}  # the rank has the latter, too
     done = subprocess.run(command, env=env, text=True, timeout=scale_timeout(60), check=False, **out)

@@ -32,8 +32,8 @@ from lightning_pipes.ir import PlanError
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
 from lightning_pipes.tune.studies.leader_store import LeaderStore
 from lightning_pipes.tune.studies.study import (
-    OWNER,
-    RETRY,
+    OWNER_ATTRIBUTE,
+    RETRY_ATTRIBUTE,
     StudyFailedError,
     _Follower,
     enqueue_again,
@@ -304,12 +304,12 @@ def test_storages_and_resume(kind: int, tmp_path: Path) -> None:
     for owner in (before, before._replace(machine="other"), before._replace(space="of another container")):
         trial = study.ask()
         trial.suggest_float("x", -1.0, 1.0)
-        trial.set_user_attr(OWNER, str(owner))
+        trial.set_user_attr(OWNER_ATTRIBUTE, str(owner))
     again = new_study(storage=storage, study_name="s", load_if_exists=True)
     trials = optimize_array(again, toy, 2, 2).trials
     assert states(again)[3:6] == ["FAIL", "RUNNING", "RUNNING"]
     assert trials[6].params == trials[3].params
-    assert trials[6].user_attrs[RETRY] == 3
+    assert trials[6].user_attrs[RETRY_ATTRIBUTE] == 3
     assert len(trials) == 8
 
 
@@ -320,7 +320,7 @@ def test_who_is_killed_while_it_fails_a_trial_neither_loses_it_nor_tries_it_twic
     study = new_study()
     trial = study.ask()
     x = trial.suggest_float("x", -1.0, 1.0)
-    trial.set_user_attr(OWNER, str(Process.current()._replace(started=1)))
+    trial.set_user_attr(OWNER_ATTRIBUTE, str(Process.current()._replace(started=1)))
     with monkeypatch.context() as killed:
         killed.setattr(optuna.Study, at, lambda *_, **__: (_ for _ in ()).throw(SystemExit))
         with pytest.raises(SystemExit):
@@ -443,7 +443,7 @@ def test_harm_leaves_a_study_to_go_on_with(harm: str, tmp_path: Path) -> None:
     lost = [t for t in study.trials if t.state == TrialState.FAIL and t.params]
     again = [t for t in study.trials if t.state == TrialState.WAITING]
     if harm == "rank 1 is killed":
-        assert {t.user_attrs[RETRY] for t in again} == {t.number for t in lost}
+        assert {t.user_attrs[RETRY_ATTRIBUTE] for t in again} == {t.number for t in lost}
         assert again
     else:
         assert not again
@@ -554,7 +554,7 @@ def test_two_arrays_share_a_study(tmp_path: Path) -> None:
     assert sorted(numbers[0][0] + numbers[1][0]) == list(range(6))
     study = optuna.load_study(study_name="s", storage=f"sqlite:///{tmp_path}/study.db")
     assert len(study.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL))) == 6
-    assert not any(RETRY in trial.user_attrs for trial in study.trials)
+    assert not any(RETRY_ATTRIBUTE in trial.user_attrs for trial in study.trials)
 
 
 def lonely(rank: int) -> str:

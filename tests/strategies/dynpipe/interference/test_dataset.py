@@ -10,7 +10,7 @@ import pytest
 
 from lightning_pipes.ir import InputError
 from lightning_pipes.strategies.dynpipe.interference.dataset import NONE, Dataset, cross_validated, score_predictions
-from lightning_pipes.strategies.dynpipe.interference.features import FORMULA_AT, NAMES, STAGE
+from lightning_pipes.strategies.dynpipe.interference.features import FEATURE_NAMES, FORMULA_COLUMN, STAGE_FEATURES
 from lightning_pipes.strategies.dynpipe.interference.predictor import CorrectedFormula, Formula
 
 
@@ -20,14 +20,14 @@ def data() -> Dataset:
     random = np.random.default_rng(0)
     stages = np.array(["a", "b", "c"] * 6)
     neighbours = np.array(["spin"] * 6 + ["memory"] * 6 + [NONE] * 6)
-    rows = random.uniform(1, 3, size=(18, len(NAMES)))
-    return Dataset(rows, 1.5 * rows[:, FORMULA_AT], neighbours, stages, np.repeat([0, 1, 2], 6))
+    rows = random.uniform(1, 3, size=(18, len(FEATURE_NAMES)))
+    return Dataset(rows, 1.5 * rows[:, FORMULA_COLUMN], neighbours, stages, np.repeat([0, 1, 2], 6))
 
 
 def test_other_stages_on_a_device_as_it_was_seen(data):
     crossed = data.cross_pairs()
     assert len(crossed) == 3 * 6 * 6
-    device = len(NAMES) - len(STAGE)
+    device = len(FEATURE_NAMES) - len(STAGE_FEATURES)
     # In the first setting, the second window is the observed one and the last window is the requested one.
     place = 6 + 1 * 6 + 5
     np.testing.assert_array_equal(crossed.rows[place - 6 + 0, :device], data.rows[1, :device])
@@ -86,8 +86,11 @@ class Evil:
 
 def test_other_files(data, tmp_path):
     np.savez(tmp_path / "other.npz", names=np.array(["x"]))
-    np.savez(tmp_path / "less.npz", names=np.array(NAMES), rows=data.rows)
-    np.savez(tmp_path / "objects.npz", **{**vars(data), "names": np.array(NAMES), "stages": data.stages.astype(object)})
+    np.savez(tmp_path / "less.npz", names=np.array(FEATURE_NAMES), rows=data.rows)
+    np.savez(
+        tmp_path / "objects.npz",
+        **{**vars(data), "names": np.array(FEATURE_NAMES), "stages": data.stages.astype(object)},
+    )
     (tmp_path / "pickle.npz").write_bytes(pickle.dumps(Evil(tmp_path / "opened")))
     for name, message in {
         "other.npz": "the columns of",

@@ -11,7 +11,13 @@ import pytest
 from lightning_pipes.ir import InputError
 from lightning_pipes.planning.replanning import HostedStage, Interference
 from lightning_pipes.strategies.dynpipe.interference import Predictor
-from lightning_pipes.strategies.dynpipe.interference.features import NAMES, RUN, WAIT, feature_table, predict_by_formula
+from lightning_pipes.strategies.dynpipe.interference.features import (
+    FEATURE_NAMES,
+    RUN_SHARE_METRIC,
+    WAIT_SHARE_METRIC,
+    feature_table,
+    predict_by_formula,
+)
 from lightning_pipes.strategies.dynpipe.interference.predictor import CorrectedFormula
 from tests.cases import count_calls
 
@@ -23,7 +29,7 @@ def hosting(forward: float = 0.002, weights: float = 1e6) -> HostedStage:
 
 
 def device(run: float = 0.5, wait: float = 0.5, busy: float = 0.5) -> dict[str, float]:
-    return {RUN: run, WAIT: wait, BUSY: busy}
+    return {RUN_SHARE_METRIC: run, WAIT_SHARE_METRIC: wait, BUSY: busy}
 
 
 def data(rows: int = 400, seed: int = 0):
@@ -46,7 +52,7 @@ def predictor() -> Predictor:
 
 def test_a_row():
     (row,) = feature_table([(device(0.25, 0.5), hosting(0.001, 3e6))])
-    found = dict(zip(NAMES, row, strict=True))
+    found = dict(zip(FEATURE_NAMES, row, strict=True))
     assert found["formula.ratio"] == 3.0
     assert found["stage.backward_share"] == pytest.approx(2 / 3)
     assert found["stage.weight_bytes_per_s"] == pytest.approx(1e9)
@@ -55,7 +61,12 @@ def test_a_row():
 
 @pytest.mark.parametrize(
     ("seen", "ratio"),
-    [({}, math.nan), ({RUN: 0.0, WAIT: 0.5}, math.nan), ({RUN: 0.5, WAIT: 0.25}, 1.5), ({RUN: 1e-9, WAIT: 1.0}, 1000)],
+    [
+        ({}, math.nan),
+        ({RUN_SHARE_METRIC: 0.0, WAIT_SHARE_METRIC: 0.5}, math.nan),
+        ({RUN_SHARE_METRIC: 0.5, WAIT_SHARE_METRIC: 0.25}, 1.5),
+        ({RUN_SHARE_METRIC: 1e-9, WAIT_SHARE_METRIC: 1.0}, 1000),
+    ],
 )
 def test_the_plain_formula(seen, ratio):
     assert predict_by_formula(seen) == pytest.approx(ratio, nan_ok=True)
@@ -74,7 +85,7 @@ def test_it_does_not_know(predictor):
     rows = [
         (device(), hosting()),
         (device(busy=3.0), hosting()),  # busier than any training row
-        ({RUN: 0.5, WAIT: 0.5}, hosting()),  # a source that was always present is missing
+        ({RUN_SHARE_METRIC: 0.5, WAIT_SHARE_METRIC: 0.5}, hosting()),  # a source that was always present is missing
         ({**device(), "gpu.sm_active_share": 0.5}, hosting()),  # a source that was never present is ignored
         (device(), hosting(weights=1e12)),  # a stage unlike all others
         ({}, HostedStage(*(8 * [0.0]))),

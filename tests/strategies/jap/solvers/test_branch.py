@@ -6,7 +6,7 @@ import pytest
 from lightning_pipes.strategies.jap import Effort, solve_array
 from lightning_pipes.strategies.jap.problem import ArrayProblem, time_order
 from lightning_pipes.strategies.jap.solvers.bounds import lower_bound
-from lightning_pipes.strategies.jap.solvers.kernel import SOLVERS
+from lightning_pipes.strategies.jap.solvers.kernel import SOLVER_KERNELS
 from lightning_pipes.strategies.jap.solvers.rules import order_by_rule
 from lightning_pipes.strategies.jap.solvers.solve import branch_and_bound
 from tests.cases import for_each
@@ -36,7 +36,7 @@ def check_optimal(jobs, stages, seed):
     found = branch_and_bound(problem, Effort(100_000), order_by_rule(problem, "forward first"))
     problem.check(found.starts)
     assert (found.makespan, found.bound) == (best, best)
-    assert problem.makespan(time_order(problem, found.order, SOLVERS.python)) == best
+    assert problem.makespan(time_order(problem, found.order, SOLVER_KERNELS.python)) == best
     assert lower_bound(problem) <= best <= solve_array(problem, "search", Effort(2_000), seed).makespan
     chosen = solve_array(problem, effort=Effort(100_000))
     assert (chosen.makespan, chosen.gap) == (best, 0)

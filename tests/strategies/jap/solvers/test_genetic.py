@@ -14,7 +14,7 @@ from lightning_pipes.strategies.jap.solvers.genetic import (
     decode_genes,
     evolve_orders,
 )
-from lightning_pipes.strategies.jap.solvers.rules import RULES, order_by_rule
+from lightning_pipes.strategies.jap.solvers.rules import PRIORITY_RULES, order_by_rule
 from tests.strategies.jap.by_hand import random_problem
 from tests.strategies.jap.random_arrays import random_array
 
@@ -86,7 +86,7 @@ def test_evolution_keeps_the_best(seed):
 
 def test_a_seeded_population_begins_with_the_rules():
     problem = random_array(16, 4)
-    best = min(order_by_rule(problem, rule).makespan for rule in RULES)
+    best = min(order_by_rule(problem, rule).makespan for rule in PRIORITY_RULES)
     seeded = evolve_orders(problem, Effort(100), settings=OrderEvolution(seeded=True))
     assert seeded.makespan <= best < evolve_orders(problem, Effort(100)).makespan
     problem.check(seeded.starts)

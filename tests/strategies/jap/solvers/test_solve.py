@@ -6,21 +6,21 @@ from lightning_pipes.ir import PlanError
 from lightning_pipes.strategies.jap import Effort, solve_array
 from lightning_pipes.strategies.jap.problem import ArraySolution, time_order
 from lightning_pipes.strategies.jap.solvers.bounds import lower_bound
-from lightning_pipes.strategies.jap.solvers.kernel import SOLVERS
-from lightning_pipes.strategies.jap.solvers.rules import RULES
-from lightning_pipes.strategies.jap.solvers.solve import METHODS, solve_as_printed
+from lightning_pipes.strategies.jap.solvers.kernel import SOLVER_KERNELS
+from lightning_pipes.strategies.jap.solvers.rules import PRIORITY_RULES
+from lightning_pipes.strategies.jap.solvers.solve import SOLVE_METHODS, solve_as_printed
 from tests.strategies.jap.by_hand import random_problem
 from tests.strategies.jap.random_arrays import random_array
 
 PACKAGE = "lightning_pipes.strategies.jap.solvers"
 
 
-@pytest.mark.parametrize("method", ["auto", *METHODS, *RULES])
+@pytest.mark.parametrize("method", ["auto", *SOLVE_METHODS, *PRIORITY_RULES])
 def test_all_give_an_order_that_holds(method):
     problem = random_array(6, 4, imbalance=0.3, seed=5)
     found = solve_array(problem, method, Effort(3000), seed=1)
     problem.check(found.starts)
-    starts = time_order(problem, found.order, SOLVERS.python)
+    starts = time_order(problem, found.order, SOLVER_KERNELS.python)
     assert found.makespan == problem.makespan(found.starts) == problem.makespan(starts)
     assert found.bound <= found.makespan
     assert found.gap == found.makespan / found.bound - 1

@@ -12,7 +12,14 @@ from lightning_pipes.ir import STEP, B, Cut, F, InputError, Kind, Plan, Program,
 from lightning_pipes.sim.loops.jit import Kernel
 from lightning_pipes.strategies.umpipe.network import Network, Scheme, spans_of_size
 from lightning_pipes.strategies.umpipe.overlapped import Merge, kernel
-from lightning_pipes.strategies.umpipe.overlapped.tables import FREE, Chunks, Memory, make_log, make_memory, make_room
+from lightning_pipes.strategies.umpipe.overlapped.tables import (
+    NO_CAP,
+    Chunks,
+    Memory,
+    make_log,
+    make_memory,
+    make_room,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +90,7 @@ def run_overlapped(
     Raises:
         InputError: the network does not have an option, the caps are invalid, or all stages wait for each other.
     """
-    return _logged(network, scheme, caps, policy, kernel.OVERLAPPED.python)
+    return _logged(network, scheme, caps, policy, kernel.OVERLAPPED_KERNELS.python)
 
 
 def _logged(
@@ -94,8 +101,8 @@ def _logged(
     limits = None if caps is None else check_caps(network, caps)
     memory = make_memory(machine, network.stages, None if limits is None else in_flight(network, limits))
     room, log = make_room(machine, network.stages), make_log(machine, chunks)
-    end = machine.run.run_chunks(chunks, int(policy), kernel.NEVER, memory, room, log)
-    if end == kernel.NEVER:
+    end = machine.run.run_chunks(chunks, int(policy), kernel.LATEST_TIME, memory, room, log)
+    if end == kernel.LATEST_TIME:
         raise InputError(
             f"with at most {short_repr(limits)} rows in flight on its stages all of them wait for each other: a "
             "stage that "
@@ -164,7 +171,7 @@ def check_caps(network: Network, caps: Sequence[int]) -> tuple[int, ...]:
 def in_flight(network: Network, caps: Sequence[int]) -> Memory:
     """Return the memory tables that count only rows in flight."""
     each = network.stages
-    return Memory(tuple(caps), (1,) * each, (0,) * each, (0,) * each, (FREE,) * each)
+    return Memory(tuple(caps), (1,) * each, (0,) * each, (0,) * each, (NO_CAP,) * each)
 
 
 def cut_of(network: Network, scheme: Scheme) -> Cut:

@@ -7,11 +7,11 @@ import pytest
 
 from lightning_pipes.ir import InputError, Kind, Plan, verify
 from lightning_pipes.sim import simulate
-from lightning_pipes.sim.loops.jit import Kernel
+from lightning_pipes.sim.loops.jit import LATEST_TIME, Kernel
 from lightning_pipes.strategies.umpipe import UM1F1B
 from lightning_pipes.strategies.umpipe.network import Network, Scheme
 from lightning_pipes.strategies.umpipe.overlapped import Merge
-from lightning_pipes.strategies.umpipe.overlapped.kernel import NEVER, OVERLAPPED
+from lightning_pipes.strategies.umpipe.overlapped.kernel import OVERLAPPED_KERNELS
 from lightning_pipes.strategies.umpipe.overlapped.tables import Chunks, make_log, make_memory, make_room
 from tests.cases import for_each
 from tests.strategies.umpipe.overlapped.chunked import Chunked
@@ -130,14 +130,16 @@ def test_an_order_by_hand() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_compiled_is_the_same(seed: int) -> None:
-    machine = OVERLAPPED.numba
+    machine = OVERLAPPED_KERNELS.numba
     if machine is None:
         pytest.skip("numba is not installed")
     network = simulation(5, 30, seed)
     for n in range(10):
         scheme = random_scheme(network, n)
         for policy in Merge:
-            ours, theirs = (_logged(network, scheme, None, policy, each) for each in (OVERLAPPED.python, machine))
+            ours, theirs = (
+                _logged(network, scheme, None, policy, each) for each in (OVERLAPPED_KERNELS.python, machine)
+            )
             assert (ours.makespan, ours.order, ours.starts, ours.peak_rows) == (
                 theirs.makespan, theirs.order, theirs.starts, theirs.peak_rows,
             )  # fmt: skip
@@ -155,16 +157,21 @@ def test_a_limit_ends_what_takes_as_long_and_nothing_else(seed: int) -> None:
     for n in range(20):
         scheme = random_scheme(network, n)
         plain = chunks_of(network, scheme)
-        chunks = Chunks(plain.rows, OVERLAPPED.python.copy(plain.busy), OVERLAPPED.python.copy(plain.size))
+        chunks = Chunks(
+            plain.rows, OVERLAPPED_KERNELS.python.copy(plain.busy), OVERLAPPED_KERNELS.python.copy(plain.size)
+        )
         room = (
-            make_memory(OVERLAPPED.python, network.stages),
-            make_room(OVERLAPPED.python, network.stages),
-            make_log(OVERLAPPED.python),
+            make_memory(OVERLAPPED_KERNELS.python, network.stages),
+            make_room(OVERLAPPED_KERNELS.python, network.stages),
+            make_log(OVERLAPPED_KERNELS.python),
         )
         for policy in Merge:
             end = run_overlapped(network, scheme, policy=policy).makespan
-            ends = [OVERLAPPED.python.run.run_chunks(chunks, policy, limit, *room) for limit in (end - 1, end, end + 1)]
-            assert ends == [NEVER, NEVER, end]
+            ends = [
+                OVERLAPPED_KERNELS.python.run.run_chunks(chunks, policy, limit, *room)
+                for limit in (end - 1, end, end + 1)
+            ]
+            assert ends == [LATEST_TIME, LATEST_TIME, end]
 
 
 @pytest.mark.parametrize("caps", [[1], [0, 1], [1.5, 2], [1, 2, 3]])
@@ -180,7 +187,7 @@ def test_schemes_that_are_none(scheme: Scheme) -> None:
         run_overlapped(uniform(2, 4, 1, 1), scheme)
 
 
-@for_each("machine", [OVERLAPPED.python, OVERLAPPED.numba])
+@for_each("machine", [OVERLAPPED_KERNELS.python, OVERLAPPED_KERNELS.numba])
 @for_each("seed", range(8))
 def test_several_stages_a_rank_take_what_the_simulator_says(seed: int, machine: Kernel) -> None:
     """Check that the event loop takes the same time as the simulator if a rank has several stages.
@@ -195,7 +202,7 @@ def test_several_stages_a_rank_take_what_the_simulator_says(seed: int, machine: 
     plain = chunks_of(network, scheme)
     chunks = Chunks(plain.rows, machine.copy(plain.busy), machine.copy(plain.size))
     notes = make_memory(machine, len(ranks)), make_room(machine, len(ranks), ranks), make_log(machine)
-    took = machine.run.run_chunks(chunks, Merge.BACKWARD_FIRST, NEVER, *notes)
+    took = machine.run.run_chunks(chunks, Merge.BACKWARD_FIRST, LATEST_TIME, *notes)
     plan = Plan(ranks, (cut_of(network, scheme),))
     timeline = simulate(UM1F1B(), plan, Chunked(network, scheme))
     assert took == timeline.makespan

@@ -11,7 +11,7 @@ from lightning_pipes.sim import simulate
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.umpipe.network import Network, Scheme
 from lightning_pipes.strategies.umpipe.search.chain import chains_of_network, evaluate_genes
-from lightning_pipes.strategies.umpipe.search.kernel import CHUNKS
+from lightning_pipes.strategies.umpipe.search.kernel import CHUNK_KERNELS
 from tests.strategies.umpipe.overlapped.runs import sizes_of_scheme
 from tests.strategies.umpipe.search.examples import (
     by_sample,
@@ -106,14 +106,14 @@ def test_chunks_and_samples_come_to_the_same() -> None:
 
 
 def test_compiled_and_plain_loops_come_to_the_same() -> None:
-    compiled = CHUNKS.numba
+    compiled = CHUNK_KERNELS.numba
     assert compiled is not None
     rng = np.random.default_rng(2)
     network = random_network(rng, 6, 50, 9)
     chain, _ = chains_of_network(network)
     people = rng.integers(0, 9, (30, 11))
     found = []
-    for loops in (CHUNKS.python, compiled):
+    for loops in (CHUNK_KERNELS.python, compiled):
         ends = np.zeros(30, np.int64)
         loops.run.ends_of_chains(
             50, chain.sizes, chain.times, people, np.zeros(50, np.int64), np.zeros(50, np.int64), ends

@@ -10,7 +10,7 @@ from lightning_pipes.strategies.umpipe.network import Network
 from lightning_pipes.strategies.umpipe.search import exact
 from lightning_pipes.strategies.umpipe.search.chain import chains_of_network, evaluate_genes
 from lightning_pipes.strategies.umpipe.search.exact import search_optimum
-from lightning_pipes.strategies.umpipe.search.kernel import CHUNKS
+from lightning_pipes.strategies.umpipe.search.kernel import CHUNK_KERNELS
 from tests.strategies.umpipe.search.examples import every_chain, figure_1, figure_2, random_network
 from tests.strategies.umpipe.search.greedy import best_equal_scheme, evaluate_schemes
 from tests.strategies.umpipe.synthetic_networks import powers_of_two, realistic, simulated
@@ -55,9 +55,9 @@ def test_simulation_networks_against_enumeration() -> None:
 
 def test_python_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     network = simulated(4, 24, 1).network
-    assert CHUNKS.load() == "numba"
+    assert CHUNK_KERNELS.load() == "numba"
     found = search_optimum(network)
-    monkeypatch.setitem(CHUNKS.__dict__, "numba", None)
+    monkeypatch.setitem(CHUNK_KERNELS.__dict__, "numba", None)
     assert search_optimum(network) == found
 
 
@@ -98,7 +98,12 @@ def test_beams_that_drop_labels_keep_their_promise(
     best = [search_optimum(network) for network in networks]
     assert all(each.gap == 0 for each in best)
     after = 0 if suffixes else len(beams)
-    for name, value in {"ROOM": 1, "STARTS": 0, "SHARPENED": after, "SUFFIXES": suffixes}.items():
+    for name, value in {
+        "LABELS_PER_KEPT": 1,
+        "N_START_SCHEMES": 0,
+        "SHARPENING_BEAM": after,
+        "MAX_SUFFIXES": suffixes,
+    }.items():
         monkeypatch.setattr(exact, name, value)
     found = [search_optimum(network, beams=beams) for network in networks]
     for one, other in zip(best, found, strict=True):
@@ -109,8 +114,8 @@ def test_beams_that_drop_labels_keep_their_promise(
 def test_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     networks = [realistic(8, 64, seed, spread=0.6).network for seed in range(12)]
     best = [search_optimum(network) for network in networks]
-    monkeypatch.setattr(exact, "LARGEST", 1)
-    monkeypatch.setattr(exact, "SHARPENED", len(exact.BEAMS))
+    monkeypatch.setattr(exact, "MAX_LABEL_INTEGERS", 1)
+    monkeypatch.setattr(exact, "SHARPENING_BEAM", len(exact.BEAM_WIDTHS))
     found = [search_optimum(network) for network in networks]
     for one, other in zip(best, found, strict=True):
         assert other.lower_bound <= one.value <= other.value

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_pipes.ir import InputError
 from lightning_pipes.strategies.umpipe.search.exact import search_optimum
-from lightning_pipes.strategies.umpipe.search.genetic import METHODS, SchemeEvolution, evolve_schemes
+from lightning_pipes.strategies.umpipe.search.genetic import CHROMOSOMES, SchemeEvolution, evolve_schemes
 from tests.strategies.umpipe.search.examples import in_loops
 from tests.strategies.umpipe.search.greedy import best_equal_scheme, evaluate_schemes
 from tests.strategies.umpipe.synthetic_networks import realistic, simulated
@@ -27,7 +27,7 @@ def test_one_chromosome_or_two() -> None:
     assert evolve_schemes(network, "TiGAP", 7, SHORT).history != evolve_schemes(network, "TiDGAP", 7, SHORT).history
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", CHROMOSOMES)
 def test_starts_at_gpipes_best_and_never_gets_worse(method: str) -> None:
     network = realistic(3, 16, 2).network
     found = evolve_schemes(network, method, settings=SHORT)
