@@ -26,6 +26,8 @@ from lightning_pipes.ir.replication import Seconds
 from lightning_pipes.sim import cost_representatives, makespans
 
 Array = npt.NDArray[np.float64]
+NO_NEIGHBOR = "none"
+"""The kind of neighbor of a window in which no measured process competes. Other programs may run on the machine."""
 MAX_OBSERVATIONS = 64
 """The largest number of windows of the running plan, and also of earlier plans, that planners receive."""
 

@@ -20,7 +20,7 @@ from torch import nn
 from lightning_pipes.engine.compute.footprint import saved_for_backward
 from lightning_pipes.engine.monitor.monitor import Monitor, sources_for
 from lightning_pipes.ir.clock import read_seconds
-from lightning_pipes.planning.replanning import HostedStage
+from lightning_pipes.planning.replanning import NO_NEIGHBOR, HostedStage
 from lightning_pipes.testing.neighbours import Neighbour, Quota, why_no_quota
 
 MIN_OBSERVED_STEPS = 5
@@ -29,8 +29,6 @@ N_PASSES = 4
 """The number of observations of each stage next to each neighbor."""
 CPU_WEIGHT = 800
 """The CPU weight of the control group that runs this process and its neighbors."""
-NONE = "none"
-"""The kind of an absent neighbor. Other processes may run on the machine anyway."""
 SOLO_QUANTILE = 0.1
 """The quantile of step times without a neighbor that counts as the time of an undisturbed step.
 
@@ -142,7 +140,7 @@ def settings(quick: bool, core: int, other: int | None) -> list[Background]:
     if why_no_quota() is None:
         shares = (0.5, 0.3) if quick else (0.6, 0.4, 0.25)
         found += [Background("quota", lambda s=share: Quota(s, weight=CPU_WEIGHT)) for share in shares]  # type: ignore[misc]
-    return found + [Background(NONE, nullcontext)] * (3 if quick else 6)
+    return found + [Background(NO_NEIGHBOR, nullcontext)] * (3 if quick else 6)
 
 
 class NeighbourWindow(NamedTuple):
@@ -259,6 +257,6 @@ def _window(
     while read_seconds() - began < seconds or len(times) < MIN_OBSERVED_STEPS:
         times.append(stage.step())
     seen = look()
-    if kind == NONE:
+    if kind == NO_NEIGHBOR:
         stage.alone += times
     return seen, float(np.mean([whole for _, whole in times]))

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_pipes.planning.replanning import HostedStage
+from lightning_pipes.planning.replanning import NO_NEIGHBOR, HostedStage
 from lightning_pipes.strategies.dynpipe import DynPipe
 from lightning_pipes.strategies.dynpipe.interference import Predictor
 from lightning_pipes.strategies.dynpipe.interference.dataset import Dataset
@@ -20,7 +20,7 @@ from lightning_pipes.strategies.dynpipe.interference.features import RUN_SHARE_M
 from lightning_pipes.testing.neighbours import Neighbour
 from lightning_pipes.tune import interference
 from lightning_pipes.tune.cli import main
-from lightning_pipes.tune.interference import NONE, Background, NeighbourWindow
+from lightning_pipes.tune.interference import Background, NeighbourWindow
 from tests.virtual_clock import VirtualClock
 
 STAGE = HostedStage(1, 8, 0.01, 0.02, 1e6, 1e6, 1e5, 1e4)
@@ -31,8 +31,8 @@ def made_windows() -> list[NeighbourWindow]:
     rng = np.random.default_rng(0)
     found = []
     for setting in range(12):
-        kind = ("spin", "memory", NONE)[setting % 3]
-        wait = 0.0 if kind == NONE else float(rng.uniform(0.2, 1.0))
+        kind = ("spin", "memory", NO_NEIGHBOR)[setting % 3]
+        wait = 0.0 if kind == NO_NEIGHBOR else float(rng.uniform(0.2, 1.0))
         found += [
             NeighbourWindow(
                 {RUN_SHARE_METRIC: 1.0, WAIT_SHARE_METRIC: wait}, STAGE, 1.1 * (1 + wait), kind, "mlp", setting
@@ -63,7 +63,7 @@ def test_windows_are_measured_beside_a_neighbour(monkeypatch: pytest.MonkeyPatch
 
     clock.patch(monkeypatch)
     monkeypatch.setattr(interference.TimedStage, "step", timed)
-    beside = [Background("spin", crowded), Background(NONE, nullcontext)]
+    beside = [Background("spin", crowded), Background(NO_NEIGHBOR, nullcontext)]
     monkeypatch.setattr(interference, "settings", lambda *_: beside)
     monkeypatch.setattr(interference, "N_PASSES", 2)
     told: list[float] = []
@@ -80,7 +80,7 @@ def test_a_predictor_learns_from_windows(tmp_path: Path) -> None:
     data = tmp_path / "data.npz"
     first = DynPipe.score_predictor(made_windows(), data)
     assert first["windows"] == 48
-    beside = [window.ratio for window in made_windows() if window.neighbour != NONE]
+    beside = [window.ratio for window in made_windows() if window.neighbour != NO_NEIGHBOR]
     assert first["formula_mae"] == pytest.approx(np.mean(beside) * 0.1 / 1.1)
     assert first["forest_mae"] < first["formula_mae"] / 2
     ratio = (

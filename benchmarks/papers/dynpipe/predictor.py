@@ -20,9 +20,9 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from benchmarks.harness.report import Output
-from lightning_pipes.planning.replanning import HostedStage
+from lightning_pipes.planning.replanning import NO_NEIGHBOR, HostedStage
 from lightning_pipes.strategies.dynpipe.interference import Predictor
-from lightning_pipes.strategies.dynpipe.interference.dataset import NONE, Dataset, PredictionScore, cross_validated
+from lightning_pipes.strategies.dynpipe.interference.dataset import Dataset, PredictionScore, cross_validated
 from lightning_pipes.strategies.dynpipe.interference.features import FEATURE_NAMES, STAGE_FEATURES, Array
 from lightning_pipes.strategies.dynpipe.interference.forest import Forest
 from lightning_pipes.strategies.dynpipe.interference.predictor import CorrectedFormula, Formula, Model, formula_of
@@ -186,7 +186,7 @@ def _settings(data: Dataset) -> dict[bool, list[np.ndarray]]:
     for number in np.unique(data.settings):
         windows = np.flatnonzero(data.settings == number)
         order = np.lexsort(data.rows[windows, _OF_DEVICE:].T)  # two windows for each stage
-        found[data.neighbours[windows[0]] == NONE].append(windows[order].reshape(-1, 2))
+        found[data.neighbours[windows[0]] == NO_NEIGHBOR].append(windows[order].reshape(-1, 2))
     return found
 
 
@@ -305,12 +305,12 @@ def planned(data: Dataset, problems: int) -> dict[str, np.ndarray]:
 
     The neighbors are of kinds that are not in the predictors' training data.
     """
-    kinds = sorted({*data.neighbours.tolist()} - {NONE})
+    kinds = sorted({*data.neighbours.tolist()} - {NO_NEIGHBOR})
     lost: dict[str, list[np.ndarray]] = {}
     for part in (kinds[::2], kinds[1::2]):
         crossed = data.select_rows(~np.isin(data.neighbours, part)).cross_pairs().sample_rows()
         fitted = {m.name: m().fit(crossed.rows, crossed.ratios) for m in (Trees, CorrectedFormula)}
-        held = data.select_rows(np.isin(data.neighbours, [*part, NONE]))
+        held = data.select_rows(np.isin(data.neighbours, [*part, NO_NEIGHBOR]))
         for name, values in regrets(held, {"measured": None, **fitted}, problems).items():
             lost.setdefault(name, []).append(values)
     return {name: np.concatenate(values) for name, values in lost.items()}
@@ -355,7 +355,7 @@ def predictor(few: bool = False, seconds: float = 0.2, problems: int = 200, data
 def report(data: Dataset, problems: int) -> Output:
     """Yield all tables and the headline numbers."""
     low, middle, high = np.quantile(data.ratios, (0.05, 0.5, 0.95))
-    kinds = sorted({*data.neighbours.tolist()} - {NONE})
+    kinds = sorted({*data.neighbours.tolist()} - {NO_NEIGHBOR})
     yield f"{len(data)} windows of {', '.join(sorted({*data.stages.tolist()}))}, next to {', '.join(kinds)}"
     yield f"steps took {middle:.2f} times as long as without neighbors (5 to 95 %: {low:.2f} to {high:.2f})\n"
     scores = scored(data)

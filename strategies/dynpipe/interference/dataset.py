@@ -18,12 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_pipes.ir import InputError, short_repr
-from lightning_pipes.planning.replanning import HostedStage
+from lightning_pipes.planning.replanning import NO_NEIGHBOR, HostedStage
 from lightning_pipes.strategies.dynpipe.interference.features import FEATURE_NAMES, STAGE_FEATURES, Array, feature_table
 from lightning_pipes.strategies.dynpipe.interference.predictor import CorrectedFormula, Model, Predictor
 
-NONE = "none"
-"""The kind of a window without a neighbor. Other programs may still run on the machine. It is in every training set."""
 MAX_TRAINING_ROWS = 3000
 """The maximum number of rows on which a forest for planners is trained. More rows take longer, with equal results."""
 _DEVICE_COLUMNS = len(FEATURE_NAMES) - len(STAGE_FEATURES)
@@ -123,7 +121,7 @@ class Dataset:
         Args:
             kinds: the kind of each window, which is `neighbours` or `stages`.
         """
-        for kind in sorted({*kinds.tolist()} - {NONE}):
+        for kind in sorted({*kinds.tolist()} - {NO_NEIGHBOR}):  # every training set has it
             yield kind, self.select_rows(kinds != kind), self.select_rows(kinds == kind)
 
     def save(self, path: str | Path) -> None:

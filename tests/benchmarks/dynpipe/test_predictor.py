@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from benchmarks.papers.dynpipe.predictor import MODELS, Constant, Linear, Scaled, Trees, random_parts
-from lightning_pipes.planning.replanning import HostedStage
-from lightning_pipes.strategies.dynpipe.interference.dataset import NONE, Dataset, cross_validated
+from lightning_pipes.planning.replanning import NO_NEIGHBOR, HostedStage
+from lightning_pipes.strategies.dynpipe.interference.dataset import Dataset, cross_validated
 from lightning_pipes.strategies.dynpipe.interference.features import (
     FEATURE_NAMES,
     FORMULA_COLUMN,
@@ -79,7 +79,7 @@ def test_a_line_does_not_lead_out_of_the_world():
 def test_constants_and_factors_are_learned() -> None:
     """Check models on windows whose ratio is 1.5 times the formula, with kinds of neighbours held out."""
     rows = np.random.default_rng(0).uniform(1, 3, size=(18, len(FEATURE_NAMES)))
-    neighbours = np.array(["spin"] * 6 + ["memory"] * 6 + [NONE] * 6)
+    neighbours = np.array(["spin"] * 6 + ["memory"] * 6 + [NO_NEIGHBOR] * 6)
     stages, settings = np.array(["a", "b", "c"] * 6), np.repeat([0, 1, 2], 6)
     windows = Dataset(rows, 1.5 * rows[:, FORMULA_COLUMN], neighbours, stages, settings)
     assert cross_validated(Scaled, windows.without_each(neighbours))[0].r2 == pytest.approx(1.0)

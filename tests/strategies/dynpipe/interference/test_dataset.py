@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from lightning_pipes.ir import InputError
-from lightning_pipes.strategies.dynpipe.interference.dataset import NONE, Dataset, cross_validated, score_predictions
+from lightning_pipes.planning.replanning import NO_NEIGHBOR
+from lightning_pipes.strategies.dynpipe.interference.dataset import Dataset, cross_validated, score_predictions
 from lightning_pipes.strategies.dynpipe.interference.features import FEATURE_NAMES, FORMULA_COLUMN, STAGE_FEATURES
 from lightning_pipes.strategies.dynpipe.interference.predictor import CorrectedFormula, Formula
 
@@ -19,7 +20,7 @@ def data() -> Dataset:
     """Return two settings of three stages, each measured twice, and one setting without interference."""
     random = np.random.default_rng(0)
     stages = np.array(["a", "b", "c"] * 6)
-    neighbours = np.array(["spin"] * 6 + ["memory"] * 6 + [NONE] * 6)
+    neighbours = np.array(["spin"] * 6 + ["memory"] * 6 + [NO_NEIGHBOR] * 6)
     rows = random.uniform(1, 3, size=(18, len(FEATURE_NAMES)))
     return Dataset(rows, 1.5 * rows[:, FORMULA_COLUMN], neighbours, stages, np.repeat([0, 1, 2], 6))
 
@@ -41,7 +42,7 @@ def test_whole_kinds_are_held_out(data):
     parts = {name: (learned, held) for name, learned, held in data.without_each(data.neighbours)}
     assert set(parts) == {"memory", "spin"}  # rows without interference are always used for training
     learned, held = parts["spin"]
-    assert set(learned.neighbours) == {"memory", NONE}
+    assert set(learned.neighbours) == {"memory", NO_NEIGHBOR}
     assert set(held.neighbours) == {"spin"}
     assert [set(held.stages) for _, _, held in data.without_each(data.stages)] == [{"a"}, {"b"}, {"c"}]
     found = [*data.without_each(data.neighbours)]
