@@ -214,10 +214,10 @@ class ModelProfile:
             InputError: if `found` is damaged or not a profile.
         """
         kinds = {"format": int, **field_types(cls), "layers": list[Any], "before": Any, "after": Any}
-        parts = check_json_fields("profile", found, kinds, optional=_defaults(cls) | {"format"})
+        parts = check_json_fields("profile", found, kinds, optional=_list_defaults(cls) | {"format"})
         parts.pop("format", None)
-        parts["layers"] = tuple(_layer(f"profile.layers[{n}]", each) for n, each in enumerate(parts["layers"]))
-        parts |= {name: _layer(f"profile.{name}", parts[name]) for name in ("before", "after") if name in parts}
+        parts["layers"] = tuple(_parse_layer(f"profile.layers[{n}]", each) for n, each in enumerate(parts["layers"]))
+        parts |= {name: _parse_layer(f"profile.{name}", parts[name]) for name in ("before", "after") if name in parts}
         return cls(**parts)
 
     def save(self, path: str | Path) -> None:
@@ -242,11 +242,13 @@ class ModelProfile:
         )
 
 
-def _layer(where: str, found: object) -> LayerProfile:
-    return LayerProfile(**check_json_fields(where, found, field_types(LayerProfile), optional=_defaults(LayerProfile)))
+def _parse_layer(where: str, found: object) -> LayerProfile:
+    return LayerProfile(
+        **check_json_fields(where, found, field_types(LayerProfile), optional=_list_defaults(LayerProfile))
+    )
 
 
-def _defaults(kind: type) -> frozenset[str]:
+def _list_defaults(kind: type) -> frozenset[str]:
     """Return the names of the fields that have a default."""
     return frozenset(f.name for f in fields(kind) if f.default is not MISSING or f.default_factory is not MISSING)
 

@@ -32,7 +32,7 @@ def parse_bytes(value: str | float) -> int:
     Raises:
         InputError: if the value can't be read, or if it is negative or infinite.
     """
-    found = _number(value, _BYTE_UNITS, "a size", "16GiB")
+    found = _parse_number(value, _BYTE_UNITS, "a size", "16GiB")
     if not math.isfinite(found):
         raise InputError(f"a size has to be finite, got {short_repr(value)}")
     return round(found)
@@ -47,7 +47,7 @@ def parse_rate(value: str | float) -> float:
     Raises:
         InputError: if the value can't be read, or if it is not positive.
     """
-    found = _number(value, _RATE_UNITS, "a rate", "12.5GB/s")
+    found = _parse_number(value, _RATE_UNITS, "a rate", "12.5GB/s")
     if not found:
         raise InputError(f"a rate has to be positive, got {short_repr(value)}")
     return found
@@ -61,7 +61,7 @@ def parse_seconds(value: str | float) -> float:
     Raises:
         InputError: if the value can't be read, or if it is negative or infinite.
     """
-    found = _number(value, _SECOND_UNITS, "a time", "10us")
+    found = _parse_number(value, _SECOND_UNITS, "a time", "10us")
     if not math.isfinite(found):
         raise InputError(f"a time has to be finite, got {short_repr(value)}")
     return found
@@ -84,7 +84,7 @@ def parse_setting(name: str, parse: Callable[[Any], _T], value: Any) -> _T:
         raise InputError(f"{name}: {error}") from None
 
 
-def _text(value: object) -> str:
+def _read_text(value: object) -> str:
     """Return the text of a value that may be a number with a unit, or an empty string if it can't be one."""
     if isinstance(value, str):
         return value
@@ -96,8 +96,8 @@ def _text(value: object) -> str:
         return "1e999"
 
 
-def _number(value: str | float, units: Mapping[str, Fraction], what: str, example: str) -> float:
-    match = _NUMBER_PATTERN.fullmatch(_text(value))
+def _parse_number(value: str | float, units: Mapping[str, Fraction], what: str, example: str) -> float:
+    match = _NUMBER_PATTERN.fullmatch(_read_text(value))
     unit = match[2] if match else None
     if match is None or (unit and unit not in units) or float(match[1]) < 0:
         raise InputError(

@@ -144,7 +144,9 @@ def check_fields(made: Any, entries: bool = True) -> None:
     for name, hint in field_types(type(made)).items():
         value = getattr(made, name)
         kind = type(value)
-        if (kind is hint and kind in _SCALAR_KINDS) or (not entries and kind in (tuple, dict) and _holds(hint, kind)):
+        if (kind is hint and kind in _SCALAR_KINDS) or (
+            not entries and kind in (tuple, dict) and _may_hold(hint, kind)
+        ):
             continue
         found = check_type(f"{type(made).__name__}: {name}", value, hint)
         if found is not value:
@@ -180,7 +182,7 @@ def type_name(hint: Any) -> str:
     return named.get(kind) or f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__}"
 
 
-def _holds(hint: Any, kind: type) -> bool:
+def _may_hold(hint: Any, kind: type) -> bool:
     """Return whether values of the type `hint` may be instances of the class `kind`."""
     origin = get_origin(hint)
     return isinstance(origin, type) and issubclass(kind, origin)

@@ -125,14 +125,14 @@ def cost_classes(kind: Kind, stage: int, plan: Plan) -> list[tuple[Instruction, 
     """Return one instruction of job 0 for each class of instructions with equal cost, and the size of the class."""
     spans = plan.spans(kind, stage)
     if kind not in COMPUTE_KINDS or plan.uniform_jobs[0]:
-        return [(Instruction(kind, stage, span=span), count) for span, count in _sizes(spans)]
+        return [(Instruction(kind, stage, span=span), count) for span, count in _count_sizes(spans)]
     every = [Instruction(kind, stage, span=span) for span in spans]
     counts = Counter(cost_key(i, plan) for i in every)
     return [(i, counts[same]) for same, i in {cost_key(i, plan): i for i in every}.items()]
 
 
 @lru_cache(maxsize=64)
-def _sizes(spans: Spans) -> tuple[tuple[Span, int], ...]:
+def _count_sizes(spans: Spans) -> tuple[tuple[Span, int], ...]:
     """Return one span of each size and the number of spans of that size."""
     counts = Counter(span.rows for span in spans)
     return tuple((span, counts[rows]) for rows, span in {span.rows: span for span in spans}.items())

@@ -108,7 +108,7 @@ class Program:
         spans of the same kind, stage, job and batch in the program.
         """
         number = self._span_numbers
-        return [" ".join(self._token(i, number) for i in row) for row in self.head]
+        return [" ".join(self._format_token(i, number) for i in row) for row in self.head]
 
     def __str__(self) -> str:
         return "\n".join(f"rank {rank}: {line}" for rank, line in enumerate(self.to_lines()))
@@ -125,7 +125,7 @@ class Program:
         }
 
     @staticmethod
-    def _token(i: Instruction, number: dict[Instruction, int]) -> str:
+    def _format_token(i: Instruction, number: dict[Instruction, int]) -> str:
         job = f"j{i.job}:" if i.job else ""
         span = "" if i.kind is Kind.STEP else f".{number[i]}"
         batch = f"@{i.batch}" if i.batch else ""

@@ -47,7 +47,7 @@ def make_schedule(name: str, **settings: Any) -> Schedule | Policy:
     try:
         made = factory(**settings)
     except TypeError as error:
-        why = _unknown(factory, settings) or error
+        why = _explain_unknown(factory, settings) or error
         raise PlanError(f"schedule {name!r} does not take {short_repr(settings)}: {why}") from None
     if not isinstance(made, (Schedule, Policy)):
         raise PlanError(
@@ -57,7 +57,7 @@ def make_schedule(name: str, **settings: Any) -> Schedule | Policy:
     return made
 
 
-def _unknown(factory: Any, settings: Mapping[str, Any]) -> str:
+def _explain_unknown(factory: Any, settings: Mapping[str, Any]) -> str:
     """Return a sentence about the first unknown setting, or an empty string if all settings are known."""
     try:
         known = inspect.signature(factory).parameters

@@ -48,7 +48,7 @@ def draw_grid(done: Iterable[Instruction], plan: Plan) -> str:
     steps: dict[Instruction, int] = {}
     last = [-1] * plan.n_ranks
     for i in done:
-        rank, before = plan.rank_of(i), max([-1, *(steps.get(n, _sent(n, steps)) for n in needs(i, plan))])
+        rank, before = plan.rank_of(i), max([-1, *(steps.get(n, _find_send(n, steps)) for n in needs(i, plan))])
         if i.kind in COMPUTE_KINDS:
             last[rank] = steps[i] = 1 + max(last[rank], before)
         else:
@@ -64,7 +64,7 @@ def draw_grid(done: Iterable[Instruction], plan: Plan) -> str:
     return "\n".join(rows)
 
 
-def _sent(i: Instruction, steps: Mapping[Instruction, int]) -> int:
+def _find_send(i: Instruction, steps: Mapping[Instruction, int]) -> int:
     """Return the step after which the message of the receive `i` was sent, or -1 if there is no such message."""
     return steps.get(send_of(i), -1) if i.kind in RECEIVE_KINDS else -1
 

@@ -101,32 +101,32 @@ def advise_run(record: RunRecord, progress: Progress = lambda what, done: None) 
         model = RunModel(record)
         now = model.now
     except PipelineError as error:
-        return Advice(f"{slowest}. No change was simulated: {error}", notes=tuple(_notes(record)))
+        return Advice(f"{slowest}. No change was simulated: {error}", notes=tuple(_list_notes(record)))
     tried: list[_Tried] = []
-    candidates = [*_candidates(model)]
+    candidates = [*_list_changes(model)]
     for number, (reason, label, attempt) in enumerate(candidates):
         progress(label, number / (len(candidates) + 1))
         trial = attempt()
-        if trial is not None and _differs(trial, now):
+        if trial is not None and _is_different(trial, now):
             tried.append(_Tried(reason, trial))
-    together = _together(model, tried)
-    if together is not None and _differs(together, now):
+    together = _combine_trials(model, tried)
+    if together is not None and _is_different(together, now):
         tried.append(_Tried("together", together))
     tried.sort(key=lambda found: found.trial.step_seconds)
-    changes = {_change(model, found.trial): None for found in tried}
-    sentence, proposed = _sentence(model, slowest, _proposed(model, slowest, tried))
+    changes = {_make_change(model, found.trial): None for found in tried}
+    sentence, proposed = _format_advice(model, slowest, _select_proposal(model, slowest, tried))
     if proposed is not None and tried[0].trial is not proposed:
         sentence = f"{sentence} {_explain_proposal(model, proposed, tried[0])}"
     return Advice(
         sentence,
-        None if proposed is None else _change(model, proposed),
-        _change(model, now),
+        None if proposed is None else _make_change(model, proposed),
+        _make_change(model, now),
         tuple(changes),
-        (*_limits(model), *_simulation_notes(model), *_notes(record)),
+        (*_list_limits(model), *_simulation_notes(model), *_list_notes(record)),
     )
 
 
-def _candidates(model: RunModel) -> Iterator[tuple[str, str, Callable[[], SimulatedTrial | None]]]:
+def _list_changes(model: RunModel) -> Iterator[tuple[str, str, Callable[[], SimulatedTrial | None]]]:
     """Yield the changes to simulate: the reason, a label, and a function that simulates the change."""
     m = model.now.n_microbatches
     yield "partition", "other cuts", model.with_best_cuts
@@ -147,13 +147,14 @@ def _first(*attempts: Callable[[], SimulatedTrial | None]) -> SimulatedTrial | N
     return next((trial for trial in (attempt() for attempt in attempts) if trial is not None), None)
 
 
-def _together(model: RunModel, tried: Iterable[_Tried]) -> SimulatedTrial | None:
+def _combine_trials(model: RunModel, tried: Iterable[_Tried]) -> SimulatedTrial | None:
     """Return the trial that combines the best schedule, the best number of micro-batches and the best cuts."""
     tried = list(tried)
     best = {
-        reason: _best(found for found in tried if found.reason == reason) for reason in ("microbatches", "schedule")
+        reason: _select_best(found for found in tried if found.reason == reason)
+        for reason in ("microbatches", "schedule")
     }
-    better = {reason: found.trial for reason, found in best.items() if found and _gain(model, found.trial) > 0}
+    better = {reason: found.trial for reason, found in best.items() if found and _compute_gain(model, found.trial) > 0}
     schedule = better["schedule"].schedule if "schedule" in better else None
     number = better["microbatches"].n_microbatches if "microbatches" in better else None
     if schedule is not None and number is not None:
@@ -166,7 +167,7 @@ def _together(model: RunModel, tried: Iterable[_Tried]) -> SimulatedTrial | None
     return model.with_best_cuts(schedule, number) or model.with_same_cuts(schedule, number)
 
 
-def _best(tried: Iterable[_Tried]) -> _Tried | None:
+def _select_best(tried: Iterable[_Tried]) -> _Tried | None:
     """Return the fastest trial or, among trials that are nearly as fast, the one that holds the fewest samples."""
     found = sorted(tried, key=lambda each: each.trial.step_seconds)
     as_good = [
@@ -175,7 +176,7 @@ def _best(tried: Iterable[_Tried]) -> _Tried | None:
     return min(as_good, key=lambda each: each.trial.held, default=None)
 
 
-def _proposed(model: RunModel, slowest: BottleneckRank, tried: Iterable[_Tried]) -> _Tried | None:
+def _select_proposal(model: RunModel, slowest: BottleneckRank, tried: Iterable[_Tried]) -> _Tried | None:
     """Return the change to propose.
 
     A single change is preferred to a combination if it is nearly as fast. If one stage is slow, other cuts are
@@ -183,8 +184,8 @@ def _proposed(model: RunModel, slowest: BottleneckRank, tried: Iterable[_Tried])
     """
     tried = list(tried)
     singles = [found for found in tried if found.reason != "together"]
-    best = _best(tried)
-    alone = _best(singles)
+    best = _select_best(tried)
+    alone = _select_best(singles)
     if best and alone and alone.trial.step_seconds <= best.trial.step_seconds * (1 + MIN_PROPOSED_GAIN):
         best = alone
     cuts = next((found for found in singles if found.reason == "partition"), None)
@@ -192,7 +193,7 @@ def _proposed(model: RunModel, slowest: BottleneckRank, tried: Iterable[_Tried])
         best
         and cuts
         and slowest.is_uneven
-        and _gain(model, cuts.trial) >= max(MIN_PROPOSED_GAIN, _gain(model, best.trial) / 2)
+        and _compute_gain(model, cuts.trial) >= max(MIN_PROPOSED_GAIN, _compute_gain(model, best.trial) / 2)
     ):
         return cuts
     return best
@@ -207,22 +208,22 @@ def _explain_proposal(model: RunModel, proposed: SimulatedTrial, fastest: _Tried
         reason = "it changes more at once"
     else:
         reason = "the slow stage comes first"
-    what = _change(model, fastest.trial).what
+    what = _make_change(model, fastest.trial).what
     return f"The fastest row of the table, {what}, is {more:.1%} shorter still, but {reason}."
 
 
-def _differs(trial: SimulatedTrial, now: SimulatedTrial) -> bool:
+def _is_different(trial: SimulatedTrial, now: SimulatedTrial) -> bool:
     return (trial.schedule, trial.fit.plan) != (now.schedule, now.fit.plan)
 
 
-def _gain(model: RunModel, trial: SimulatedTrial) -> float:
+def _compute_gain(model: RunModel, trial: SimulatedTrial) -> float:
     return 1 - trial.step_seconds / model.now.step_seconds
 
 
-def _sentence(model: RunModel, slowest: BottleneckRank, best: _Tried | None) -> tuple[str, SimulatedTrial | None]:
+def _format_advice(model: RunModel, slowest: BottleneckRank, best: _Tried | None) -> tuple[str, SimulatedTrial | None]:
     """Return the sentence of the advice and the trial that it proposes."""
     now = model.now
-    gain = _gain(model, best.trial) if best else 0.0
+    gain = _compute_gain(model, best.trial) if best else 0.0
     even = 1 - model.with_even_stages() / now.step_seconds
     if slowest.is_uneven and not model.layers_known and even > max(gain, MIN_PROPOSED_GAIN):
         less = _less_to_do(slowest, model.plan)
@@ -237,7 +238,7 @@ def _sentence(model: RunModel, slowest: BottleneckRank, best: _Tried | None) -> 
         "together": _about_several,
     }[best.reason]
     step = f"that makes a simulated step {gain:.0%} shorter"
-    return f"{words(model, slowest, best.trial)}; {step}{_assumed(model, best.trial)}.", best.trial
+    return f"{words(model, slowest, best.trial)}; {step}{_describe_assumptions(model, best.trial)}.", best.trial
 
 
 def _less_to_do(slowest: BottleneckRank, plan: Plan) -> str:
@@ -255,28 +256,29 @@ def _about_cuts(model: RunModel, slowest: BottleneckRank, trial: SimulatedTrial)
 
 
 def _about_microbatches(model: RunModel, slowest: BottleneckRank, trial: SimulatedTrial) -> str:
-    return f"{_idle(model, slowest)}: use {trial.n_microbatches} micro-batches instead of {model.now.n_microbatches}"
+    idle = _describe_idle(model, slowest)
+    return f"{idle}: use {trial.n_microbatches} micro-batches instead of {model.now.n_microbatches}"
 
 
 def _about_several(model: RunModel, slowest: BottleneckRank, trial: SimulatedTrial) -> str:
-    return f"{_idle(model, slowest)}: use {_change(model, trial).what}"
+    return f"{_describe_idle(model, slowest)}: use {_make_change(model, trial).what}"
 
 
 def _about_schedule(model: RunModel, slowest: BottleneckRank, trial: SimulatedTrial) -> str:
     free = 1 - model.with_free_links() / model.now.step_seconds
-    why = _idle(model, slowest)
-    if slowest.link and free > _gain(model, trial) / 2:
+    why = _describe_idle(model, slowest)
+    if slowest.link and free > _compute_gain(model, trial) / 2:
         a, b = slowest.link
         why = f"Messages, mostly the messages from rank {a} to rank {b}, cost {free:.0%} of a step"
     return f"{why}: choose schedule {schedule_label(trial.schedule)}"
 
 
-def _idle(model: RunModel, slowest: BottleneckRank) -> str:
+def _describe_idle(model: RunModel, slowest: BottleneckRank) -> str:
     idle = f"anks idle {model.bubble:.1%} of the time"
     return f"{slowest}, and r{idle}" if slowest.is_uneven else f"R{idle}"
 
 
-def _assumed(model: RunModel, trial: SimulatedTrial) -> str:
+def _describe_assumptions(model: RunModel, trial: SimulatedTrial) -> str:
     if model.layers_known or trial.n_microbatches == model.now.n_microbatches:
         return ""
     return (
@@ -286,7 +288,7 @@ def _assumed(model: RunModel, trial: SimulatedTrial) -> str:
     )
 
 
-def _change(model: RunModel, trial: SimulatedTrial) -> Change:
+def _make_change(model: RunModel, trial: SimulatedTrial) -> Change:
     now = model.now
     what = []
     if trial.schedule != now.schedule:
@@ -311,7 +313,7 @@ def _change(model: RunModel, trial: SimulatedTrial) -> Change:
     )
 
 
-def _limits(model: RunModel) -> Iterator[str]:
+def _list_limits(model: RunModel) -> Iterator[str]:
     """Yield sentences on the limits of the simulation."""
     if not model.layers_known:
         yield (
@@ -336,7 +338,7 @@ def _simulation_notes(model: RunModel) -> Iterator[str]:
         )
 
 
-def _notes(record: RunRecord) -> Iterator[str]:
+def _list_notes(record: RunRecord) -> Iterator[str]:
     yield from _queue_notes(record)
     if record.between is not None:
         inside = record.displayed_timeline.makespan / 1e9

@@ -40,17 +40,17 @@ def least_step(plan: Plan, costs: Costs) -> int:
     gradient = Kind.I if plan.split_backward else Kind.B
     way = [(kind, s) for s in range(n) for kind in (Kind.F, Kind.SF)][:-1]
     way += [(kind, s) for s in reversed(range(n)) for kind in (gradient, Kind.SB)][:-1]
-    every = {at: _everything(*at, plan, costs) for at in way}
+    every = {at: _sum_nanoseconds(*at, plan, costs) for at in way}
     before = dict(zip(way, accumulate((one for _, one in every.values()), initial=0), strict=False))
     after = dict(zip(reversed(way), accumulate((one for _, one in reversed(every.values())), initial=0), strict=False))
     found = [before[at] + every[at][0] + after[at] for at in way if at[0] in SEND_KINDS]
     for s in range(n):
-        late = _everything(Kind.W, s, plan, costs)[0] if plan.split_backward else after[gradient, s]
+        late = _sum_nanoseconds(Kind.W, s, plan, costs)[0] if plan.split_backward else after[gradient, s]
         found.append(before[Kind.F, s] + every[Kind.F, s][0] + every[gradient, s][0] + late)
     return max(found)
 
 
-def _everything(kind: Kind, stage: int, plan: Plan, costs: Costs) -> tuple[int, int]:
+def _sum_nanoseconds(kind: Kind, stage: int, plan: Plan, costs: Costs) -> tuple[int, int]:
     """Return the nanoseconds of all instructions of one kind on a stage or link, and of the fastest one alone."""
     occupied, latencies, quickest = 0, [], []
     for i, count in cost_classes(kind, stage, plan):
@@ -104,9 +104,9 @@ class _Bound:
 
     def step_seconds(self) -> float:
         one = self.plan.n_stages == self.plan.n_ranks
-        return max(self._links(), self._one_stage_a_rank() if one else self._several_stages_a_rank())
+        return max(self._link_seconds(), self._one_stage_a_rank() if one else self._several_stages_a_rank())
 
-    def _links(self) -> float:
+    def _link_seconds(self) -> float:
         """Return the time for which the busiest link is occupied, if the smallest message passes at every cut.
 
         With one stage on each rank, the result also includes the way of a micro-batch to the link before its first
@@ -118,8 +118,8 @@ class _Bound:
         size = self.rows * self.edge
         way = once = 0.0
         if plan.n_stages == plan.n_ranks:
-            computing = self._passed(Kind.F)[-1] + self._passed(Kind.B, again=False)[-1]
-            way = float(computing + self._hops()[-1] + self._hops(back=True)[-1])
+            computing = self._pass_seconds(Kind.F)[-1] + self._pass_seconds(Kind.B, again=False)[-1]
+            way = float(computing + self._hop_seconds()[-1] + self._hop_seconds(back=True)[-1])
             once = self.one_share  # the messages of one micro-batch are already part of `way`
 
         def busy(pair: tuple[int, int]) -> float:
@@ -128,8 +128,8 @@ class _Bound:
         return max(map(busy, both), default=0.0) + way
 
     def _one_stage_a_rank(self) -> float:
-        forward, back = self._passed(Kind.F), self._passed(Kind.B)
-        hops, hops_back = self._hops(), self._hops(back=True)
+        forward, back = self._pass_seconds(Kind.F), self._pass_seconds(Kind.B)
+        hops, hops_back = self._hop_seconds(), self._hop_seconds(back=True)
         first = float(self._step(0)(np.array(0), np.array(1)))  # rank 0 has at least the first layer
         loads = stage_seconds(self.profile, self.plan, self.deployment.pipeline)
 
@@ -161,7 +161,7 @@ class _Bound:
         n, plan = len(self.profile.layers), self.plan
         plain, again = (both_seconds(self.profile, plan, self.rows, again=on) for on in (False, True))
         ends = float(plain[0] + plain[-1])
-        into, out = self._passed(Kind.F), self._passed(Kind.B)
+        into, out = self._pass_seconds(Kind.F), self._pass_seconds(Kind.B)
         waits = sum(
             speed * float(into[stages[0]] + (0.0 if plan.split_backward else out[stages[0]]))
             for speed, stages in zip(self.speeds, plan.stages, strict=True)
@@ -177,7 +177,7 @@ class _Bound:
 
         return min(map(bound, range(1, n - plan.n_stages + 2) if plan.recompute else (n,)))
 
-    def _passed(self, kind: Kind, again: bool = True) -> Array:
+    def _pass_seconds(self, kind: Kind, again: bool = True) -> Array:
         """Return the seconds that a micro-batch takes through the first i layers on the fastest device, in entry i.
 
         If `again` is True and the plan recomputes in all stages but the last, a backward includes the recomputed
@@ -192,7 +192,7 @@ class _Bound:
         ends[1:] += seconds[0]
         return np.asarray(ends * self.one_share / max(self.speeds))
 
-    def _hops(self, back: bool = False) -> Array:
+    def _hop_seconds(self, back: bool = False) -> Array:
         """Return the seconds of messages and overhead from the first stage to each stage, or back from each stage."""
         plan, found = self.plan, [0.0]
         for s in range(plan.n_stages - 1):

@@ -74,15 +74,15 @@ def step_seconds(order: Program | Policy, plan: Plan, costs: CostModel) -> float
         plan: the plan without layers, so that the order is lowered only once for all partitions.
         costs: the seconds of the stages and links.
     """
-    ends = [makespan(each, plan, costs) for each in _rounds(order)]
+    ends = [makespan(each, plan, costs) for each in _finite_orders(order)]
     if isinstance(order, Program) and order.is_endless:
-        return (ends[1] - ends[0]) / _batches(order) / 1e9
+        return (ends[1] - ends[0]) / _count_batches(order) / 1e9
     return ends[0] / 1e9
 
 
 def step_bubble(order: Program | Policy, plan: Plan, costs: CostModel) -> float:
     """Return the share of a step in which ranks idle, from 0 to 1. If batches overlap, the pipeline is full."""
-    runs = [simulate(each, plan, costs) for each in _rounds(order)]
+    runs = [simulate(each, plan, costs) for each in _finite_orders(order)]
     if len(runs) == 1:
         return sum(runs[0].bubble) / plan.n_ranks
     few, many = runs
@@ -90,20 +90,20 @@ def step_bubble(order: Program | Policy, plan: Plan, costs: CostModel) -> float:
     return 1 - (sum(many.busy) - sum(few.busy)) / (plan.n_ranks * took) if took else 0.0
 
 
-def _rounds(order: Program | Policy) -> Sequence[Program | Policy]:
+def _finite_orders(order: Program | Policy) -> Sequence[Program | Policy]:
     """Return finite orders: the order itself, or two windows of an endless order.
 
     The first window is long enough to fill the pipeline, and the second one has twice the number of batches.
     """
-    return _unrolled(order) if isinstance(order, Program) and order.is_endless else (order,)
+    return _unroll_order(order) if isinstance(order, Program) and order.is_endless else (order,)
 
 
 @lru_cache(maxsize=2)
-def _unrolled(order: Program) -> tuple[Program, Program]:
-    return order.unroll(_batches(order)), order.unroll(2 * _batches(order))
+def _unroll_order(order: Program) -> tuple[Program, Program]:
+    return order.unroll(_count_batches(order)), order.unroll(2 * _count_batches(order))
 
 
-def _batches(order: Program) -> int:
+def _count_batches(order: Program) -> int:
     return order.head_batches + len(order.head)
 
 
@@ -153,21 +153,23 @@ def fit_layers(
     edges = edge_seconds(profile, plan, deployment.pipeline)
     candidates: list[tuple[Span, ...]] = []
     if not cannot_fit(profile, plan, deployment.pipeline, held):
-        candidates = balanced_partitions(_allowed(profile, plan, deployment.pipeline, held, loads), edges)
+        candidates = balanced_partitions(_limit_loads(profile, plan, deployment.pipeline, held, loads), edges)
         # the memory share of each stage is only an estimate, so partitions without this limit are tried too
         if plan.n_stages > plan.n_ranks:
             candidates += balanced_partitions(loads, edges)
     if not candidates:
-        raise PlanError(_lacking(profile, order, plan, deployment, balanced_partitions(loads, edges, slacks=(1.0,))[0]))
+        raise PlanError(
+            _explain_lacking(profile, order, plan, deployment, balanced_partitions(loads, edges, slacks=(1.0,))[0])
+        )
     if plan.layers:
         candidates.insert(0, plan.layers)
     found = [
         fit
-        for layers in list(dict.fromkeys(candidates))[: _affordable(order, plan)]
-        if (fit := _evaluated(profile, order, replace(plan, layers=layers), deployment)) is not None
+        for layers in list(dict.fromkeys(candidates))[: _count_trials(order, plan)]
+        if (fit := _evaluate_layers(profile, order, replace(plan, layers=layers), deployment)) is not None
     ]
     if not found:
-        raise PlanError(_lacking(profile, order, plan, deployment, candidates[0]))
+        raise PlanError(_explain_lacking(profile, order, plan, deployment, candidates[0]))
     return improve_cuts(profile, min(found, key=lambda fit: fit.seconds), deployment, trials)
 
 
@@ -203,33 +205,33 @@ def _move_cuts(
     profile: ModelProfile, fit: Fit, deployment: Deployment, trials: int, is_better: Callable[[Fit, Fit], bool]
 ) -> Fit:
     seen = {fit.plan.layers}
-    left = min(trials, _affordable(fit.order, fit.plan))
+    left = min(trials, _count_trials(fit.order, fit.plan))
     moved = True
     while moved:
         moved = False
-        for layers in _neighbours(fit):
+        for layers in _list_neighbors(fit):
             if layers in seen:
                 continue
             if not left:
                 return fit
             left -= 1
             seen.add(layers)
-            other = _evaluated(profile, fit.order, replace(fit.plan, layers=layers), deployment)
+            other = _evaluate_layers(profile, fit.order, replace(fit.plan, layers=layers), deployment)
             if other is not None and is_better(other, fit):
                 fit, moved = other, True
                 break
     return fit
 
 
-def _affordable(order: Program | Policy, plan: Plan) -> int:
+def _count_trials(order: Program | Policy, plan: Plan) -> int:
     """Return the number of times that a step of `plan` may be simulated."""
-    batches = 3 * _batches(order) if isinstance(order, Program) and order.is_endless else 1
+    batches = 3 * _count_batches(order) if isinstance(order, Program) and order.is_endless else 1
     return max(
         MIN_FIT_TRIALS, MAX_FIT_FORWARDS // sum(batches * len(plan.spans(Kind.F, s)) for s in range(plan.n_stages))
     )
 
 
-def _neighbours(fit: Fit) -> list[tuple[Span, ...]]:
+def _list_neighbors(fit: Fit) -> list[tuple[Span, ...]]:
     """Return all partitions with one cut moved by one layer and no empty stage, the heaviest giver first."""
     layers, costs = fit.plan.layers, fit.costs
     found = []
@@ -250,19 +252,19 @@ def order_and_held_rows(schedule: Schedule | Policy, plan: Plan) -> tuple[Progra
     """
     if isinstance(schedule, Schedule):
         program = schedule.program(plan)
-        return program, held_rows(_rounds(program)[-1], plan)  # type: ignore[arg-type]
+        return program, held_rows(_finite_orders(program)[-1], plan)  # type: ignore[arg-type]
     run = simulate(schedule, plan, CostModel.uniform(plan.n_stages, forward=1.0, backward=2.0))
     return schedule, held_rows(run.program(), plan)
 
 
 def evaluate_plan(profile: ModelProfile, order: Program | Policy, plan: Plan, cluster: Cluster | Deployment) -> Fit:
     """Return the simulated step time and the memory of a plan with layers, without memory limits."""
-    fit = _evaluated(profile, order, plan, as_deployment(cluster), limited=False)
+    fit = _evaluate_layers(profile, order, plan, as_deployment(cluster), limited=False)
     assert fit is not None, "there was no limit"
     return fit
 
 
-def _evaluated(
+def _evaluate_layers(
     profile: ModelProfile, order: Program | Policy, plan: Plan, deployment: Deployment, limited: bool = True
 ) -> Fit | None:
     """Return the fit of a plan with layers, or None if a rank needs more memory than it has."""
@@ -275,7 +277,7 @@ def _evaluated(
         return all(limit is None or size <= limit for size, limit in zip(peak, limits, strict=True))
 
     if isinstance(order, Program):
-        peak = peak_bytes(_rounds(order)[-1], bare, costs)  # type: ignore[arg-type]
+        peak = peak_bytes(_finite_orders(order)[-1], bare, costs)  # type: ignore[arg-type]
         return Fit(plan, order, costs, step_seconds(order, bare, costs), peak) if fits(peak) else None
     timeline = simulate(order, bare, costs)
     peak = timeline.peak_bytes
@@ -297,7 +299,7 @@ def price_stages(profile: ModelProfile, plan: Plan, deployment: Deployment) -> C
             backward = costs.seconds_at(kind, stage, plan.spans(kind, stage)[-1].rows)
             left = float(deployment.exposed_seconds(plan.ranks[stage], np.array(size), np.array(backward)))
             seconds[Kind.STEP, stage] = ((0, costs.seconds_at(Kind.STEP, stage) + left),)
-    return replace(costs, seconds=seconds, links=_links(plan, deployment.pipeline))
+    return replace(costs, seconds=seconds, links=_select_links(plan, deployment.pipeline))
 
 
 def stage_seconds(profile: ModelProfile, plan: Plan, cluster: Cluster) -> list[StageLoad]:
@@ -348,12 +350,12 @@ def edge_seconds(profile: ModelProfile, plan: Plan, cluster: Cluster) -> Array:
     Entry i is the time of the message if a stage begins at layer i.
     """
     rows = max(span.rows for span in plan.spans(Kind.F, 0))
-    slowest = min(_links(plan, cluster).values(), key=lambda link: link.bandwidth, default=FREE_LINK)
+    slowest = min(_select_links(plan, cluster).values(), key=lambda link: link.bandwidth, default=FREE_LINK)
     cuts = range(len(profile.layers) + 1)
     return np.array([slowest.send_seconds(profile.edge_bytes(cut) * rows) for cut in cuts])
 
 
-def _allowed(
+def _limit_loads(
     profile: ModelProfile, plan: Plan, cluster: Cluster, held: Sequence[int], loads: Sequence[StageLoad]
 ) -> list[StageLoad]:
     """Return `loads` with an infinite load for layers that exceed the stage's share of the memory of its device."""
@@ -379,13 +381,13 @@ def _limit_bytes(load: StageLoad, size: Seconds, share: float) -> StageLoad:
     return StageLoad(within)
 
 
-def _lacking(
+def _explain_lacking(
     profile: ModelProfile, order: Program | Policy, plan: Plan, deployment: Deployment, layers: tuple[Span, ...]
 ) -> str:
     """Return an error message that names the rank of a good partition that lacks the most memory, and its stages."""
     whole = replace(plan, layers=layers)
     costs = price_stages(profile, whole, deployment)
-    finite = _rounds(order)[-1]
+    finite = _finite_orders(order)[-1]
     peak = peak_bytes(finite if isinstance(finite, Program) else simulate(order, plan, costs).program(), whole, costs)
     limits = [device.memory for device in deployment.pipeline.devices[: plan.n_ranks]]
     short = [size - (limit if limit is not None else size) for size, limit in zip(peak, limits, strict=True)]
@@ -393,15 +395,15 @@ def _lacking(
     weights = costs.resident_bytes(rank, plan)
     stages = ", ".join(map(str, plan.stages[rank]))
     return (
-        f"stage {stages} on rank {rank} needs {_gib(peak[rank])} and has {_gib(limits[rank] or 0)} "
-        f"(activations {_gib(peak[rank] - weights)}, weights and optimizer {_gib(weights)}); "
+        f"stage {stages} on rank {rank} needs {_format_gib(peak[rank])} and has {_format_gib(limits[rank] or 0)} "
+        f"(activations {_format_gib(peak[rank] - weights)}, weights and optimizer {_format_gib(weights)}); "
         "use more stages, more micro-batches, recompute=True, or a schedule that holds fewer micro-batches"
     )
 
 
-def _gib(size: float) -> str:
+def _format_gib(size: float) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.1f} MiB"
 
 
-def _links(plan: Plan, cluster: Cluster) -> dict[tuple[int, int], Link]:
+def _select_links(plan: Plan, cluster: Cluster) -> dict[tuple[int, int], Link]:
     return {(a, b): cluster.link_between(a, b) for a, b, _ in plan.directed_links}

@@ -54,8 +54,8 @@ def strategy_line(arguments: Mapping[str, Any]) -> str:
 
     For example, `PipelineStrategy("kfkb", microbatches=8, schedule_args={"k": 2})`.
     """
-    rest = [f"{name}={_literal(value)}" for name, value in arguments.items() if name != "schedule"]
-    return f"PipelineStrategy({', '.join([_literal(arguments['schedule']), *rest])})"
+    rest = [f"{name}={_format_literal(value)}" for name, value in arguments.items() if name != "schedule"]
+    return f"PipelineStrategy({', '.join([_format_literal(arguments['schedule']), *rest])})"
 
 
 def hydra_overrides(arguments: Mapping[str, Any]) -> str:
@@ -63,20 +63,22 @@ def hydra_overrides(arguments: Mapping[str, Any]) -> str:
     named = {f"schedule.{name}": value for name, value in arguments.get("schedule_args", {}).items()}
     others = {name: value for name, value in arguments.items() if name not in ("schedule", "schedule_args")}
     named |= {f"pipeline.{name}": value for name, value in others.items()}
-    return " ".join([f"schedule={arguments['schedule']}", *(f"{name}={_override(v)}" for name, v in named.items())])
+    return " ".join(
+        [f"schedule={arguments['schedule']}", *(f"{name}={_format_override(v)}" for name, v in named.items())]
+    )
 
 
-def _override(value: Any) -> str:
+def _format_override(value: Any) -> str:
     if isinstance(value, list | tuple):
-        return f"[{','.join(map(_override, value))}]"
+        return f"[{','.join(map(_format_override, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _literal(value: Any) -> str:
+def _format_literal(value: Any) -> str:
     if isinstance(value, str):
         return f'"{value}"'
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_literal(key)}: {_literal(v)}" for key, v in value.items()) + "}"
+        return "{" + ", ".join(f"{_format_literal(key)}: {_format_literal(v)}" for key, v in value.items()) + "}"
     return repr(value)
 
 

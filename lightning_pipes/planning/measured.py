@@ -67,7 +67,7 @@ class StepSample(NamedTuple):
         impossible: Counter[int] = Counter()
         for _, i, start, end in events:
             if i.kind in SEND_KINDS and not since <= start < end:
-                impossible[min(_edge(i.kind, i.stage))] += 1
+                impossible[min(_find_edge(i.kind, i.stage))] += 1
             elif i.kind in SEND_KINDS:
                 durations[i.kind, i.stage, i.span.rows].append(end - start)
         computed = [(i, end - start, plan) for _, i, start, end in events if i.kind in COMPUTE_KINDS - {Kind.STEP}]
@@ -151,7 +151,7 @@ class Averages:
             step_lags.append(sample.lag)
             for key, mean in sample.means.items():
                 kind, stage, _ = key
-                if kind in SEND_KINDS and min(_edge(kind, stage)) in jumped:
+                if kind in SEND_KINDS and min(_find_edge(kind, stage)) in jumped:
                     continue
                 self._add(key, mean)
                 if key in sample.spread:
@@ -201,8 +201,8 @@ class Averages:
         return all(
             (kind, s, rows) in self._known
             for s in range(plan.n_stages)
-            for kind in _kinds(plan, s)
-            for rows in _sizes(plan, kind, s)
+            for kind in _list_kinds(plan, s)
+            for rows in _list_sizes(plan, kind, s)
         )
 
     def costs(self, base: CostModel | None = None, overhead: bool = True) -> CostModel:
@@ -222,7 +222,7 @@ class Averages:
         for (kind, stage), known in points.items():
             if len(known) == 1:
                 ((rows, seconds),) = known.items()
-                known[0] = min(self.latency.get(_edge(kind, stage), 0.0), seconds) if kind in SEND_KINDS else 0.0
+                known[0] = min(self.latency.get(_find_edge(kind, stage), 0.0), seconds) if kind in SEND_KINDS else 0.0
         tables: dict[tuple[Kind, int], Table] = {key: tuple(sorted(known.items())) for key, known in points.items()}
         for stage, parts in {**self.parts, **self._own}.items():
             tables = _other_way(tables, stage, parts) | tables
@@ -301,7 +301,7 @@ def _other_way(
 ) -> dict[tuple[Kind, int], Table]:
     """Return the times of the whole backward of a stage computed from its parts, or vice versa."""
     whole = tables.get((Kind.B, stage), ())
-    found = {(kind, stage): _times(whole, share) for kind, share in zip((Kind.I, Kind.W), parts, strict=True)}
+    found = {(kind, stage): _scale_times(whole, share) for kind, share in zip((Kind.I, Kind.W), parts, strict=True)}
     total = parts[0] + parts[1]
     if not whole and total:
         both = zip(tables.get((Kind.I, stage), ()), tables.get((Kind.W, stage), ()), strict=False)
@@ -309,11 +309,11 @@ def _other_way(
     return {key: table for key, table in found.items() if table}
 
 
-def _times(table: Table, share: float) -> Table:
+def _scale_times(table: Table, share: float) -> Table:
     return tuple((rows, seconds * share) for rows, seconds in table)
 
 
-def _kinds(plan: Plan, stage: int) -> list[Kind]:
+def _list_kinds(plan: Plan, stage: int) -> list[Kind]:
     """Return the kinds of computations and messages of `stage`."""
     kinds = [*plan.compute_kinds]
     if stage + 1 < plan.n_stages and plan.is_remote_edge(stage):
@@ -324,7 +324,7 @@ def _kinds(plan: Plan, stage: int) -> list[Kind]:
 
 
 @lru_cache(maxsize=64)
-def _sizes(plan: Plan, kind: Kind, stage: int) -> frozenset[int]:
+def _list_sizes(plan: Plan, kind: Kind, stage: int) -> frozenset[int]:
     """Return the numbers of rows for which operations of this kind and stage need times."""
     every = [Instruction(kind, stage, span=span) for span in plan.spans(kind, stage)]
     if kind in SEND_KINDS:
@@ -332,5 +332,5 @@ def _sizes(plan: Plan, kind: Kind, stage: int) -> frozenset[int]:
     return frozenset(rows for i in every for rows, _ in layer_passes(i, plan))
 
 
-def _edge(kind: Kind, stage: int) -> tuple[int, int]:
+def _find_edge(kind: Kind, stage: int) -> tuple[int, int]:
     return stage, target_stage(kind, stage)

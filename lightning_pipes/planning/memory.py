@@ -91,7 +91,7 @@ def cannot_fit(profile: ModelProfile, plan: Plan, cluster: Cluster, held: Sequen
     memory = [device.memory for device in cluster.devices[: plan.n_ranks]]
     if plan.recompute or any(size is None for size in memory):
         return False
-    needed = _fixed(profile, min(plan.versions)) + min(held) * profile.layer_arrays.layer_values("saved")
+    needed = _fixed_bytes(profile, min(plan.versions)) + min(held) * profile.layer_arrays.layer_values("saved")
     return float(needed.sum()) > sum(size or 0 for size in memory)
 
 
@@ -101,7 +101,7 @@ def stage_bytes(profile: ModelProfile, plan: Plan, stage: int, held: int) -> Byt
     The result is a function of the first layer of the stage and of the layer after its last one. Working memory is not
     counted. The bound never decreases if layers are added at the end.
     """
-    weights = range_sums(_fixed(profile, plan.versions[stage]))
+    weights = range_sums(_fixed_bytes(profile, plan.versions[stage]))
     activations = range_sums(profile.layer_arrays.layer_values("saved"))
     if plan.recompute and plan.recompute[stage]:
         rows = max(span.rows for span in plan.spans(Kind.F, stage))
@@ -110,7 +110,7 @@ def stage_bytes(profile: ModelProfile, plan: Plan, stage: int, held: int) -> Byt
     return lambda begin, stop: weights(begin, stop) + activations(begin, stop) * held
 
 
-def _fixed(profile: ModelProfile, versions: int) -> Array:
+def _fixed_bytes(profile: ModelProfile, versions: int) -> Array:
     columns = profile.layer_arrays
     return (
         versions * columns.layer_values("weights")

@@ -58,7 +58,7 @@ def evenest_partition(loads: Sequence[StageLoad], layers: int) -> tuple[Span, ..
     """
     most = min_max_load(loads, layers) * (1 + 1e-12)
     bands = _Bands.within_load(loads, layers, most)
-    return _chosen(bands, lambda band, begin: np.where(band <= most, band, np.inf) ** 2)
+    return _choose_partition(bands, lambda band, begin: np.where(band <= most, band, np.inf) ** 2)
 
 
 def with_layer(plan: Plan, layer: int, rank: int) -> Plan:
@@ -135,9 +135,9 @@ def min_max_load(loads: Sequence[StageLoad], layers: int) -> float:
         layers: the number of layers of the model.
     """
     few = _Bands(loads, layers, dict.fromkeys(map(id, loads), min(layers, 2 * -(-layers // len(loads)) + 1)))
-    bound = float(_best(few, np.maximum)[0][-1])
+    bound = float(_find_best_join(few, np.maximum)[0][-1])
     enough = _Bands.within_load(loads, layers, bound)
-    return bound if enough.are_in(few) else float(_best(enough, np.maximum)[0][-1])
+    return bound if enough.are_in(few) else float(_find_best_join(enough, np.maximum)[0][-1])
 
 
 def balanced_partitions(
@@ -155,7 +155,7 @@ def balanced_partitions(
         slacks: the factors by which the maximum load may exceed the smallest possible one.
     """
     n = len(edges) - 1
-    whole = _each(loads, lambda load: _with_edges(load, edges))
+    whole = _list_loads(loads, lambda load: _with_edges(load, edges))
     bound = min_max_load(whole, n)
     if not np.isfinite(bound):
         return []
@@ -171,11 +171,11 @@ def balanced_partitions(
             return np.where(band <= limit, into[begin] + 1e-3 * (band / bound) ** 2, np.inf)
 
         for late in (False, True):
-            found[_chosen(bands, cost, late)] = None
+            found[_choose_partition(bands, cost, late)] = None
     return list(found)
 
 
-def _each(loads: Sequence[StageLoad], change: Callable[[StageLoad], StageLoad]) -> list[StageLoad]:
+def _list_loads(loads: Sequence[StageLoad], change: Callable[[StageLoad], StageLoad]) -> list[StageLoad]:
     """Return all loads after a change. An object that several stages share is changed only once."""
     known = {id(load): load for load in loads}
     changed = {key: change(load) for key, load in known.items()}
@@ -234,25 +234,25 @@ class _Bands:
             begin = self._begin[:, -self._widths[id(load)] :]
             if id(load) in self._shared:
                 if id(load) not in known:
-                    known[id(load)] = _costs(load, begin, 1, cost)
+                    known[id(load)] = _compute_costs(load, begin, 1, cost)
                 yield low, begin[low - 1 : high], known[id(load)][low - 1 : high]
             else:
-                yield low, begin[low - 1 : high], _costs(load, begin[low - 1 : high], low, cost)
+                yield low, begin[low - 1 : high], _compute_costs(load, begin[low - 1 : high], low, cost)
 
 
-def _costs(load: StageLoad, begin: Indices, low: int, cost: Cost | None) -> Array:
+def _compute_costs(load: StageLoad, begin: Indices, low: int, cost: Cost | None) -> Array:
     first = np.maximum(begin, 0)
     band = load.seconds(first, np.broadcast_to(np.arange(low, low + len(begin))[:, None], begin.shape))
     return np.where(begin >= 0, band if cost is None else cost(band, first), np.inf)
 
 
-def _chosen(bands: _Bands, cost: Cost | None, late: bool = False) -> tuple[Span, ...]:
+def _choose_partition(bands: _Bands, cost: Cost | None, late: bool = False) -> tuple[Span, ...]:
     """Return the partition with the smallest sum of costs.
 
     Among equally good partitions, it is the one whose last stages begin as early as possible or, with `late`, as late
     as possible.
     """
-    _, choice = _best(bands, np.add, cost, late)
+    _, choice = _find_best_join(bands, np.add, cost, late)
     cuts = [bands.layers]
     for low, begins in reversed(choice):
         cuts.append(int(begins[cuts[-1] - low]))
@@ -260,7 +260,7 @@ def _chosen(bands: _Bands, cost: Cost | None, late: bool = False) -> tuple[Span,
     return tuple(Span(a, b) for a, b in itertools.pairwise(cuts))
 
 
-def _best(
+def _find_best_join(
     bands: _Bands,
     join: np.ufunc,
     cost: Cost | None = None,

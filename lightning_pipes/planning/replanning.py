@@ -205,7 +205,7 @@ class Replay:
         rounds = (batches, 2 * batches) if self._endless else (1,)
         self._programs = [order.unroll(n) for n in rounds]
         self._columns = [
-            _columns(cost_representatives(program, self._plan, apart=True), plan) for program in self._programs
+            _find_columns(cost_representatives(program, self._plan, apart=True), plan) for program in self._programs
         ]
 
     def step_seconds(self, durations: Durations, overhead: float = 0.0) -> Array:
@@ -222,39 +222,43 @@ class Replay:
         costs = self._costs[overhead]
         cases = max(len(table) for table in durations.values())
         if not self._endless:
-            each = max(1, MAX_DURATIONS_PER_CALL // (self.batches * self._width(0)))
-            return np.concatenate([self._flushed(_part(durations, k, each), costs) for k in range(0, cases, each)])
-        each = max(1, MAX_DURATIONS_PER_CALL // self._width(1))
-        return np.concatenate([self._streamed(_part(durations, k, each), costs) for k in range(0, cases, each)])
+            each = max(1, MAX_DURATIONS_PER_CALL // (self.batches * self._batch_width(0)))
+            return np.concatenate(
+                [self._flushed_seconds(_slice_durations(durations, k, each), costs) for k in range(0, cases, each)]
+            )
+        each = max(1, MAX_DURATIONS_PER_CALL // self._batch_width(1))
+        return np.concatenate(
+            [self._streamed_seconds(_slice_durations(durations, k, each), costs) for k in range(0, cases, each)]
+        )
 
-    def _flushed(self, durations: Durations, costs: CostModel) -> Array:
+    def _flushed_seconds(self, durations: Durations, costs: CostModel) -> Array:
         cases = max(len(table) for table in durations.values())
-        times = np.zeros((cases, self.batches, self._width(0)))
+        times = np.zeros((cases, self.batches, self._batch_width(0)))
         for key, (_, spans, columns) in self._columns[0].items():
             if key in durations:
                 table = durations[key]
                 shape = (cases, self.batches, table.shape[2])
                 times[:, :, columns] = np.broadcast_to(table, shape)[:, :, spans if table.shape[2] > 1 else 0 * spans]
-        return self._ends(0, times.reshape(cases * self.batches, -1), costs).reshape(cases, self.batches)
+        return self._compute_ends(0, times.reshape(cases * self.batches, -1), costs).reshape(cases, self.batches)
 
-    def _streamed(self, durations: Durations, costs: CostModel) -> Array:
+    def _streamed_seconds(self, durations: Durations, costs: CostModel) -> Array:
         cases = max(len(table) for table in durations.values())
         ends = []
         for n, of in enumerate(self._columns):
-            times = np.zeros((cases, self._width(n)))
+            times = np.zeros((cases, self._batch_width(n)))
             for key, (batches, spans, columns) in of.items():
                 if key in durations:
                     table = durations[key]
                     batch = batches % self.batches if table.shape[1] > 1 else 0 * batches
                     times[:, columns] = table[:, batch, spans if table.shape[2] > 1 else 0 * spans]
-            ends.append(self._ends(n, times, costs))
+            ends.append(self._compute_ends(n, times, costs))
         return np.asarray((ends[1] - ends[0]) / self.batches)[:, None]
 
-    def _ends(self, n: int, times: Array, costs: CostModel) -> Array:
+    def _compute_ends(self, n: int, times: Array, costs: CostModel) -> Array:
         found = makespans(self._programs[n], self._plan, costs, np.rint(times * 1e9).astype(np.int64), apart=True)
         return np.asarray(found / 1e9)
 
-    def _width(self, n: int) -> int:
+    def _batch_width(self, n: int) -> int:
         return sum(len(columns) for _, _, columns in self._columns[n].values())
 
 
@@ -263,19 +267,19 @@ def replay_of(order: Program, plan: Plan, batches: int) -> Replay:
 
     The last replays are cached, because creating a replay takes longer than using it.
     """
-    return _known(order, replace(plan, layers=()), batches)
+    return _cached_operations(order, replace(plan, layers=()), batches)
 
 
 @lru_cache(maxsize=8)
-def _known(order: Program, plan: Plan, batches: int) -> Replay:
+def _cached_operations(order: Program, plan: Plan, batches: int) -> Replay:
     return Replay(order, plan, batches)
 
 
-def _part(durations: Durations, start: int, size: int) -> Durations:
+def _slice_durations(durations: Durations, start: int, size: int) -> Durations:
     return {key: table[start : start + size] if len(table) > 1 else table for key, table in durations.items()}
 
 
-def _columns(
+def _find_columns(
     operations: tuple[Instruction, ...], plan: Plan
 ) -> dict[tuple[Kind, int], tuple[npt.NDArray[np.int64], ...]]:
     """Return the batch, the number of the span, and the column of every operation, by kind and stage."""

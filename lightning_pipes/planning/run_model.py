@@ -98,7 +98,7 @@ class RunModel:
     def now(self) -> SimulatedTrial:
         """The simulation of the unchanged run."""
         layers = self.plan.layers if self.layers_known else self._each_its_own
-        return self._evaluated(self.schedule, replace(self.plan, layers=layers))
+        return self._evaluate_plan(self.schedule, replace(self.plan, layers=layers))
 
     @property
     def bubble(self) -> float:
@@ -132,7 +132,7 @@ class RunModel:
             return None
         schedule = schedule or self.schedule
         try:
-            plan = self._plan(schedule, microbatches)
+            plan = self._make_plan(schedule, microbatches)
             # for other stages, balanced cuts are sufficient to see whether a change pays off
             own = plan.ranks == self.plan.ranks
             return self._with_bubble(schedule, fit_layers(self.profile, schedule, plan, self.cluster, 60 if own else 0))
@@ -148,10 +148,10 @@ class RunModel:
         """
         schedule = schedule or self.schedule
         try:
-            plan = self._plan(schedule, microbatches)
+            plan = self._make_plan(schedule, microbatches)
             if plan.ranks != self.plan.ranks:
                 return None
-            trial = self._evaluated(schedule, replace(plan, layers=self.now.fit.plan.layers))
+            trial = self._evaluate_plan(schedule, replace(plan, layers=self.now.fit.plan.layers))
         except (PlanError, DeadlockError, ProgramError):
             return None
         limits = [device.memory for device in self.cluster.devices]
@@ -165,24 +165,24 @@ class RunModel:
             kind: sum(costs.seconds_at(kind, s, self._rows) for s in range(self.plan.n_stages)) / self.plan.n_stages
             for kind in {kind for kind, _ in costs.seconds} & {Kind.F, Kind.B, Kind.I, Kind.W}
         }
-        even = {(kind, s): _line(self._rows, t) for kind, t in means.items() for s in range(self.plan.n_stages)}
-        return self._seconds(replace(costs, seconds={**costs.seconds, **even}))
+        even = {(kind, s): _linear_table(self._rows, t) for kind, t in means.items() for s in range(self.plan.n_stages)}
+        return self._step_seconds(replace(costs, seconds={**costs.seconds, **even}))
 
     def with_free_links(self) -> float:
         """Return the seconds of a step in which every message arrives immediately."""
         costs = self.now.fit.costs
         seconds = {key: table for key, table in costs.seconds.items() if key[0] not in (Kind.SF, Kind.SB)}
-        return self._seconds(replace(costs, seconds=seconds, links={}, link=FREE_LINK))
+        return self._step_seconds(replace(costs, seconds=seconds, links={}, link=FREE_LINK))
 
-    def _seconds(self, costs: CostModel) -> float:
+    def _step_seconds(self, costs: CostModel) -> float:
         fit = self.now.fit
         return step_seconds(fit.order, replace(fit.plan, layers=()), costs)
 
-    def _plan(self, schedule: Schedule | Policy, microbatches: int | None) -> Plan:
+    def _make_plan(self, schedule: Schedule | Policy, microbatches: int | None) -> Plan:
         m = microbatches or len(self.plan.spans(Kind.F, 0))
         return solve_plan(Problem(schedule, self.plan.n_ranks, self.rows, m, any(self.plan.recompute)))
 
-    def _evaluated(self, schedule: Schedule | Policy, plan: Plan) -> SimulatedTrial:
+    def _evaluate_plan(self, schedule: Schedule | Policy, plan: Plan) -> SimulatedTrial:
         order = schedule.program(plan) if isinstance(schedule, Schedule) else schedule
         return self._with_bubble(schedule, evaluate_plan(self.profile, order, plan, self.cluster))
 
@@ -213,10 +213,10 @@ class RunModel:
         layers = tuple(
             LayerProfile(
                 f"stage {s}",
-                forward=self._scaled(Kind.F, s),
-                backward=self._scaled(Kind.B, s) or _sum(costs, s, self._rows),
-                input_backward=self._scaled(Kind.I, s),
-                weight_backward=self._scaled(Kind.W, s),
+                forward=self._scale_table(Kind.F, s),
+                backward=self._scale_table(Kind.B, s) or _sum_table(costs, s, self._rows),
+                input_backward=self._scale_table(Kind.I, s),
+                weight_backward=self._scale_table(Kind.W, s),
                 weight_bytes=int(per_stage(costs.weight_bytes, s)),
                 step=self._step(s),
                 gradient_bytes=max(1, int(per_stage(costs.state_bytes, s))),
@@ -227,9 +227,9 @@ class RunModel:
             for s in range(n)
         )
         profile = ModelProfile(layers, overhead=costs.overhead, joining=costs.joining)
-        return profile, self._cluster([1.0] * self.plan.n_ranks, profile, self._each_its_own)
+        return profile, self._make_cluster([1.0] * self.plan.n_ranks, profile, self._each_its_own)
 
-    def _scaled(self, kind: Kind, stage: int) -> Table:
+    def _scale_table(self, kind: Kind, stage: int) -> Table:
         """Return a table of seconds by number of samples.
 
         The times are proportional to the time of the largest micro-batch, unless sizes that differ sufficiently were
@@ -240,7 +240,7 @@ class RunModel:
         sizes, times = [rows for rows, _ in table if rows], [seconds for _, seconds in table]
         if len(table) < 2 or (sizes[-1] >= MIN_SIZE_RATIO * sizes[0] and times == sorted(times)):
             return table
-        return _line(*table[-1])
+        return _linear_table(*table[-1])
 
     def _of_layers(self) -> tuple[ModelProfile, Cluster]:
         costs, plan = self._record.costs, self.plan
@@ -256,16 +256,16 @@ class RunModel:
         expected = profile.stage_costs(plan.layers)
         speeds = []
         for stages in plan.stages:
-            work = sum(_work(expected, s, self._rows) for s in stages)
-            took = sum(_work(costs, s, self._rows) for s in stages)
+            work = sum(_compute_work(expected, s, self._rows) for s in stages)
+            took = sum(_compute_work(costs, s, self._rows) for s in stages)
             speeds.append(work / took if work > 0 and took > 0 else 1.0)
         steps = [
             self._step(s) * speeds[plan.ranks[s]] * share
             for s, span in enumerate(plan.layers)
-            for share in _shares([layer.weight_bytes for layer in given.layers[span.start : span.stop]])
+            for share in _compute_shares([layer.weight_bytes for layer in given.layers[span.start : span.stop]])
         ]
         layers = tuple(replace(layer, step=step) for layer, step in zip(profile.layers, steps, strict=True))
-        return replace(profile, layers=layers), self._cluster(speeds, profile, plan.layers)
+        return replace(profile, layers=layers), self._make_cluster(speeds, profile, plan.layers)
 
     def _step(self, stage: int) -> float:
         """Return the seconds of the optimizer step of a stage; 0 if the timeline does not contain it."""
@@ -273,7 +273,7 @@ class RunModel:
             self._record.costs.seconds_at(Kind.STEP, stage) if (Kind.STEP, stage) in self._record.costs.seconds else 0.0
         )
 
-    def _cluster(self, speeds: list[float], profile: ModelProfile, layers: tuple[Span, ...]) -> Cluster:
+    def _make_cluster(self, speeds: list[float], profile: ModelProfile, layers: tuple[Span, ...]) -> Cluster:
         """Return devices with the given speeds, and links that move the bytes of `profile` in the measured times."""
         found: dict[tuple[int, int], list[Link]] = {}
         for pair, link in self._measured_links(profile, layers):
@@ -301,7 +301,7 @@ class RunModel:
                 yield pair, given
 
 
-def _work(costs: CostModel, stage: int, rows: int) -> float:
+def _compute_work(costs: CostModel, stage: int, rows: int) -> float:
     backward = (
         costs.seconds_at(Kind.B, stage, rows)
         if (Kind.B, stage) in costs.seconds
@@ -310,14 +310,14 @@ def _work(costs: CostModel, stage: int, rows: int) -> float:
     return costs.seconds_at(Kind.F, stage, rows) + backward
 
 
-def _shares(sizes: Sequence[float]) -> list[float]:
+def _compute_shares(sizes: Sequence[float]) -> list[float]:
     whole = sum(sizes)
     return [size / whole if whole else 1 / len(sizes) for size in sizes]
 
 
-def _sum(costs: CostModel, stage: int, rows: int) -> Table:
-    return _line(rows, costs.seconds_at(Kind.I, stage, rows) + costs.seconds_at(Kind.W, stage, rows))
+def _sum_table(costs: CostModel, stage: int, rows: int) -> Table:
+    return _linear_table(rows, costs.seconds_at(Kind.I, stage, rows) + costs.seconds_at(Kind.W, stage, rows))
 
 
-def _line(rows: int, seconds: float) -> Table:
+def _linear_table(rows: int, seconds: float) -> Table:
     return ((0, 0.0), (rows, seconds))

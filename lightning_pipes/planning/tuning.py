@@ -200,7 +200,7 @@ class CandidateRanker:
         least = {plan: least_step(plan, costs) / 1e9 for plan in plans}
 
         def ranked(candidate: Candidate) -> RankedCandidate:
-            known = self._rehearsal(candidate)
+            known = self._simulation_for(candidate)
             seconds = known.makespan(costs) / 1e9
             return RankedCandidate(candidate, seconds, not sizes[candidate.plan])
 
@@ -210,8 +210,8 @@ class CandidateRanker:
         while best is None:
             every |= {n: ranked(candidates[n]) for n in left.pop(0)}
             rest = min((least[candidates[n].plan] for together in left for n in together), default=inf)
-            best = _certain(_sorted(every), rest, unsteady)
-        listed = next((n for n, c in enumerate(candidates) if _same(c, current)), None)
+            best = _find_certain(_sort_candidates(every), rest, unsteady)
+        listed = next((n for n, c in enumerate(candidates) if _is_same(c, current)), None)
         if listed is None:
             now = ranked(current)
         else:
@@ -225,7 +225,7 @@ class CandidateRanker:
         if chosen is not now:
             self._verify(chosen.candidate)
         return TuningDecision(
-            tuple(_sorted(every)), now, chosen, effect, measured.unsteadiness, measured.slack, measured.stalled
+            tuple(_sort_candidates(every)), now, chosen, effect, measured.unsteadiness, measured.slack, measured.stalled
         )
 
     def prepare(self, candidates: Iterable[Candidate], costs: CostModel) -> None:
@@ -239,14 +239,14 @@ class CandidateRanker:
             ProgramError, DeadlockError: the order of a candidate is invalid.
         """
         for candidate in candidates:
-            self._rehearsal(candidate).makespan(costs)
+            self._simulation_for(candidate).makespan(costs)
             self._verify(candidate)
 
-    def _rehearsal(self, candidate: Candidate) -> CompiledSimulation:
+    def _simulation_for(self, candidate: Candidate) -> CompiledSimulation:
         key = candidate.schedule, candidate.plan
         found = self._known.get(key)
         if found is None:
-            found = CompiledSimulation(_ordered(candidate), candidate.plan)
+            found = CompiledSimulation(_has_fixed_order(candidate), candidate.plan)
             if len(self._known) >= _MAX_CACHED_PLANS:
                 self._known.popitem(last=False)
             self._known[key] = found
@@ -257,7 +257,7 @@ class CandidateRanker:
         key = candidate.schedule, candidate.plan
         if key in self._verified:
             return
-        order = _ordered(candidate)
+        order = _has_fixed_order(candidate)
         if isinstance(order, Program):
             verify(order, candidate.plan)
         if len(self._verified) >= _MAX_CACHED_PLANS:
@@ -278,7 +278,7 @@ def _in_turn(candidates: Sequence[Candidate], unsteady: bool) -> list[list[int]]
     return [turn[key] for key in sorted(turn)]
 
 
-def _certain(every: Sequence[RankedCandidate], rest: float, unsteady: bool) -> RankedCandidate | None:
+def _find_certain(every: Sequence[RankedCandidate], rest: float, unsteady: bool) -> RankedCandidate | None:
     """Return the best of the simulated candidates, or None if another candidate may change the result.
 
     Args:
@@ -287,11 +287,11 @@ def _certain(every: Sequence[RankedCandidate], rest: float, unsteady: bool) -> R
         unsteady: whether links are unsteady.
     """
     fastest = every[0].seconds
-    best = _best(every, fastest, unsteady)
-    return best if rest >= fastest or _best(every, rest, unsteady) is best else None
+    best = _choose_best(every, fastest, unsteady)
+    return best if rest >= fastest or _choose_best(every, rest, unsteady) is best else None
 
 
-def _best(every: Sequence[RankedCandidate], fastest: float, unsteady: bool) -> RankedCandidate | None:
+def _choose_best(every: Sequence[RankedCandidate], fastest: float, unsteady: bool) -> RankedCandidate | None:
     """Return the candidate to choose if the fastest of all candidates takes `fastest` seconds.
 
     The result is None if no candidate in `every` is as fast as this.
@@ -303,16 +303,16 @@ def _best(every: Sequence[RankedCandidate], fastest: float, unsteady: bool) -> R
     return min(close, key=lambda r: (sum(r.candidate.peak_bytes), r.seconds), default=None)
 
 
-def _sorted(every: Mapping[int, RankedCandidate]) -> list[RankedCandidate]:
+def _sort_candidates(every: Mapping[int, RankedCandidate]) -> list[RankedCandidate]:
     """Return the candidates, the fastest first. Equally fast candidates keep their order."""
     return [ranked for _, ranked in sorted(every.items(), key=lambda item: (item[1].seconds, item[0]))]
 
 
-def _same(one: Candidate, other: Candidate) -> bool:
+def _is_same(one: Candidate, other: Candidate) -> bool:
     return (one.schedule, one.plan) == (other.schedule, other.plan)
 
 
-def _ordered(candidate: Candidate) -> Program | Policy:
+def _has_fixed_order(candidate: Candidate) -> Program | Policy:
     schedule = candidate.schedule
     return schedule.program(candidate.plan) if isinstance(schedule, Schedule) else schedule
 

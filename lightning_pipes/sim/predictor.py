@@ -78,7 +78,7 @@ class TaskPredictor(Protocol):
         """Return the contexts that are needed next if no task is running and none is ready, as at the start."""
 
 
-def admissible(queue: Iterable[WaitingSubnet], done: frozenset[int] = frozenset()) -> int | None:
+def find_admissible(queue: Iterable[WaitingSubnet], done: frozenset[int] = frozenset()) -> int | None:
     """Return the first subnet in the queue that may run (Algorithm 2), or None if no subnet may run.
 
     Args:
@@ -127,7 +127,7 @@ class StepAheadPredictor:
 
     def idle(self, queue: Sequence[WaitingSubnet]) -> TaskPrediction:
         self._now = None
-        following = admissible(queue)
+        following = find_admissible(queue)
         wanted = [subnet for blocked in self._blocked.values() for subnet in blocked]
         return TaskPrediction((*wanted, *([] if following is None else [following])))
 
@@ -137,7 +137,7 @@ class StepAheadPredictor:
         for blocked in self._blocked.values():
             if subnet in blocked:
                 blocked.remove(subnet)
-        forward = admissible(queue, frozenset([subnet]))
+        forward = find_admissible(queue, frozenset([subnet]))
         if forward is None:
             return TaskPrediction(tuple(each.subnet for each in received))
         if received:
@@ -148,7 +148,7 @@ class StepAheadPredictor:
         return TaskPrediction((forward,), tuple(pending))
 
     def _forward(self, subnet: int, queue: Sequence[WaitingSubnet]) -> TaskPrediction:
-        following = admissible(queue)
+        following = find_admissible(queue)
         served = self._blocked.pop(subnet, [])
         return TaskPrediction((*served, *([] if following is None else [following])))
 

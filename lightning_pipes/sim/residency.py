@@ -278,7 +278,7 @@ class Residency(Generic[Key]):
 
     def evict_idle(self) -> bool:
         """Evict all states without a lease. Return whether there was such a state."""
-        idle = self._victims()
+        idle = self._list_victims()
         for key in idle:
             self._evict(key)
         self.statistics.cleared += bool(idle)
@@ -327,7 +327,7 @@ class Residency(Generic[Key]):
         """
         leaves: list[Key] = []
         free, places = self._budget - self._used, self._slots - len(self._held)
-        for key in self._victims():
+        for key in self._list_victims():
             if free >= size and places:
                 break
             if self._next_use(key) <= needed:
@@ -348,7 +348,7 @@ class Residency(Generic[Key]):
             "state first, or raise the budget"
         )
 
-    def _victims(self) -> list[Key]:
+    def _list_victims(self) -> list[Key]:
         """Return the keys of the states that may be evicted, in the order of eviction."""
         free = [key for key, held in self._held.items() if not held.leased]
         return sorted(free, key=lambda key: (-self._next_use(key), self._held[key].used))

@@ -88,7 +88,7 @@ def simulate(
     if isinstance(order, Program):
         program = order.unroll(order.head_batches + 3 if batches is None else batches) if order.is_endless else order
         fixed, prices = priced_by(costs, compile_program(program, plan))
-        return _timeline(fixed, prices, run(fixed, prices), rank_peaks(fixed, plan, costs, memory_limit))
+        return _build_timeline(fixed, prices, run(fixed, prices), rank_peaks(fixed, plan, costs, memory_limit))
     return _by_policy(order, plan, batches or plan.batches, costs, memory_limit)
 
 
@@ -135,7 +135,7 @@ class CompiledSimulation:
         assert self._open is not None
         assert self._policy is not None
         queues, prices = priced_by(costs, self._open)
-        return run_policy(self._policy, queues, prices, Bytes.untracked(queues)).timed.makespan
+        return run_policy(self._policy, queues, prices, Bytes.create_untracked(queues)).timed.makespan
 
 
 def makespans(program: Program, plan: Plan, costs: Costs, times: Array, *, apart: bool = False) -> Array:
@@ -182,10 +182,10 @@ def _by_policy(
     queues, prices = priced_by(costs, open_queues(plan, batches))
     memory = Bytes.from_costs(queues, plan, costs, memory_limit)
     ran = run_policy(policy, queues, prices, memory, uses)
-    return _timeline(queues, prices, ran.timed, tuple(map(int, ran.held.peak)), policy.name)
+    return _build_timeline(queues, prices, ran.timed, tuple(map(int, ran.held.peak)), policy.name)
 
 
-def _timeline(
+def _build_timeline(
     operations: Operations, prices: Prices, timed: OperationLog, peak: tuple[int, ...], name: str = ""
 ) -> Timeline:
     starts, ends, turn = timed.to_lists
@@ -281,17 +281,19 @@ def draw_spread(order: Program | Policy, plan: Plan, costs: CostModel, *, draws:
     if isinstance(order, Program):
         fixed = compile_program(order, plan).per_operation
         prices = fixed.price_operations(costs)
-        times = _drawn(fixed.instructions, prices, costs, draws, seed)
+        times = _draw_times(fixed.instructions, prices, costs, draws, seed)
         return Spread(tuple(sorted(ends_under(fixed, prices, times).tolist())), run(fixed, prices).makespan)
     queues = open_queues(plan, plan.batches).per_operation
-    prices, memory = queues.price_operations(costs), Bytes.untracked(queues)
-    times = _drawn(queues.instructions, prices, costs, draws, seed)
+    prices, memory = queues.price_operations(costs), Bytes.create_untracked(queues)
+    times = _draw_times(queues.instructions, prices, costs, draws, seed)
     cases = (prices, *prices.with_times(times))
     steady, *ends = [run_policy(order, queues, case, memory).timed.makespan for case in cases]
     return Spread(tuple(sorted(ends)), steady)
 
 
-def _drawn(instructions: tuple[Instruction, ...], prices: Prices, costs: CostModel, draws: int, seed: int) -> Array:
+def _draw_times(
+    instructions: tuple[Instruction, ...], prices: Prices, costs: CostModel, draws: int, seed: int
+) -> Array:
     """Return the drawn times in nanoseconds, with one row for each draw and one column for each operation."""
     chance = np.random.default_rng(seed)
     times = np.tile(np.array(prices.busy, float), (draws, 1))

@@ -162,17 +162,17 @@ class Timeline:
             rows[e.rank].append(e.instruction)
         return Program(tuple(map(tuple, rows)))
 
-    def gantt(self, width: int = 100) -> str:
+    def format_gantt(self, width: int = 100) -> str:
         """Return the timeline as text, with `width` characters for the makespan."""
         title = f"{self.name + ': ' if self.name else ''}{seconds_text(self.makespan)}"
         title += f", {self.regime}" if self.regimes else ""
-        return gantt(self.plan, self.events, self.makespan, self.bubble, title, width)
+        return format_gantt(self.plan, self.events, self.makespan, self.bubble, title, width)
 
 
 _BAR_CHARACTERS = {Kind.F: "-", Kind.B: "=", Kind.I: "+", Kind.W: "~", Kind.STEP: "#"}
 
 
-def gantt(
+def format_gantt(
     plan: Plan, events: Sequence[Event], makespan: int, bubbles: Sequence[float], title: str, width: int = 100
 ) -> str:
     """Return a timeline as text: a title, one line for each rank with its idle share, and a legend.

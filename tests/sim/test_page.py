@@ -14,7 +14,7 @@ from lightning_pipes.cost.units import seconds_text
 from lightning_pipes.ir import Kind
 from lightning_pipes.planning.advice import Advice, advise_run
 from lightning_pipes.sim import compare_timelines, simulate
-from lightning_pipes.sim.page import page
+from lightning_pipes.sim.page import render_page
 from lightning_pipes.sim.records.compare import BottleneckRank
 from lightning_pipes.strategies.kfkb import KFKB
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
@@ -48,7 +48,7 @@ def data_of(text: str) -> dict:
 
 def test_a_window_of_overlapping_batches_is_not_a_step():
     record = record_of([2] * 12, 4, 4, "dynpipe")
-    text = page(record, NOTHING)
+    text = render_page(record, NOTHING)
     step = seconds_text(record.measured.makespan / record.measured.batches)
     assert record.measured.batches > 1
     assert f"<b>{step}</b><span>a step of the pipeline, of {record.measured.batches} batches that overlap" in text
@@ -75,7 +75,7 @@ def test_inputs_that_waited_are_in_the_report_the_page_and_the_advice():
         "stage 0, gradients: 0.2 waited on average, slack 0; 3 of 4 launches stalled, 150 ns in all",
         "stage 1, activations: 0.5 waited on average, slack 0; 2 of 4 launches stalled, 100 ns in all",
     ]
-    rows = re.findall(r"<tr[^>]*>(.*?)</tr>", page(record, NOTHING), re.DOTALL)
+    rows = re.findall(r"<tr[^>]*>(.*?)</tr>", render_page(record, NOTHING), re.DOTALL)
     cells = [re.sub(r"<[^>]*>", "", row.replace("<td", "|<td")).split("|")[1:] for row in rows]
     assert ["0", "gradients", "0.2", "0", "3 of 4", "150 ns"] in cells
     assert ["1", "activations", "0.5", "0", "2 of 4", "100 ns"] in cells
@@ -92,19 +92,19 @@ def test_inputs_that_waited_are_in_the_report_the_page_and_the_advice():
 
 
 def test_it_needs_nothing_else():
-    elements = Elements(page(RECORD, advise_run(RECORD)))
+    elements = Elements(render_page(RECORD, advise_run(RECORD)))
     assert elements.open == []
     for tag, attributes in elements.found:
         for name in ("src", "href", "action", "data"):
             assert (attributes.get(name) or "data:").startswith("data:"), f"<{tag} {name}={attributes[name]}>"
-    text = page(RECORD, NOTHING)
+    text = render_page(RECORD, NOTHING)
     # an XML namespace, not a resource
     assert set(re.findall(r"https?://[^\"' )]+", text)) == {"http://www.w3.org/2000/svg"}
     assert "default-src 'none'" in text
 
 
 def test_it_holds_every_event():
-    data = data_of(page(RECORD, NOTHING))
+    data = data_of(render_page(RECORD, NOTHING))
     assert [panel["name"] for panel in data["panels"]] == ["measured", "predicted", "replayed"]
     shown = (RECORD.measured, RECORD.predicted, RECORD.replayed)
     for panel, timeline in zip(data["panels"], shown, strict=True):
@@ -131,20 +131,20 @@ def test_names_can_hold_anything():
         choice=evil,
         profile=replace(RECORD.profile, layers=tuple(replace(x, name=evil) for x in RECORD.profile.layers)),
     )
-    elements = Elements(page(record, Advice(evil, notes=(evil,))))
+    elements = Elements(render_page(record, Advice(evil, notes=(evil,))))
     assert elements.open == []
     assert "img" not in {tag for tag, _ in elements.found}
     measured = replace(RECORD.measured, name=evil)
-    assert Elements(page(replace(RECORD, measured=measured), NOTHING)).open == []
+    assert Elements(render_page(replace(RECORD, measured=measured), NOTHING)).open == []
 
 
 def test_why_it_was_chosen():
-    assert "<pre>gpipe 3 ms\nkfkb 4 ms</pre>" in page(replace(RECORD, choice="gpipe 3 ms\nkfkb 4 ms"), NOTHING)
-    assert "<pre>" not in page(RECORD, NOTHING)
+    assert "<pre>gpipe 3 ms\nkfkb 4 ms</pre>" in render_page(replace(RECORD, choice="gpipe 3 ms\nkfkb 4 ms"), NOTHING)
+    assert "<pre>" not in render_page(RECORD, NOTHING)
 
 
 def test_a_plan_has_one_panel_and_says_that_nothing_ran():
-    text = page(replace(RECORD, measured=None, replayed=None), NOTHING)
+    text = render_page(replace(RECORD, measured=None, replayed=None), NOTHING)
     assert [panel["name"] for panel in data_of(text)["panels"]] == ["predicted"]
     assert "Pipeline plan: 1f1b" in text
     assert "before it ran" not in text
@@ -154,14 +154,14 @@ def test_a_plan_has_one_panel_and_says_that_nothing_ran():
 def test_without_bytes_there_is_no_memory_curve():
     costs = replace(RECORD.costs, activation_bytes=(), weight_bytes=(), state_bytes=(), working_bytes=())
     bare = replace(RECORD, costs=costs, replayed=replace(RECORD.replayed, peak_bytes=(0,) * 4))
-    text = page(bare, NOTHING)
+    text = render_page(bare, NOTHING)
     assert data_of(text)["memory"] is None
     assert "tensors" not in text
 
 
 def test_a_limit_is_shown_where_it_is_near():
-    near = data_of(page(replace(RECORD, memory=(150 * 2**20,) * 4), NOTHING))["memory"]
-    far = data_of(page(replace(RECORD, memory=(2**40,) * 4), NOTHING))["memory"]
+    near = data_of(render_page(replace(RECORD, memory=(150 * 2**20,) * 4), NOTHING))["memory"]
+    far = data_of(render_page(replace(RECORD, memory=(2**40,) * 4), NOTHING))["memory"]
     assert near["most"] == 150 * 2**20 > far["most"] == max(far["peaks"])
 
 
@@ -194,7 +194,7 @@ def test_the_regime_of_the_prediction_and_its_meaning():
         plan, costs = record.plan, replace(record.costs, regime=regime)
         ran = simulate(record.replayed.program(), plan, costs)
         shown = replace(record, predicted=replace(ran, name="predicted"), replayed=replace(ran, name="replayed"))
-        text = page(shown, NOTHING)
+        text = render_page(shown, NOTHING)
         assert f"Simulated with {Regime(regime).label}: {Regime(regime).description}." in text
         headings = [panel["heading"] for panel in data_of(text)["panels"]]
         assert [Regime(regime).label in heading for heading in headings] == [False, True, True]
@@ -212,7 +212,7 @@ def test_a_prediction_is_not_the_replay():
     the measured one.
     """
     wrong = record_of([4] * 6 + [8] * 3 + [4] * 3, 4, 8).predicted
-    text = page(replace(RECORD, predicted=wrong), NOTHING)
+    text = render_page(replace(RECORD, predicted=wrong), NOTHING)
     off = wrong.makespan / RECORD.measured.makespan - 1
     assert off > 0.9
     assert tiles_of(text)[f"a step as predicted before it ran ({off:+.0%})"] == seconds_text(wrong.makespan)
@@ -224,7 +224,7 @@ def test_a_prediction_is_not_the_replay():
 
 def test_without_a_prediction_the_page_says_so():
     why = "the layers were not measured before training"
-    text = page(replace(RECORD, predicted=None, unpredicted=why), NOTHING)
+    text = render_page(replace(RECORD, predicted=None, unpredicted=why), NOTHING)
     assert tiles_of(text)[why] == "No prediction"
     assert [panel["name"] for panel in data_of(text)["panels"]] == ["measured", "replayed"]
     assert "bubble, predicted" not in text
@@ -235,7 +235,7 @@ def test_a_page_has_one_bubble_for_one_step():
 
     Simulated bubbles are labeled as simulated.
     """
-    text = page(RECORD, advise_run(RECORD))
+    text = render_page(RECORD, advise_run(RECORD))
     bubble = f"{RECORD.bubble:.1%}"
     assert tiles_of(text)["bubble: the mean share of the step in which ranks idle"] == bubble
     rows = [re.sub(r"<[^>]*>", "|", row) for row in re.findall(r"<tr[^>]*>(.*?)</tr>", text, re.DOTALL)]
@@ -253,12 +253,12 @@ def test_resident_memory_and_tensors_are_not_compared():
     assert "27.6 MiB" in resident
     assert "in one process" not in resident
     assert ". Allocated on GPUs at most: 27.6 MiB on rank 0" in gpu.memory_text
-    assert "process at most" in page(cpu, NOTHING)
-    assert "allocated at most" in page(gpu, NOTHING)
+    assert "process at most" in render_page(cpu, NOTHING)
+    assert "allocated at most" in render_page(gpu, NOTHING)
 
 
 def test_a_sibling_has_no_bubble_of_its_own():
-    text = page(replace(RECORD, siblings=3), NOTHING)
+    text = render_page(replace(RECORD, siblings=3), NOTHING)
     body = text.partition('<script type="application/json"')[0]
     assert "bubble" not in body.replace("no bubble of its own", "").replace("has the bubble of all siblings", "")
     assert "idle" not in body.partition("</style>")[2]
@@ -268,5 +268,7 @@ def test_a_sibling_has_no_bubble_of_its_own():
 
 def test_steps_that_scatter():
     rare = {(kind, s): (1.0,) * 9 + (20.0,) for kind in (Kind.F, Kind.B) for s in range(RECORD.plan.n_stages)}
-    assert "if operations vary as measured" in page(replace(RECORD, costs=replace(RECORD.costs, scatter=rare)), NOTHING)
-    assert "if operations vary" not in page(RECORD, NOTHING)
+    assert "if operations vary as measured" in render_page(
+        replace(RECORD, costs=replace(RECORD.costs, scatter=rare)), NOTHING
+    )
+    assert "if operations vary" not in render_page(RECORD, NOTHING)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_pipes.planning.advice import Advice, advise_run
-from lightning_pipes.sim.page import page
+from lightning_pipes.sim.page import render_page
 from lightning_pipes.testing.generators import record_of
 from tests.sim.browser import Browser, chromium, needs_chromium
 
@@ -26,7 +26,7 @@ def small(tmp_path_factory):
     """Return the page of four ranks of which the third is slow."""
     record = replace(record_of([2] * 6 + [4] * 3 + [2] * 3, 4, 8), peaks=(30_000_000,) * 4)
     path = tmp_path_factory.mktemp("page") / "report.html"
-    path.write_text(page(record, advise_run(record)))
+    path.write_text(render_page(record, advise_run(record)))
     return path, record
 
 
@@ -35,7 +35,7 @@ def large(tmp_path_factory):
     """Return the page of eight ranks with two stages each and 64 micro-batches, which has 4000 events per panel."""
     record = record_of([2] * 16, 8, 64, "interleaved")
     path = tmp_path_factory.mktemp("page") / "report.html"
-    path.write_text(page(record, Advice("Nothing is slow.")))
+    path.write_text(render_page(record, Advice("Nothing is slow.")))
     return path, record
 
 

@@ -295,7 +295,7 @@ def named_model(name: str) -> ZooModel:
     return lookup_name(MODELS, name, "model")
 
 
-def _gpt2(name: str, about: str, blocks_: int, width: int, heads: int, context: int = 1024) -> ZooModel:
+def _make_gpt2(name: str, about: str, blocks_: int, width: int, heads: int, context: int = 1024) -> ZooModel:
     vocabulary = 50257
     block = transformer_block(width, heads, causal=True, dropout=0.1)
     return ZooModel(
@@ -310,7 +310,7 @@ def _gpt2(name: str, about: str, blocks_: int, width: int, heads: int, context: 
     )
 
 
-def _gpt1() -> ZooModel:
+def _make_gpt1() -> ZooModel:
     block = transformer_block(768, 12, causal=True, norm_first=False, dropout=0.1)
     return ZooModel(
         "GPT-1",
@@ -324,7 +324,7 @@ def _gpt1() -> ZooModel:
     )
 
 
-def _bert(name: str, about: str, blocks_: int) -> ZooModel:
+def _make_bert(name: str, about: str, blocks_: int) -> ZooModel:
     block = transformer_block(1024, 16, causal=False, norm_first=False, fused=False, dropout=0.1)
     return ZooModel(
         name,
@@ -338,7 +338,7 @@ def _bert(name: str, about: str, blocks_: int) -> ZooModel:
     )
 
 
-def _vgg(name: str, convolutions: Sequence[int]) -> ZooModel:
+def _make_vgg(name: str, convolutions: Sequence[int]) -> ZooModel:
     """Return a VGG network with the given number of convolutions at each of its five sizes."""
     layers = [
         (f"convolution {size}.{n}", conv_block(channels, pool=n == count - 1))
@@ -349,7 +349,7 @@ def _vgg(name: str, convolutions: Sequence[int]) -> ZooModel:
     return ZooModel(name, "Simonyan and Zisserman 2015; 3 x 224 x 224, 1000 classes", (3, 224, 224), (*layers, head))
 
 
-def _resnet(name: str, counts: Sequence[int]) -> ZooModel:
+def _make_resnet(name: str, counts: Sequence[int]) -> ZooModel:
     """Return a ResNet with the given number of blocks at each of its four sizes."""
     layers = [
         (f"block {size}.{n}", bottleneck_block(64 * 2**size, stride=2 if size and not n else 1))
@@ -361,7 +361,7 @@ def _resnet(name: str, counts: Sequence[int]) -> ZooModel:
     return ZooModel(name, about, (3, 224, 224), (("stem", resnet_stem()), *layers, head))
 
 
-def _unet() -> ZooModel:
+def _make_unet() -> ZooModel:
     widths = (64, 128, 256, 512)
     return ZooModel(
         "U-Net",
@@ -379,19 +379,21 @@ def _unet() -> ZooModel:
 MODELS: Mapping[str, ZooModel] = {
     model.name: model
     for model in (
-        _vgg("VGG-16", (2, 2, 3, 3, 3)),
-        _vgg("VGG-19", (2, 2, 4, 4, 4)),
-        _resnet("ResNet-50", (3, 4, 6, 3)),
-        _resnet("ResNet-152", (3, 8, 36, 3)),
-        _unet(),
-        _bert("BERT-large", "Devlin et al. 2019", 24),
-        _bert("BERT-48", "BERT-large with 48 blocks, as in Chimera (Li and Hoefler 2021)", 48),
-        _gpt1(),
-        _gpt2("GPT-2", "Radford et al. 2019, small", 12, 768, 12),
-        _gpt2("GPT-2-345M", "Radford et al. 2019, medium", 24, 1024, 16),
-        _gpt2("GPT-2-762M", "Radford et al. 2019, large", 36, 1280, 20),
-        _gpt2("GPT-2-1.3B", "64 blocks, as in Chimera (Li and Hoefler 2021)", 64, 1280, 20),
-        _gpt2("GPT-2-1.5B", "Radford et al. 2019, XL", 48, 1600, 25),
-        _gpt2("GPT-2-1.7B", "24 wide blocks, as in Megatron-LM (Narayanan et al. 2021, table 1)", 24, 2304, 24, 2048),
+        _make_vgg("VGG-16", (2, 2, 3, 3, 3)),
+        _make_vgg("VGG-19", (2, 2, 4, 4, 4)),
+        _make_resnet("ResNet-50", (3, 4, 6, 3)),
+        _make_resnet("ResNet-152", (3, 8, 36, 3)),
+        _make_unet(),
+        _make_bert("BERT-large", "Devlin et al. 2019", 24),
+        _make_bert("BERT-48", "BERT-large with 48 blocks, as in Chimera (Li and Hoefler 2021)", 48),
+        _make_gpt1(),
+        _make_gpt2("GPT-2", "Radford et al. 2019, small", 12, 768, 12),
+        _make_gpt2("GPT-2-345M", "Radford et al. 2019, medium", 24, 1024, 16),
+        _make_gpt2("GPT-2-762M", "Radford et al. 2019, large", 36, 1280, 20),
+        _make_gpt2("GPT-2-1.3B", "64 blocks, as in Chimera (Li and Hoefler 2021)", 64, 1280, 20),
+        _make_gpt2("GPT-2-1.5B", "Radford et al. 2019, XL", 48, 1600, 25),
+        _make_gpt2(
+            "GPT-2-1.7B", "24 wide blocks, as in Megatron-LM (Narayanan et al. 2021, table 1)", 24, 2304, 24, 2048
+        ),
     )
 }

@@ -83,7 +83,9 @@ def dtype_named(name: str, chip: Chip) -> str:
     return full
 
 
-def _gpu(name: str, float32: float, float16: float, bfloat16: float | None, gb_per_second: float, gib: int) -> Chip:
+def _make_gpu(
+    name: str, float32: float, float16: float, bfloat16: float | None, gb_per_second: float, gib: int
+) -> Chip:
     """Return a GPU with the given teraFLOPs per second, on tensor cores if it has them for the data type."""
     tera = {"float32": float32, "float16": float16} | ({"bfloat16": bfloat16} if bfloat16 else {})
     return Chip(name, {dtype: 1e12 * most for dtype, most in tera.items()}, 1e9 * gb_per_second, gib * 2**30)
@@ -92,14 +94,14 @@ def _gpu(name: str, float32: float, float16: float, bfloat16: float | None, gb_p
 CHIPS = {
     chip.name: chip
     for chip in (
-        _gpu("A100-40G", 19.5, 312, 312, 1555, 40),
-        _gpu("A100-80G", 19.5, 312, 312, 2039, 80),
-        _gpu("V100-16G", 15.7, 125, None, 900, 16),
-        _gpu("V100-32G", 15.7, 125, None, 900, 32),
-        _gpu("H100", 67, 989, 989, 3350, 80),
-        _gpu("H200", 67, 989, 989, 4800, 140),
-        _gpu("RTX-2080Ti", 13.4, 53.8, None, 616, 11),
-        _gpu("RTX-3090", 35.6, 71, 71, 936, 24),
+        _make_gpu("A100-40G", 19.5, 312, 312, 1555, 40),
+        _make_gpu("A100-80G", 19.5, 312, 312, 2039, 80),
+        _make_gpu("V100-16G", 15.7, 125, None, 900, 16),
+        _make_gpu("V100-32G", 15.7, 125, None, 900, 32),
+        _make_gpu("H100", 67, 989, 989, 3350, 80),
+        _make_gpu("H200", 67, 989, 989, 4800, 140),
+        _make_gpu("RTX-2080Ti", 13.4, 53.8, None, 616, 11),
+        _make_gpu("RTX-3090", 35.6, 71, 71, 936, 24),
         # One core at 3 GHz with two units of 8 multiply-adds each, and its share of the memory bandwidth.
         Chip("CPU-core", {"float32": 96e9}, 10e9, 4 * 2**30, half_flops=1e6, launch=3e-6, byte_masks=False),
     )
@@ -156,9 +158,9 @@ def named_profile(
     if not rows or sorted(set(rows)) != list(rows) or rows[0] < 1:
         raise InputError(f"rows ascend from 1 or more, got {short_repr(rows)}")
     given = model.layer_shapes(BYTES_PER_ELEMENT[dtype], 1 if chip.byte_masks else BYTES_PER_ELEMENT[dtype])
-    *layers, loss = (_profile(shape, chip, rows, dtype, kept) for shape in given)
+    *layers, loss = (_make_layer_profile(shape, chip, rows, dtype, kept) for shape in given)
     if recompute:
-        layers = [_recomputed(layer, shape) for layer, shape in zip(layers, given, strict=False)]
+        layers = [_recompute_layer(layer, shape) for layer, shape in zip(layers, given, strict=False)]
     again = ", each layer recomputed" if recompute else ""
     return ModelProfile(
         tuple(layers),
@@ -169,7 +171,7 @@ def named_profile(
     )
 
 
-def _profile(shape: LayerShape, chip: Chip, rows: Sequence[int], dtype: str, kept: int) -> LayerProfile:
+def _make_layer_profile(shape: LayerShape, chip: Chip, rows: Sequence[int], dtype: str, kept: int) -> LayerProfile:
     def seconds(*parts: int) -> Table:
         return tuple(
             (r, sum(chip.operation_seconds(o, p, r, dtype) for o in shape.operations for p in parts)) for r in rows
@@ -199,7 +201,7 @@ def _profile(shape: LayerShape, chip: Chip, rows: Sequence[int], dtype: str, kep
     )
 
 
-def _recomputed(layer: LayerProfile, shape: LayerShape) -> LayerProfile:
+def _recompute_layer(layer: LayerProfile, shape: LayerShape) -> LayerProfile:
     """Return a layer that keeps only its input and recomputes everything else during its backward."""
     return replace(
         layer,

@@ -173,7 +173,7 @@ class ShapeTape:
             keeps_input=any(storage in entered and storage in before for storage in saved),
             input=sum(t.bytes for t in _as_tuple(x)),
             output=sum(t.bytes for t in _as_tuple(y)),
-            transients=_transients(self._entries, _as_tuple(y), before),
+            transients=_list_transients(self._entries, _as_tuple(y), before),
         )
         return shape, y
 
@@ -192,21 +192,21 @@ class ShapeTape:
             bias: whether there is a bias.
             copied: whether the matrix belongs to an earlier layer.
         """
-        y = self._new(*x.shape[:-1], width)
+        y = self._new_tensor(*x.shape[:-1], width)
         parameters = x.shape[-1] * width
         self._copied += copied * parameters
         flops = 2.0 * x.n_elements * width
-        return self._product("linear", x, y, flops, parameters, width if bias else 0)
+        return self._add_product("linear", x, y, flops, parameters, width if bias else 0)
 
     def conv2d(
         self, x: SymbolicTensor, channels: int, kernel: int, stride: int = 1, padding: int = 0, bias: bool = True
     ) -> SymbolicTensor:
         """Apply a convolution with a square kernel to `x` of shape (channels, height, width)."""
         before, *size = x.shape
-        y = self._new(channels, *((n + 2 * padding - kernel) // stride + 1 for n in size))
+        y = self._new_tensor(channels, *((n + 2 * padding - kernel) // stride + 1 for n in size))
         parameters = before * channels * kernel**2
         flops = 2.0 * y.n_elements * before * kernel**2
-        return self._product("conv2d", x, y, flops, parameters, channels if bias else 0)
+        return self._add_product("conv2d", x, y, flops, parameters, channels if bias else 0)
 
     def up_conv2d(self, x: SymbolicTensor, channels: int, kernel: int = 2) -> SymbolicTensor:
         """Apply a transposed convolution to `x`, with a stride equal to the kernel size.
@@ -214,9 +214,9 @@ class ShapeTape:
         Height and width grow by this factor.
         """
         before, *size = x.shape
-        y = self._new(channels, *(n * kernel for n in size))
+        y = self._new_tensor(channels, *(n * kernel for n in size))
         flops = 2.0 * x.n_elements * channels * kernel**2
-        return self._product("up_conv2d", x, y, flops, before * channels * kernel**2, channels)
+        return self._add_product("up_conv2d", x, y, flops, before * channels * kernel**2, channels)
 
     def attention(self, *qkv: SymbolicTensor, heads: int, causal: bool) -> SymbolicTensor:
         """Apply fused attention.
@@ -227,7 +227,7 @@ class ShapeTape:
             causal: whether tokens attend only to themselves and earlier tokens.
         """
         tokens, width = qkv[0].shape
-        y = self._new(tokens, width // (3 if len(qkv) == 1 else 1))
+        y = self._new_tensor(tokens, width // (3 if len(qkv) == 1 else 1))
         seen = (tokens + 1) / 2 if causal else tokens
         flops = 4.0 * y.n_elements * seen
         logarithms = SymbolicTensor((heads, tokens), FLOAT32_BYTES)
@@ -236,7 +236,7 @@ class ShapeTape:
         saved = (*qkv, y, logarithms)
         return self._record("attention", qkv, y, saved, (flops, 2.5 * flops, 0.0), moved, kernels=(1, 2, 0))
 
-    def _product(
+    def _add_product(
         self, name: str, x: SymbolicTensor, y: SymbolicTensor, flops: float, weights: int, bias: int
     ) -> SymbolicTensor:
         moved = (x.bytes + y.bytes,) * 2 + (x.bytes + y.bytes * (2 if bias else 1),)
@@ -248,49 +248,49 @@ class ShapeTape:
 
     def embedding(self, indices: SymbolicTensor, vocabulary: int, width: int) -> SymbolicTensor:
         """Look up a row of a table for each index."""
-        y = self._new(*indices.shape, width)
+        y = self._new_tensor(*indices.shape, width)
         moved = (2 * y.bytes, 0.0, 3 * y.bytes)
         return self._record("embedding", (indices,), y, (indices,), moved=moved, weights=vocabulary * width)
 
     def added_weights(self, x: SymbolicTensor) -> SymbolicTensor:
         """Add trained parameters of the same shape to `x`, such as position embeddings."""
-        y = self._new(*x.shape)
+        y = self._new_tensor(*x.shape)
         return self._record("add", (x,), y, (), moved=(2 * x.bytes, 0.0, x.bytes), weights=x.n_elements)
 
     def layer_norm(self, x: SymbolicTensor) -> SymbolicTensor:
         """Normalize over the last axis."""
-        y = self._new(*x.shape)
+        y = self._new_tensor(*x.shape)
         statistics = SymbolicTensor((2, *x.shape[:-1]), FLOAT32_BYTES)
         moved = (2 * x.bytes, 3 * x.bytes, 2 * x.bytes)
         return self._record("layer_norm", (x,), y, (x, statistics), moved=moved, weights=2 * x.shape[-1])
 
     def batch_norm(self, x: SymbolicTensor) -> SymbolicTensor:
         """Normalize each channel over samples, height and width. The running mean and variance are buffers."""
-        y = self._new(*x.shape)
+        y = self._new_tensor(*x.shape)
         self._buffer_bytes += 2 * FLOAT32_BYTES * x.shape[0] + INT64_BYTES
         moved = (3 * x.bytes, 5 * x.bytes, 0.0)
         return self._record("batch_norm", (x,), y, (x,), moved=moved, weights=2 * x.shape[0], kernels=(2, 2, 0))
 
     def relu(self, x: SymbolicTensor) -> SymbolicTensor:
         """Apply ReLU, which saves its output."""
-        y = self._new(*x.shape)
+        y = self._new_tensor(*x.shape)
         return self._record("relu", (x,), y, (y,), moved=(2 * x.bytes, 3 * x.bytes, 0.0))
 
     def tanh(self, x: SymbolicTensor) -> SymbolicTensor:
         """Apply tanh, which saves its output."""
-        y = self._new(*x.shape)
+        y = self._new_tensor(*x.shape)
         return self._record("tanh", (x,), y, (y,), moved=(2 * x.bytes, 3 * x.bytes, 0.0))
 
     def gelu(self, x: SymbolicTensor) -> SymbolicTensor:
         """Apply GELU, which saves its input."""
-        y = self._new(*x.shape)
+        y = self._new_tensor(*x.shape)
         return self._record("gelu", (x,), y, (x,), moved=(2 * x.bytes, 3 * x.bytes, 0.0))
 
     def dropout(self, x: SymbolicTensor, p: float) -> SymbolicTensor:
         """Apply dropout, which saves a mask. If `p` is 0, return `x`."""
         if not p:
             return x
-        y, mask = self._new(*x.shape), SymbolicTensor(x.shape, self.mask_itemsize)
+        y, mask = self._new_tensor(*x.shape), SymbolicTensor(x.shape, self.mask_itemsize)
         moved = 2 * x.bytes + mask.bytes
         return self._record("dropout", (x,), y, (mask,), moved=(moved, moved, 0.0))
 
@@ -299,25 +299,25 @@ class ShapeTape:
 
         The backward sums the gradients of a tensor that is used twice.
         """
-        z = self._new(*x.shape)
+        z = self._new_tensor(*x.shape)
         return self._record("add", (x, y), z, (), moved=(3 * x.bytes, 3 * x.bytes, 0.0))
 
     def concat(self, *parts: SymbolicTensor) -> SymbolicTensor:
         """Concatenate tensors along the channels."""
-        y = self._new(sum(t.shape[0] for t in parts), *parts[0].shape[1:])
+        y = self._new_tensor(sum(t.shape[0] for t in parts), *parts[0].shape[1:])
         return self._record("joined", parts, y, (), moved=(2 * y.bytes, 2 * y.bytes, 0.0))
 
     def max_pool2d(self, x: SymbolicTensor, kernel: int, stride: int, padding: int = 0) -> SymbolicTensor:
         """Apply max pooling, which saves its input and the position of each output."""
         channels, *size = x.shape
-        y = self._new(channels, *((n + 2 * padding - kernel) // stride + 1 for n in size))
+        y = self._new_tensor(channels, *((n + 2 * padding - kernel) // stride + 1 for n in size))
         where = SymbolicTensor(y.shape, INT64_BYTES)
         moved = x.bytes + y.bytes + where.bytes
         return self._record("max_pool2d", (x,), y, (x, where), moved=(moved, moved, 0.0))
 
     def average_pool2d(self, x: SymbolicTensor, size: int) -> SymbolicTensor:
         """Apply average pooling to a height and width of `size`. A mean over all positions saves nothing."""
-        y = self._new(x.shape[0], size, size)
+        y = self._new_tensor(x.shape[0], size, size)
         saved = () if size == 1 else (x,)
         return self._record("average_pool2d", (x,), y, saved, moved=(x.bytes + y.bytes, x.bytes + y.bytes, 0.0))
 
@@ -325,11 +325,11 @@ class ShapeTape:
         """Compute the mean cross-entropy loss of scores. The softmax is computed and saved in float32."""
         softmax = replace(scores, itemsize=FLOAT32_BYTES, storage=object())
         moved = (scores.bytes + 2 * softmax.bytes, scores.bytes + softmax.bytes, 0.0)
-        return self._record("cross_entropy", (scores,), self._new(1), (softmax,), moved=moved, kernels=(2, 2, 0))
+        return self._record("cross_entropy", (scores,), self._new_tensor(1), (softmax,), moved=moved, kernels=(2, 2, 0))
 
     # Recording ------------------------------------------------------------------------------------------------------
 
-    def _new(self, *shape: int) -> SymbolicTensor:
+    def _new_tensor(self, *shape: int) -> SymbolicTensor:
         if min(shape) < 1:
             raise InputError(f"an operation would give a tensor of shape {shape}; its input is too small")
         return SymbolicTensor(shape, self.itemsize)
@@ -359,7 +359,7 @@ def _as_tuple(x: SymbolicTensors) -> tuple[SymbolicTensor, ...]:
     return (x,) if isinstance(x, SymbolicTensor) else x
 
 
-def _transients(
+def _list_transients(
     steps: Sequence[_TapeEntry], outputs: Collection[SymbolicTensor], before: Container[object]
 ) -> tuple[tuple[float, float], ...]:
     """Return pairs of temporary bytes (per sample, fixed) at different moments of the forward and backward.

@@ -264,7 +264,7 @@ class Ledger:
         """
         self._check(batch, use)
         self._transfers[batch] = []
-        before_stage = {stage: self._before(batch, stage, use) for stage in range(len(use.layers))}
+        before_stage = {stage: self._steps_before(batch, stage, use) for stage in range(len(use.layers))}
         self.uses[batch] = use
         ahead = {i.batch for found in before_stage.values() for some in found for i in some}
         self.follows[batch] = ahead & self.uses.keys()
@@ -352,7 +352,7 @@ class Ledger:
                     "stage"
                 )
 
-    def _before(self, batch: int, stage: int, use: LayerUse) -> tuple[set[Instruction], set[Instruction]]:
+    def _steps_before(self, batch: int, stage: int, use: LayerUse) -> tuple[set[Instruction], set[Instruction]]:
         """Return the STEPs that the batch's forwards on a stage wait for, and the STEPs that its own STEP waits for."""
         rank, late, stepped = self._plan.ranks[stage], dict(use.delays), use.stepped_layers(stage)
         reads: set[Instruction] = set()
@@ -364,7 +364,7 @@ class Ledger:
                 reads |= before
                 writes |= step
                 continue
-            for copy in self._overlapping(batch, name, rank, stage):
+            for copy in self._find_overlapping(batch, name, rank, stage):
                 reads |= copy.before
                 if copy.stepper is not None:
                     reads.add(copy.stepper)
@@ -372,9 +372,9 @@ class Ledger:
                     writes |= copy.readers
         return reads, writes
 
-    def _overlapping(self, batch: int, name: str, rank: int, stage: int) -> list[Copy]:
+    def _find_overlapping(self, batch: int, name: str, rank: int, stage: int) -> list[Copy]:
         """Return the copies on the stage's rank of the layer, of the layers that contain it, and of its parts."""
-        layers = [self._layers[other] for other in sorted(self._names(name)) if other in self._layers]
+        layers = [self._layers[other] for other in sorted(self._layer_names(name)) if other in self._layers]
         if not self._travel:
             for layer in layers:
                 if layer.newest.rank != rank:
@@ -402,9 +402,9 @@ class Ledger:
         return self._home.get(int(name.partition(".")[0]), stage)
 
     def _check_late(self, batch: int, name: str, late: bool) -> None:
-        others = self._names(name) & (self._layers.keys() if late else self._late.keys())
+        others = self._layer_names(name) & (self._layers.keys() if late else self._late.keys())
         if late:
-            others |= (self._names(name) & self._late.keys()) - {name}
+            others |= (self._layer_names(name) & self._late.keys()) - {name}
         if others:
             raise PlanError(
                 f"batch {batch} reads layer {name!r} {'late' if late else 'without a delay'}, but an earlier batch has "
@@ -412,15 +412,15 @@ class Ledger:
                 "either always or never with a delay"
             )
 
-    def _names(self, name: str) -> set[str]:
-        return {name, *_above(name), *self._parts.get(name, ())}
+    def _layer_names(self, name: str) -> set[str]:
+        return {name, *_parent_names(name), *self._parts.get(name, ())}
 
     def _note(self, batch: int, use: LayerUse) -> None:
         late = {name for name, _ in use.delays}
         for stage, names in enumerate(use.layers):
             step, stepped, rank = STEP(stage, batch=batch), use.stepped_layers(stage), self._plan.ranks[stage]
             for name in names:
-                for above in _above(name):
+                for above in _parent_names(name):
                     self._parts[above].add(name)
                 if name in late:
                     continue
@@ -461,6 +461,6 @@ def unroll_stream(plan: Plan, uses: Sequence[LayerUse], depth: int) -> Plan:
     return replace(plan, batches=max(1, len(uses)), shared_weights=False, after=after)
 
 
-def _above(name: str) -> list[str]:
+def _parent_names(name: str) -> list[str]:
     parts = name.split(".")
     return [".".join(parts[:n]) for n in range(1, len(parts))]

@@ -100,12 +100,14 @@ def list_options(
                 is_unequal = planner_of(schedule).may_cut_unequally
                 is_unequal = is_unequal or any(len(cut.distinct_spans) > 1 for cut in plan.jobs)
                 unequal = UNEQUAL_CUTS_REASON if equal_cuts and is_unequal else ""
-                why_not = unequal or _impossible(profile, plan) or ("" if math.isfinite(more) else STALENESS_REASON)
+                why_not = (
+                    unequal or _explain_impossible(profile, plan) or ("" if math.isfinite(more) else STALENESS_REASON)
+                )
                 too_large = not why_not and schedules is None and _is_slow(schedule, plan)
                 if too_large:
                     why_not = (
-                        f"simulating {_computations(plan)} computations takes long if no order is fixed; name this "
-                        "schedule to use it"
+                        f"simulating {_count_computations(plan)} computations takes long if no order is fixed; name "
+                        "this schedule to use it"
                     )
                 key = plan.ranks, plan.jobs, again, plan.split_backward, schedule.flushes
                 if not why_not and key not in bounds:  # the bound holds only for batches that do not overlap
@@ -114,7 +116,7 @@ def list_options(
                 yield replace(found, more_batches=more)
 
 
-def _impossible(profile: ModelProfile, plan: Plan) -> str:
+def _explain_impossible(profile: ModelProfile, plan: Plan) -> str:
     """Return the reason why the plan can't be simulated with this profile, or an empty string."""
     if len(profile.layers) < plan.n_stages:
         return f"{len(profile.layers)} layers can't fill {plan.n_stages} stages"
@@ -125,10 +127,10 @@ def _impossible(profile: ModelProfile, plan: Plan) -> str:
 
 def _is_slow(schedule: Schedule | Policy, plan: Plan) -> bool:
     """Return whether the schedule is a policy and its simulation would take long."""
-    return not isinstance(schedule, Schedule) and _computations(plan) > MAX_POLICY_COMPUTATIONS
+    return not isinstance(schedule, Schedule) and _count_computations(plan) > MAX_POLICY_COMPUTATIONS
 
 
-def _computations(plan: Plan) -> int:
+def _count_computations(plan: Plan) -> int:
     return 2 * plan.n_stages * len(plan.spans(Kind.F, 0))
 
 

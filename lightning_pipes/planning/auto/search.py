@@ -224,9 +224,9 @@ class _Search:
                 continue
             for planner in planners:
                 if isinstance(planner, TuningPlanner) and option.fit is not None:
-                    self._retuned(planner, option, option.fit)
+                    self._tune_option(planner, option, option.fit)
 
-    def _retuned(self, planner: TuningPlanner, option: Option, fit: Fit) -> None:
+    def _tune_option(self, planner: TuningPlanner, option: Option, fit: Fit) -> None:
         devices = self._deployment.pipeline.devices[: fit.plan.n_ranks]
         limits = [UNLIMITED if device.memory is None else device.memory for device in devices]
         try:
@@ -311,10 +311,10 @@ class AutoPlanner(Planner):
         return not self.equal_cuts
 
     def plan(self, problem: Problem) -> Plan:
-        return self._solved(problem, [problem.schedule]).plan
+        return self._solve_problem(problem, [problem.schedule]).plan
 
     def solve(self, problem: Problem) -> Solution:
-        return self._solved(problem, None)
+        return self._solve_problem(problem, None)
 
     def profile_sizes(self, rows: int, stages: int, microbatches: int | None) -> tuple[int, ...]:
         if microbatches is not None:
@@ -327,7 +327,7 @@ class AutoPlanner(Planner):
             return super().most_rows(rows, stages, microbatches)
         return rows if self.iterations is not None else -(-rows // max(1, stages // 2))
 
-    def _solved(self, problem: Problem, schedules: Sequence[Schedule | Policy] | None) -> Solution:
+    def _solve_problem(self, problem: Problem, schedules: Sequence[Schedule | Policy] | None) -> Solution:
         profile, rows = problem.profile, problem.rows
         if profile is None:
             return planner_of(problem.schedule).solve(problem)
@@ -351,10 +351,10 @@ class AutoPlanner(Planner):
             recompute=best.recompute,
             layers=plan.layers,
         )
-        return Solution(solved, plan, _reason(choice), str(choice))
+        return Solution(solved, plan, _format_reason(choice), str(choice))
 
 
-def _reason(choice: Choice) -> str:
+def _format_reason(choice: Choice) -> str:
     best = choice.best
     again = ", recomputation" if best.recompute else ""
     again += "" if best.schedule.flushes else f", stale gradients (x {best.more_batches:.3g} batches)"

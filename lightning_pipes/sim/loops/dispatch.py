@@ -54,18 +54,18 @@ def run_policy(
     plan = queues.plan
     if isinstance(policy, RulePolicy):
         rule = policy.rule(plan)
-        room = _room(queues, plan.limits, rule.limits)
+        room = _list_room(queues, plan.limits, rule.limits)
         run = run_queues(queues, prices, memory, room=room, rule=rule)
     else:
-        room = _room(queues, plan.limits)
+        room = _list_room(queues, plan.limits)
         picker = partial(_Asking, policy, queues, memory, room, uses)
         run = run_queues(queues, prices, memory, room=room, picker=picker)
     if run.left:
-        raise DeadlockError(_stuck(policy, queues, run, memory))
+        raise DeadlockError(_explain_deadlock(policy, queues, run, memory))
     return run
 
 
-def _room(queues: Queues, *limits: Sequence[int]) -> list[int]:
+def _list_room(queues: Queues, *limits: Sequence[int]) -> list[int]:
     """Return the number of samples that each queue of forwards may hold at the same time."""
     room = [UNLIMITED] * len(queues.members)
     for stage, q in queues.forwards.items():
@@ -93,8 +93,8 @@ class _Asking:
         run, instructions, last = self._run, self._queues.instructions, self._last[rank]
         if last is not None:  # the rank is free, so its last instruction has ended
             self._seen[rank].end(last)
-        number = {instructions[i]: i for i in sorted(self._ready(rank))}
-        choice = eligible_instructions(number, lambda i: self._fits(rank, number[i]))
+        number = {instructions[i]: i for i in sorted(self._ready_instructions(rank))}
+        choice = eligible_instructions(number, lambda i: self._has_room(rank, number[i]))
         if not choice:
             return nothing
         plan, forwards = self._queues.plan, self._queues.forwards
@@ -108,18 +108,18 @@ class _Asking:
             return nothing
         if picked not in choice:
             name = self._policy.name
-            raise ProgramError(f"{name} picked {picked} on rank {rank}, which is not among {_some(choice)}")
+            raise ProgramError(f"{name} picked {picked} on rank {rank}, which is not among {_format_some(choice)}")
         self._last[rank] = picked
         return number[picked]
 
-    def _ready(self, rank: int) -> Iterator[int]:
+    def _ready_instructions(self, rank: int) -> Iterator[int]:
         ready = self._run.ready
         queues, members = self._queues.queue_table.lists.queues, self._queues.queue_table.lists.members
         for q in range(queues[rank], queues[rank + 1]):
             rest = (members[k] for k in range(ready.low[q], len(members)))
             yield from islice((i for i in rest if ready.waiting[i] == 0), ready.count[q])
 
-    def _fits(self, rank: int, i: int) -> bool:
+    def _has_room(self, rank: int, i: int) -> bool:
         taken = self._memory.taken[self._queues.groups[i]]
         room = self._run.ready.room[self._queues.pool[i]]
         return self._queues.rows[i] <= room and (
@@ -161,7 +161,7 @@ class _Seen:
             self._newest = batch
 
 
-def _stuck(policy: Policy, queues: Queues, run: DispatchRun, memory: Bytes) -> str:
+def _explain_deadlock(policy: Policy, queues: Queues, run: DispatchRun, memory: Bytes) -> str:
     """Return the reason why no operation can run, with one entry for every rank that has not finished."""
     plan, lines = queues.plan, []
     over = {i for i, left in zip(queues.instructions, run.ready.waiting, strict=True) if left < 0}  # nothing is running
@@ -177,14 +177,14 @@ def _stuck(policy: Policy, queues: Queues, run: DispatchRun, memory: Bytes) -> s
             if first is not None:
                 i = queues.instructions[first]
                 missing = [n for n in needs(i, plan) if not is_over(n)]
-                lines.append(f"rank {rank} waits at {i} for {_some(missing)}")
+                lines.append(f"rank {rank} waits at {i} for {_format_some(missing)}")
             continue
         free, held, may = run.ready.room, run.held.now[rank], memory.may[rank]
         taken = [memory.taken[queues.groups[i]] for i in ready]
         fitting = [i for i, more in zip(ready, taken, strict=True) if more <= 0 or held + more <= may]
         may_run = [queues.instructions[i] for i in fitting if queues.rows[i] <= free[queues.pool[i]]]
         if may_run:
-            lines.append(f"rank {rank} may run {_some(may_run)}, but {policy.name} picks nothing")
+            lines.append(f"rank {rank} may run {_format_some(may_run)}, but {policy.name} picks nothing")
         elif fitting:
             i = queues.instructions[fitting[0]]
             more = free[queues.pool[fitting[0]]]
@@ -196,5 +196,5 @@ def _stuck(policy: Policy, queues: Queues, run: DispatchRun, memory: Bytes) -> s
     return f"no operation is in flight: {'; '.join(lines)}; operations so far:\n{drawn}"
 
 
-def _some(instructions: Sequence[Instruction]) -> str:
+def _format_some(instructions: Sequence[Instruction]) -> str:
     return ", ".join(str(i) for i in instructions[:4]) + (", ..." if len(instructions) > 4 else "")

@@ -1,10 +1,10 @@
 """The inner loops of the simulator, on integer nanoseconds and plain sequences. `tables` describes the data structures.
 
 The loops are written once and run in three ways, with the same integer results: in Python on lists; compiled by numba
-on int64 arrays; and, for `fixed`, in Python on arrays that contain a row of numbers, one for each of many costs, with
-`max` replaced by the function of numpy. They use only features that all three ways support. A loop unpacks its
-structures before it begins, and the functions that it calls take only numbers, because numba would count references to
-arrays at each call.
+on int64 arrays; and, for `run_fixed_order`, in Python on arrays that contain a row of numbers, one for each of many
+costs, with `max` replaced by the function of numpy. They use only features that all three ways support. A loop unpacks
+its structures before it begins, and the functions that it calls take only numbers, because numba would count references
+to arrays at each call.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -23,7 +23,7 @@ UNLIMITED = 1 << 62
 """A number that is larger than all numbers of samples and bytes."""
 
 
-def leave(start, busy, quick, depth, spent):
+def compute_departure(start, busy, quick, depth, spent):
     """Return the time until which the rate of a wire is used up by a message, and the time when its last byte has left.
 
     A wire has a token bucket. It earns tokens at its rate, stores up to `depth` nanoseconds of them while it is idle,
@@ -47,7 +47,7 @@ def leave(start, busy, quick, depth, spent):
 # rank 1 |....0-1-........0===2-1===....3-2===......3===......| bubble 53.8%
 # rank 2 |........0-0===1-1===....2-2===....3-3===............| bubble 53.8%
 #         - forward  = backward  . idle
-def fixed(work, prices, clock, wires, ran):
+def run_fixed_order(work, prices, clock, wires, ran):
     """Compute the start and end of operations in a given order by the longest path, and write them to `ran`.
 
     The operations are listed in an order in which they can run. Each operation waits for its rank, for its link, and
@@ -78,7 +78,7 @@ def fixed(work, prices, clock, wires, ran):
             w = wire[x]
             t = max(t, free[w])
             starts[i] = t
-            spent[w], t = leave(t, busy[g], quick[g], depth[x], spent[w])
+            spent[w], t = compute_departure(t, busy[g], quick[g], depth[x], spent[w])
             free[w] = t
             ends[i] = t + late[g]
             there[m] = ends[i]
@@ -87,7 +87,7 @@ def fixed(work, prices, clock, wires, ran):
                 clock[r] = t
 
 
-def every(work, prices, clock, wires, ran, last):
+def run_many_costs(work, prices, clock, wires, ran, last):
     """Write the makespan of the same order under many costs to `last`.
 
     Each row of `prices.busy` and `prices.quick` contains the times of one case.
@@ -101,14 +101,14 @@ def every(work, prices, clock, wires, ran, last):
             prices.overhead, prices.busy[c], prices.quick[c],
             prices.late, prices.depth, prices.posted, prices.wire, prices.blocks, prices.base,
         )  # fmt: skip
-        fixed(work, case, clock, wires, ran)
+        run_fixed_order(work, case, clock, wires, ran)
         latest = 0
         for end in ran.ends:
             latest = max(latest, end)
         last[c] = latest
 
 
-def pick(rank, forward, other, nothing, alternate, after_forward):
+def pick_operation(rank, forward, other, nothing, alternate, after_forward):
     """Return the next operation of a rank according to a rule (see `ir.Rule`).
 
     `forward` and `other` are the first forward and the first other operation that the rank may run. `nothing` means
@@ -125,7 +125,7 @@ def pick(rank, forward, other, nothing, alternate, after_forward):
 # rank 1 |....0-1-2-......0===3-1===..2===..3===......| bubble 45.5%
 # rank 2 |........0-0===1-1===2-2===3-3===............| bubble 45.5%
 #         - forward  = backward  . idle
-def chosen(work, standing, ready, prices, needed, held, wires, ran, turn, alternate, weights_last, in_order):
+def run_chosen_order(work, standing, ready, prices, needed, held, wires, ran, turn, alternate, weights_last, in_order):
     """Run operations in an order that is decided as they become ready, and return the number that never ran.
 
     The results are written to `ran`, `held` and `turn` (i). Operations of a rank that start and end at the same times
@@ -134,7 +134,8 @@ def chosen(work, standing, ready, prices, needed, held, wires, ran, turn, altern
     An operation waits for the operations that hold it up. A queue offers its first member that is ready or, with
     `in_order`, only its next member. If this operation does not fit, no later operation of the queue is offered. Among
     the offered operations, the one with the smallest number comes first. With `alternate`, a forward follows an
-    operation that is not a forward, see `pick`. With `weights_last`, weight gradients run only if nothing else can run.
+    operation that is not a forward, see `pick_operation`. With `weights_last`, weight gradients run only if nothing
+    else can run.
 
     All events of one instant are processed before any rank picks its next operation. Ranks pick in order, and messages
     leave in the order in which they become complete.
@@ -185,7 +186,7 @@ def chosen(work, standing, ready, prices, needed, held, wires, ran, turn, altern
                     weights = min(weights, i)
                 else:
                     other = min(other, i)
-            i = pick(r, a_forward, other, n, alternate, after_forward[r])
+            i = pick_operation(r, a_forward, other, n, alternate, after_forward[r])
             if i == n:
                 i = weights
             if i == n:
@@ -236,7 +237,7 @@ def chosen(work, standing, ready, prices, needed, held, wires, ran, turn, altern
                 w = wire[x]
                 t = max(t, free[w])
                 starts[j] = t
-                spent[w], t = leave(t, busy[g], quick[g], depth[x], spent[w])
+                spent[w], t = compute_departure(t, busy[g], quick[g], depth[x], spent[w])
                 free[w] = t
                 ends[j] = t + late[g]
                 there[m] = ends[j]
@@ -261,7 +262,9 @@ def chosen(work, standing, ready, prices, needed, held, wires, ran, turn, altern
                 asked[r] = True
 
 
-SIMULATION_KERNELS = JitKernel(leave, pick, fixed, every, chosen, patience=1_000_000)
+SIMULATION_KERNELS = JitKernel(
+    compute_departure, pick_operation, run_fixed_order, run_many_costs, run_chosen_order, patience=1_000_000
+)
 
 
 def load_kernel() -> str:

@@ -86,7 +86,7 @@ class Operations:
         """
         known = self._known
         if not known or known[0][0] is not costs:
-            known[:] = [(costs, _prices(self, costs))]
+            known[:] = [(costs, _compute_prices(self, costs))]
         return known[0][1]
 
     @cached_property
@@ -210,7 +210,7 @@ def priced_by(costs: Costs, operations: _Some) -> tuple[_Some, Prices]:
     return operations, operations.price_operations(costs)
 
 
-def _prices(operations: Operations, costs: Costs) -> Prices:
+def _compute_prices(operations: Operations, costs: Costs) -> Prices:
     plan, pairs = operations.plan, operations.pairs
     if isinstance(costs, CostModel):
         costs.check(plan)
@@ -300,7 +300,7 @@ class Bytes:
 
     @classmethod
     @lru_cache(maxsize=16)
-    def untracked(cls, operations: Operations) -> Bytes:
+    def create_untracked(cls, operations: Operations) -> Bytes:
         """Return the memory of operations for simulations that do not track memory."""
         ranks, groups = operations.plan.n_ranks, len(operations.like)
         return cls([0] * ranks, [UNLIMITED] * ranks, [0] * groups, [0] * groups)

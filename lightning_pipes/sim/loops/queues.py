@@ -34,7 +34,7 @@ from lightning_pipes.sim.loops.tables import Beginning, Graph, Held, Queued, Ran
 
 EARLIEST_RULE = Rule(alternate=False)
 CHOICE_COST = 8
-"""The cost of an operation in the kernel `chosen` divided by its cost in the kernel `fixed`."""
+"""The cost of an operation in the kernel `run_chosen_order` divided by its cost in the kernel `run_fixed_order`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +129,9 @@ def run_queues(
     ready = Status(waiting, low, count, may_take)
     ran, turn = Ran(by.fill(n), by.fill(n)), by.fill(n)
     run = DispatchRun(OperationLog(*ran, turn), ready, Held(by.copy(memory.held), by.copy(memory.held)), n)
-    chosen = by.run.chosen if picker is None else rebind_globals(kernel.chosen, pick=picker(run))
+    chosen = by.run.run_chosen_order
+    if picker is not None:
+        chosen = rebind_globals(kernel.run_chosen_order, pick_operation=picker(run))
     run.left = chosen(
         by.read(queues.table),
         by.read(queues.queue_table),

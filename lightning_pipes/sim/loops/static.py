@@ -149,15 +149,15 @@ class _Numbering:
     def _costs(self, i: Instruction, unit: Unit) -> _Costs:
         """Return the messages that all micro-batches like `i` need and send."""
         received = {n[:4]: n for n in needs(i, self._plan) if n.kind in RECEIVE_KINDS}.values()
-        messages = tuple(self._placed(send_of(n), len(unit.ran)) for n in received)
+        messages = tuple(self._find_positions(send_of(n), len(unit.ran)) for n in received)
         sends = tuple(
-            _Send(self._placed(s, len(unit.ran)), s.kind, s.stage, self._link(s), {})
+            _Send(self._find_positions(s, len(unit.ran)), s.kind, s.stage, self._link(s), {})
             for s in sends_after(i, self._plan)
             if s.span == i.span
         )
         return _Costs(messages, sends, {})
 
-    def _placed(self, send: Instruction, count: int) -> list[int]:
+    def _find_positions(self, send: Instruction, count: int) -> list[int]:
         """Return the positions of the messages like `send`."""
         return self._places.setdefault(send[:4], [-1] * count)
 
@@ -300,11 +300,11 @@ def run(order: CompiledProgram, prices: Prices) -> OperationLog:
                 "the program contains transfers, which can't be timed if several ranks share a wire and sends block; "
                 "pass the program without transfers"
             )
-        return run_queues(order.rows, prices, Bytes.untracked(order)).timed
+        return run_queues(order.rows, prices, Bytes.create_untracked(order)).timed
     by = SIMULATION_KERNELS.select(n)
     ran = Ran(by.fill(n), by.fill(n))
     clock = by.fill(order.plan.n_ranks)
-    by.run.fixed(by.read(order.table), by.read(prices.table), clock, order.make_wires(by), ran)
+    by.run.run_fixed_order(by.read(order.table), by.read(prices.table), clock, order.make_wires(by), ran)
     return OperationLog(*ran, range(n))
 
 
@@ -324,7 +324,7 @@ def ends_under(order: CompiledProgram, prices: Prices, busy: Array) -> Array:
     if by.takes_arrays:
         cases = prices.table.arrays._replace(busy=np.ascontiguousarray(busy), quick=prices.peak_rate_times(busy))
         ran = Ran(by.fill(n), by.fill(n))
-        by.run.every(order.table.arrays, cases, by.fill(order.plan.n_ranks), order.make_wires(by), ran, last)
+        by.run.run_many_costs(order.table.arrays, cases, by.fill(order.plan.n_ranks), order.make_wires(by), ran, last)
         return last
 
     def rows(size: int) -> Array:
@@ -334,7 +334,8 @@ def ends_under(order: CompiledProgram, prices: Prices, busy: Array) -> Array:
     wires = Wires(rows(links), rows(links) + EARLIEST_TIME, [0] * links, rows(order.message_offsets[-1]))
     ran, clock = Ran(rows(n), rows(n)), rows(order.plan.n_ranks)
     cases = prices.table.lists._replace(busy=busy.T, quick=prices.peak_rate_times(busy).T)
-    at_once = rebind_globals(kernel.fixed, max=np.maximum, leave=rebind_globals(kernel.leave, max=np.maximum))
+    departure = rebind_globals(kernel.compute_departure, max=np.maximum)
+    at_once = rebind_globals(kernel.run_fixed_order, max=np.maximum, compute_departure=departure)
     at_once(order.table.lists, cases, clock, wires, ran)
     ran.ends.max(axis=0, initial=0, out=last)
     return last

@@ -25,15 +25,15 @@ _GRID = "".join(
 _UNITS = ("share", "cores", "bytes", "bytes_per_s", "seconds", "hertz", "watts", "count", "per_s")
 
 
-def charts(ranks: Sequence[Curves]) -> str:
+def render_charts(ranks: Sequence[Curves]) -> str:
     """Return the charts of all metrics as HTML without scripts. Metrics that are always missing or 0 are left out."""
     names = dict.fromkeys(name for curves in ranks for name in curves.values)
-    shown = sorted((name for name in names if _most(ranks, name)), key=_importance)
+    shown = sorted((name for name in names if _find_maximum(ranks, name)), key=_sort_key)
     if not shown:
         return "<p>Nothing: no source could be read.</p>"
-    figures = [_figure(ranks, name) for name in shown]
-    legend = "".join(f'<li><i class="line {_colour(rank)}"></i>rank {rank}</li>' for rank in range(len(ranks)))
-    long = seconds_text(1e9 * _last(ranks))
+    figures = [_render_figure(ranks, name) for name in shown]
+    legend = "".join(f'<li><i class="line {_color_class(rank)}"></i>rank {rank}</li>' for rank in range(len(ranks)))
+    long = seconds_text(1e9 * _find_last_time(ranks))
     hint = f'<p class="hint">{escape(long)} from left to right; each chart ranges from 0 to its largest value.</p>'
     legend = f'<ul class="legend" aria-label="Ranks">{legend}</ul>'
     found = f'{legend}{hint}<div class="charts">{"".join(figures[:N_OPEN_CHARTS])}</div>'
@@ -43,7 +43,7 @@ def charts(ranks: Sequence[Curves]) -> str:
     return found
 
 
-def _importance(name: str) -> tuple[bool, bool, bool, bool]:
+def _sort_key(name: str) -> tuple[bool, bool, bool, bool]:
     """Return the sort key of a metric.
 
     Metrics that reveal neighbors on the device come first: times of stages, waits, and hardware counters.
@@ -56,24 +56,24 @@ def _importance(name: str) -> tuple[bool, bool, bool, bool]:
     )
 
 
-def _most(ranks: Sequence[Curves], name: str) -> float:
+def _find_maximum(ranks: Sequence[Curves], name: str) -> float:
     known = (abs(value) for curves in ranks for value in curves.values.get(name, ()) if value is not None)
     return max(known, default=0.0)
 
 
-def _last(ranks: Sequence[Curves]) -> float:
+def _find_last_time(ranks: Sequence[Curves]) -> float:
     """Return the time of the last sample of any rank in seconds."""
     return max((curves.times[-1] for curves in ranks if curves.times), default=0.0)
 
 
-def _figure(ranks: Sequence[Curves], name: str) -> str:
-    most, last = _most(ranks, name), _last(ranks)
-    title, unit = _words(name)
-    up_to = _text(most, unit)
+def _render_figure(ranks: Sequence[Curves], name: str) -> str:
+    most, last = _find_maximum(ranks, name), _find_last_time(ranks)
+    title, unit = _split_name(name)
+    up_to = _format_value(most, unit)
     spoken = f"{title}, up to {up_to}, in {seconds_text(1e9 * last)}, by rank"
     caption = f"<span>{escape(title)}</span><span>up to {escape(up_to)}</span>"
     lines = "".join(
-        line for rank, curves in enumerate(ranks) for line in _lines(rank, curves, name, last or 1.0, most or 1.0)
+        line for rank, curves in enumerate(ranks) for line in _draw_lines(rank, curves, name, last or 1.0, most or 1.0)
     )
     return (
         f'<figure><figcaption>{caption}</figcaption><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none" '
@@ -81,7 +81,7 @@ def _figure(ranks: Sequence[Curves], name: str) -> str:
     )
 
 
-def _lines(rank: int, curves: Curves, name: str, last: float, most: float) -> Iterable[str]:
+def _draw_lines(rank: int, curves: Curves, name: str, last: float, most: float) -> Iterable[str]:
     """Yield one line for every stretch without missing values, or a dot if a stretch has a single point."""
     stretches: list[list[tuple[float, float]]] = [[]]
     for time, value in zip(curves.times, curves.values.get(name, ()), strict=False):
@@ -94,24 +94,24 @@ def _lines(rank: int, curves: Curves, name: str, last: float, most: float) -> It
         tip = f"<title>rank {rank}</title>"
         if len(stretch) == 1:
             x, y = stretch[0]
-            yield f'<circle class="{_colour(rank)}" cx="{x:.1f}" cy="{y:.1f}" r="1.5">{tip}</circle>'
+            yield f'<circle class="{_color_class(rank)}" cx="{x:.1f}" cy="{y:.1f}" r="1.5">{tip}</circle>'
         else:
             points = " ".join(f"{x:.1f},{y:.1f}" for x, y in stretch)
-            yield f'<polyline class="{_colour(rank)}" points="{points}">{tip}</polyline>'
+            yield f'<polyline class="{_color_class(rank)}" points="{points}">{tip}</polyline>'
 
 
-def _colour(rank: int) -> str:
+def _color_class(rank: int) -> str:
     return f"rank{rank % _N_COLORS}"
 
 
-def _words(name: str) -> tuple[str, str]:
+def _split_name(name: str) -> tuple[str, str]:
     """Return the displayed name of a metric, and its unit."""
     unit = max((u for u in _UNITS if name.endswith(f"_{u}")), key=len, default="")
     bare = name.removesuffix(f"_{unit}") if unit else name
     return bare.replace("_", " ").replace(".", ": ", 1), unit
 
 
-def _text(value: float, unit: str) -> str:
+def _format_value(value: float, unit: str) -> str:
     if unit == "share":
         return f"{value:.0%}"
     if unit in ("bytes", "bytes_per_s"):
@@ -128,11 +128,11 @@ MESSAGE_LABELS = {Kind.SF: "activation sent", Kind.SB: "gradient sent"}
 
 def picture_json(record: RunRecord) -> str:
     """Return the data of the picture as JSON that is safe inside a script element."""
-    text = json.dumps(_picture(record), separators=(",", ":"))
+    text = json.dumps(_picture_data(record), separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def timelines(record: RunRecord) -> list[tuple[str, Timeline]]:
+def list_timelines(record: RunRecord) -> list[tuple[str, Timeline]]:
     """Return the displayed timelines by name: the measured one first, then the predicted one, and the replay last."""
     found = [] if record.measured is None else [(record.measured.name, record.measured)]
     if record.predicted is not None:
@@ -142,13 +142,13 @@ def timelines(record: RunRecord) -> list[tuple[str, Timeline]]:
     return found
 
 
-def _picture(record: RunRecord) -> dict[str, Any]:
-    shown = timelines(record)
+def _picture_data(record: RunRecord) -> dict[str, Any]:
+    shown = list_timelines(record)
     tables = _Tables()
     slowest = BottleneckRank.from_timeline(record.displayed_timeline)
     notes = {} if record.measured is None else PANEL_NOTES
     shares = record.siblings == 1
-    panels = [_panel(name, timeline, tables, notes.get(name, ""), shares) for name, timeline in shown]
+    panels = [_panel_data(name, timeline, tables, notes.get(name, ""), shares) for name, timeline in shown]
     return {
         "ranks": record.plan.n_ranks,
         "span": max(1, *(timeline.makespan for _, timeline in shown)),
@@ -158,7 +158,7 @@ def _picture(record: RunRecord) -> dict[str, Any]:
         "panels": panels,
         "labels": list(tables.labels),
         "spans": list(tables.spans),
-        "memory": _memory(record, *shown[0]),
+        "memory": _memory_data(record, *shown[0]),
     }
 
 
@@ -177,7 +177,7 @@ PANEL_NOTES = {"predicted": "before it ran", "replayed": "from the measured time
 """Notes in the headings of the simulated timelines that are shown next to a measured one."""
 
 
-def _panel(name: str, timeline: Timeline, tables: _Tables, note: str, has_bubble: bool) -> dict[str, Any]:
+def _panel_data(name: str, timeline: Timeline, tables: _Tables, note: str, has_bubble: bool) -> dict[str, Any]:
     kinds = {kind: number for number, kind in enumerate(Kind)}
     labels = Labels(timeline.plan, timeline.events)
     rows: list[Sequence[int]] = []
@@ -208,7 +208,7 @@ def _panel(name: str, timeline: Timeline, tables: _Tables, note: str, has_bubble
     }
 
 
-def _memory(record: RunRecord, name: str, timeline: Timeline) -> dict[str, Any] | None:
+def _memory_data(record: RunRecord, name: str, timeline: Timeline) -> dict[str, Any] | None:
     """Return the memory curves, or None if no bytes are known."""
     curves = memory_curves(timeline, record.costs)
     peaks = [max(size for _, size in curve) for curve in curves]

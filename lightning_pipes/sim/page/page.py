@@ -11,7 +11,7 @@ from typing import Protocol
 
 from lightning_pipes.cost.units import bytes_text, seconds_text
 from lightning_pipes.ir import Kind
-from lightning_pipes.sim.page.charts import MESSAGE_LABELS, charts, picture_json, timelines
+from lightning_pipes.sim.page.charts import MESSAGE_LABELS, list_timelines, picture_json, render_charts
 from lightning_pipes.sim.records.compare import BottleneckRank
 from lightning_pipes.sim.records.memory_use import estimate_alternatives
 from lightning_pipes.sim.records.record import RunRecord
@@ -58,7 +58,7 @@ class SimulatedAdvice(Protocol):
     def notes(self) -> Sequence[str]: ...
 
 
-def page(record: RunRecord, finding: SimulatedAdvice) -> str:
+def render_page(record: RunRecord, finding: SimulatedAdvice) -> str:
     """Return the whole page as HTML.
 
     Args:
@@ -67,32 +67,34 @@ def page(record: RunRecord, finding: SimulatedAdvice) -> str:
     """
     here = files(__package__)
     title = "Pipeline run" if record.measured else "Pipeline plan"
-    legend = [(kind, word) for kind, word in {**KIND_NAMES, **MESSAGE_LABELS}.items() if _seen(record, kind)]
+    legend = [(kind, word) for kind, word in {**KIND_NAMES, **MESSAGE_LABELS}.items() if _has_kind(record, kind)]
     return Template((here / "template.html").read_text(encoding="utf-8")).substitute(
         title=escape(f"{title}: {record.label or 'schedule of your own'}"),
-        subtitle=escape(_subtitle(record)),
+        subtitle=escape(_format_subtitle(record)),
         css=(here / "page.css").read_text(encoding="utf-8"),
         sentence=escape(finding.sentence),
         paste=f"<code>{escape(finding.proposed.call)}</code>" if finding.proposed else "",
         tiles="\n".join(
-            f'<div class="tile"><b>{escape(b)}</b><span>{escape(s)}</span></div>' for b, s in _tiles(record)
+            f'<div class="tile"><b>{escape(b)}</b><span>{escape(s)}</span></div>' for b, s in _list_tiles(record)
         ),
         legend="".join(f'<li><i style="background:var(--{kind}0)"></i>{escape(word)}</li>' for kind, word in legend),
-        described=escape(_described(record), quote=True),
-        sections="\n".join(_sections(record, finding)),
-        footer=escape(" ".join(filter(None, [_definitions(record), _world(record)]))),
+        described=escape(_describe_record(record), quote=True),
+        sections="\n".join(_list_sections(record, finding)),
+        footer=escape(" ".join(filter(None, [_list_definitions(record), _describe_links(record)]))),
         data=picture_json(record),
         script=(here / "page.js").read_text(encoding="utf-8"),
     )
 
 
-def _seen(record: RunRecord, kind: Kind) -> bool:
+def _has_kind(record: RunRecord, kind: Kind) -> bool:
     return any(
-        e.instruction.kind is kind and e.end > e.start for _, timeline in timelines(record) for e in timeline.events
+        e.instruction.kind is kind and e.end > e.start
+        for _, timeline in list_timelines(record)
+        for e in timeline.events
     )
 
 
-def _subtitle(record: RunRecord) -> str:
+def _format_subtitle(record: RunRecord) -> str:
     plan = record.plan
     m, rows = len(plan.spans(Kind.F, 0)), plan.jobs[0].rows
     stages = "" if plan.n_stages == plan.n_ranks else f", {plan.n_stages} stages"
@@ -100,7 +102,7 @@ def _subtitle(record: RunRecord) -> str:
     return ", ".join([*facts, *record.facts.values()])
 
 
-def _definitions(record: RunRecord) -> str:
+def _list_definitions(record: RunRecord) -> str:
     """Return the definitions of the terms on the page."""
     found = ["Times of operations are medians of the last steps."] if record.measured else []
     if record.siblings == 1:
@@ -113,14 +115,14 @@ def _definitions(record: RunRecord) -> str:
     return " ".join(found)
 
 
-def _world(record: RunRecord) -> str:
+def _describe_links(record: RunRecord) -> str:
     """Return a sentence that describes the link regimes of the simulation."""
     simulated = record.simulated_timeline
     meaning = "; ".join(f"{each.label}: {each.description}" for each in simulated.regimes or ())
     return f"Simulated with {meaning or simulated.regime}." if simulated.regime else ""
 
 
-def _scattered(record: RunRecord) -> Spread | None:
+def _draw_step_times(record: RunRecord) -> Spread | None:
     """Return the distribution of step times if the duration of each operation varies.
 
     The result is None if the step times hardly differ, or if the step has too many operations to be simulated
@@ -133,7 +135,7 @@ def _scattered(record: RunRecord) -> Spread | None:
     return found if found.mean > MIN_SCATTER_RATIO * found.steady else None
 
 
-def _tiles(record: RunRecord) -> list[tuple[str, str]]:
+def _list_tiles(record: RunRecord) -> list[tuple[str, str]]:
     shown, slowest = record.displayed_timeline, BottleneckRank.from_timeline(record.displayed_timeline)
     of = "" if shown.batches == 1 else f", of {shown.batches} batches that overlap in {seconds_text(shown.makespan)}"
     found = [
@@ -155,7 +157,7 @@ def _tiles(record: RunRecord) -> list[tuple[str, str]]:
         found.append((name, f"the slowest: {slowest.ratio:.2g}x {slowest.others}"))
     elif slowest.others:
         found.append(("No slow stage", f"{slowest.name} takes {slowest.ratio:.3g}x {slowest.others}"))
-    scattered = _scattered(record)
+    scattered = _draw_step_times(record)
     if scattered is not None:
         found.append(
             (
@@ -174,9 +176,9 @@ def _tiles(record: RunRecord) -> list[tuple[str, str]]:
     return found
 
 
-def _described(record: RunRecord) -> str:
+def _describe_record(record: RunRecord) -> str:
     slowest = BottleneckRank.from_timeline(record.displayed_timeline)
-    names = " and ".join(name for name, _ in timelines(record))
+    names = " and ".join(name for name, _ in list_timelines(record))
     step = seconds_text(record.displayed_timeline.step)
     return f"Timeline, {names}, of {record.plan.n_ranks} ranks; a step of {step}. {slowest}."
 
@@ -184,34 +186,34 @@ def _described(record: RunRecord) -> str:
 # ---- tables
 
 
-def _sections(record: RunRecord, finding: SimulatedAdvice) -> Iterable[str]:
-    yield _columns(_ranks(record), _stages(record))
+def _list_sections(record: RunRecord, finding: SimulatedAdvice) -> Iterable[str]:
+    yield _render_columns(_render_ranks(record), _render_stages(record))
     if record.queues_text:
-        yield _section("Inputs that waited", _queues(record))
+        yield _render_section("Inputs that waited", _render_queues(record))
     if finding.changes and finding.now:
-        yield _section("What was simulated", _changes(record, finding))
+        yield _render_section("What was simulated", _render_changes(record, finding))
     if finding.notes:
-        yield _section(
+        yield _render_section(
             "Notes", '<ul class="notes">' + "".join(f"<li>{escape(n)}</li>" for n in finding.notes) + "</ul>"
         )
     if record.choice:
-        yield _section("Why this schedule and this cut", f"<pre>{escape(record.choice)}</pre>")
+        yield _render_section("Why this schedule and this cut", f"<pre>{escape(record.choice)}</pre>")
     if record.monitored:
-        yield _section("Metrics from the monitors of ranks", charts(record.monitored))
+        yield _render_section("Metrics from the monitors of ranks", render_charts(record.monitored))
     if record.facts:
         pairs = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in record.facts.items())
-        yield _section("Settings", f"<dl>{pairs}</dl>")
+        yield _render_section("Settings", f"<dl>{pairs}</dl>")
 
 
-def _section(title: str, body: str) -> str:
+def _render_section(title: str, body: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{body}</section>"
 
 
-def _columns(*sections: str) -> str:
+def _render_columns(*sections: str) -> str:
     return f'<div class="columns">{"".join(sections)}</div>'
 
 
-def _table(heads: Mapping[str, bool], rows: Iterable[tuple[str, Sequence[str]]]) -> str:
+def _render_table(heads: Mapping[str, bool], rows: Iterable[tuple[str, Sequence[str]]]) -> str:
     """Return a table as HTML.
 
     Args:
@@ -229,7 +231,7 @@ def _table(heads: Mapping[str, bool], rows: Iterable[tuple[str, Sequence[str]]])
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _ranks(record: RunRecord) -> str:
+def _render_ranks(record: RunRecord) -> str:
     shown, slowest = record.displayed_timeline, BottleneckRank.from_timeline(record.displayed_timeline)
     peaks, alone = record.peak_bytes, record.siblings == 1
     predicted = record.predicted if record.measured and alone else None
@@ -252,10 +254,10 @@ def _ranks(record: RunRecord) -> str:
             *([bytes_text(measured[rank] or 0)] if measured else []),
         ]
         rows.append(("slow" if rank == slowest.rank and slowest.is_uneven else "", cells))
-    return _section("Ranks", _table(heads, rows) + _memory_hint(record, bool(measured)))
+    return _render_section("Ranks", _render_table(heads, rows) + _memory_hint(record, bool(measured)))
 
 
-def _queues(record: RunRecord) -> str:
+def _render_queues(record: RunRecord) -> str:
     heads = {"stage": False, "inputs": False, "waited, mean": True, "slack": True, "stalled": True, "for": True}
     rows = [
         (
@@ -272,7 +274,7 @@ def _queues(record: RunRecord) -> str:
         for q in record.displayed_timeline.input_queues
     ]
     note = "Inputs that had arrived when a rank turned to the stage. Slack is the least while the pipeline is full."
-    return _table(heads, rows) + f"<p>{note}</p>"
+    return _render_table(heads, rows) + f"<p>{note}</p>"
 
 
 def _memory_hint(record: RunRecord, measured: bool) -> str:
@@ -293,39 +295,39 @@ def _memory_hint(record: RunRecord, measured: bool) -> str:
     return f'<p class="hint">{escape(" ".join(texts))}</p>' if texts else ""
 
 
-def _stages(record: RunRecord) -> str:
+def _render_stages(record: RunRecord) -> str:
     plan = record.plan
-    kinds = [kind for kind in (Kind.F, Kind.B, Kind.I, Kind.W) if _seen(record, kind)]
+    kinds = [kind for kind in (Kind.F, Kind.B, Kind.I, Kind.W) if _has_kind(record, kind)]
     heads = {"stage": False, "layers": False} | {KIND_NAMES[kind]: True for kind in kinds} | {"share": True}
     by_stage = BottleneckRank.from_timeline(record.displayed_timeline).by_stage
     whole = sum(by_stage) or 1.0
-    took = _medians(record.displayed_timeline)
+    took = _compute_medians(record.displayed_timeline)
     rows = []
     for stage in range(plan.n_stages):
         span = plan.layers[stage] if plan.layers else None
-        names = _names(record, stage)
+        names = _format_names(record, stage)
         layers = "" if span is None else f"{span.start} to {span.stop - 1}" if span.rows > 1 else str(span.start)
         cells = [str(stage), f"{layers} {escape(names)}".strip()]
         cells += [seconds_text(took[kind, stage]) if (kind, stage) in took else "" for kind in kinds]
         rows.append(("", [*cells, f"{by_stage[stage] / whole:.0%}"]))
-    return _section("Stages, one micro-batch", _table(heads, rows))
+    return _render_section("Stages, one micro-batch", _render_table(heads, rows))
 
 
-def _names(record: RunRecord, stage: int) -> str:
+def _format_names(record: RunRecord, stage: int) -> str:
     if record.profile is None or not record.plan.layers:
         return ""
     names = [layer.name for layer in record.profile.layers[slice(*record.plan.layers[stage])]]
     return f"({', '.join(names)})" if len(names) <= 2 else f"({names[0]} ... {names[-1]})"
 
 
-def _medians(timeline: Timeline) -> dict[tuple[Kind, int], float]:
+def _compute_medians(timeline: Timeline) -> dict[tuple[Kind, int], float]:
     found: dict[tuple[Kind, int], list[int]] = {}
     for e in timeline.computations:
         found.setdefault((e.instruction.kind, e.instruction.stage), []).append(e.end - e.start)
     return {key: median(times) for key, times in found.items()}
 
 
-def _changes(record: RunRecord, finding: SimulatedAdvice) -> str:
+def _render_changes(record: RunRecord, finding: SimulatedAdvice) -> str:
     now = finding.now
     assert now is not None
     memory = now.peak_bytes is not None
@@ -347,4 +349,4 @@ def _changes(record: RunRecord, finding: SimulatedAdvice) -> str:
         cells += [bytes_text(row.peak_bytes or 0)] if memory else []
         rows.append(("slow" if row is now else "", [*cells, f"<code>{escape(row.call)}</code>"]))
     note = "All rows but the measured one are simulated with the median time of each operation."
-    return _table(heads, rows) + (f'<p class="hint">{note}</p>' if record.measured is not None else "")
+    return _render_table(heads, rows) + (f'<p class="hint">{note}</p>' if record.measured is not None else "")

@@ -67,7 +67,7 @@ def compare_timelines(predicted: Timeline, measured: Timeline) -> TimelineCompar
         predicted: the simulated timeline. Its name is used in texts, if it has one.
         measured: the measured timeline.
     """
-    medians = [_medians(t) for t in (predicted, measured)]
+    medians = [_compute_medians(t) for t in (predicted, measured)]
     moved = total = 0
     for row, other in zip(predicted.program().head, measured.program().head, strict=False):
         total += len(other)
@@ -83,7 +83,7 @@ def compare_timelines(predicted: Timeline, measured: Timeline) -> TimelineCompar
     )
 
 
-def _medians(timeline: Timeline) -> dict[tuple[Kind, int], float]:
+def _compute_medians(timeline: Timeline) -> dict[tuple[Kind, int], float]:
     times: dict[tuple[Kind, int], list[int]] = defaultdict(list)
     for e in timeline.events:
         times[e.instruction.kind, e.instruction.stage].append(e.end - e.start)

@@ -81,7 +81,7 @@ def timeline_of(data: object, what: str = "timeline") -> Timeline:
     regimes = check_type(f"{what}.regimes", found.get("regimes"), tuple[str, ...] | None)
     found["regimes"] = None if regimes is None else tuple(map(regime_named, regimes))
     plan = plan_of(found["plan"], f"{what}.plan")
-    events = tuple(_event(f"{what}.events[{n}]", row, plan) for n, row in enumerate(found["events"]))
+    events = tuple(_parse_event(f"{what}.events[{n}]", row, plan) for n, row in enumerate(found["events"]))
     if len(found["peak_bytes"]) not in (0, plan.n_ranks):
         raise InputError(f"{what}.peak_bytes has {len(found['peak_bytes'])} ranks, but the plan has {plan.n_ranks}")
     return Timeline(events, plan, found["peak_bytes"], found["name"], found["attributes"], found["regimes"])
@@ -115,9 +115,9 @@ def plan_of(data: object, what: str = "plan") -> Plan:
     kinds = {**field_types(Plan), "jobs": list[Any], "layers": pairs, "after": list[list[Any]], "spans": list[pairs]}
     found = check_json_fields(what, data, kinds, optional=["whole_forward"])  # missing in older files
     tables = [tuple(Span(*span) for span in spans) for spans in found.pop("spans")]
-    found["jobs"] = tuple(_cut(f"{what}.jobs[{n}]", job, tables) for n, job in enumerate(found["jobs"]))
+    found["jobs"] = tuple(_parse_cut(f"{what}.jobs[{n}]", job, tables) for n, job in enumerate(found["jobs"]))
     found["layers"] = tuple(Span(*span) for span in found["layers"])
-    found["after"] = dict(_waits(f"{what}.after[{n}]", row) for n, row in enumerate(found["after"]))
+    found["after"] = dict(_parse_waits(f"{what}.after[{n}]", row) for n, row in enumerate(found["after"]))
     return Plan(**found)
 
 
@@ -142,12 +142,12 @@ def costs_of(data: object, what: str = "costs") -> CostModel:
     kinds = {**field_types(CostModel), "seconds": list[tuple[str, int, Table]], "links": rows, "link": list[Any]}
     kinds |= {"each": rows, "scatter": list[tuple[str, int, tuple[float, ...]]]}
     found = check_json_fields(what, data, kinds, optional=["regime", "each", "scatter"])  # missing in older files
-    found["seconds"] = {(_kind(f"{what}.seconds", kind), stage): table for kind, stage, table in found["seconds"]}
-    found["links"] = dict(_between(f"{what}.links[{n}]", row) for n, row in enumerate(found["links"]))
-    found["link"] = _link(f"{what}.link", found["link"])
-    found["each"] = dict(_single(f"{what}.each[{n}]", row) for n, row in enumerate(found.get("each", ())))
+    found["seconds"] = {(_parse_kind(f"{what}.seconds", kind), stage): table for kind, stage, table in found["seconds"]}
+    found["links"] = dict(_parse_between(f"{what}.links[{n}]", row) for n, row in enumerate(found["links"]))
+    found["link"] = _parse_link(f"{what}.link", found["link"])
+    found["each"] = dict(_parse_single(f"{what}.each[{n}]", row) for n, row in enumerate(found.get("each", ())))
     found["scatter"] = {
-        (_kind(f"{what}.scatter", kind), stage): ratios for kind, stage, ratios in found.get("scatter", ())
+        (_parse_kind(f"{what}.scatter", kind), stage): ratios for kind, stage, ratios in found.get("scatter", ())
     }
     return CostModel(**found)
 
@@ -159,7 +159,7 @@ def _instruction_data(i: Instruction) -> list[Any]:
     return [i.kind.value, i.stage, i.job, i.batch, *i.span]
 
 
-def _instruction(where: str, data: object) -> Instruction:
+def _parse_instruction(where: str, data: object) -> Instruction:
     if not isinstance(data, list) or len(data) != 6 or not all(type(each) is int for each in data[1:]):
         raise InputError(
             f"{where} needs a kind, stage, job, batch, and the first and last sample, got {short_repr(data)}"
@@ -167,20 +167,20 @@ def _instruction(where: str, data: object) -> Instruction:
     kind, stage, job, batch, start, stop = data
     if min(stage, job, batch, start) < 0 or stop < start:
         raise InputError(f"{where} counts stages, jobs, batches and samples from 0, got {short_repr(data)}")
-    return Instruction(_kind(where, kind), stage, job, batch, Span(start, stop))
+    return Instruction(_parse_kind(where, kind), stage, job, batch, Span(start, stop))
 
 
-def _kind(where: str, name: object) -> Kind:
+def _parse_kind(where: str, name: object) -> Kind:
     if not isinstance(name, str) or name not in Kind.__members__:
         raise InputError(f"{where}: there is no instruction {short_repr(name)}; there is {', '.join(Kind)}")
     return Kind(name)
 
 
-def _event(where: str, row: object, plan: Plan) -> Event:
+def _parse_event(where: str, row: object, plan: Plan) -> Event:
     if not isinstance(row, list) or len(row) != 9 or not all(type(row[n]) is int for n in (0, 7, 8)):
         raise InputError(f"{where} needs a rank, an instruction, its start and its end, got {short_repr(row)}")
     rank, *data, start, end = row
-    i = _instruction(where, data)
+    i = _parse_instruction(where, data)
     if i.stage >= plan.n_stages or i.job >= len(plan.jobs) or plan.rank_of(i) != rank:
         raise InputError(f"{where}: the plan has no stage {i.stage} of job {i.job} on rank {short_repr(rank)}")
     if (
@@ -196,7 +196,7 @@ def _event(where: str, row: object, plan: Plan) -> Event:
     return Event(rank, i, start, end)
 
 
-def _cut(where: str, job: object, tables: Sequence[tuple[Span, ...]]) -> Cut:
+def _parse_cut(where: str, job: object, tables: Sequence[tuple[Span, ...]]) -> Cut:
     found = check_json_fields(where, job, {"rows": int, **dict.fromkeys(_COST_TABLES, tuple[int, ...])})
     for name in _COST_TABLES:
         if not all(0 <= number < len(tables) for number in found[name]):
@@ -206,24 +206,24 @@ def _cut(where: str, job: object, tables: Sequence[tuple[Span, ...]]) -> Cut:
     return Cut(found["rows"], *(tuple(tables[number] for number in found[name]) for name in _COST_TABLES))
 
 
-def _waits(where: str, row: Sequence[Any]) -> tuple[Instruction, tuple[Instruction, ...]]:
+def _parse_waits(where: str, row: Sequence[Any]) -> tuple[Instruction, tuple[Instruction, ...]]:
     if len(row) != 2 or not isinstance(row[1], list):
         raise InputError(
             f"{where} needs an instruction and a list of the instructions that it waits for, got {short_repr(row)}"
         )
-    return _instruction(where, row[0]), tuple(_instruction(where, each) for each in row[1])
+    return _parse_instruction(where, row[0]), tuple(_parse_instruction(where, each) for each in row[1])
 
 
-def _between(where: str, row: Sequence[Any]) -> tuple[tuple[int, int], Link]:
+def _parse_between(where: str, row: Sequence[Any]) -> tuple[tuple[int, int], Link]:
     pair = check_type(where, list(row[:2]), tuple[int, int])
-    return pair, _link(where, row[2:])
+    return pair, _parse_link(where, row[2:])
 
 
-def _single(where: str, row: Sequence[Any]) -> tuple[Instruction, float]:
-    return _instruction(where, list(row[:-1])), check_number(f"{where}, seconds,", row[-1] if row else None)
+def _parse_single(where: str, row: Sequence[Any]) -> tuple[Instruction, float]:
+    return _parse_instruction(where, list(row[:-1])), check_number(f"{where}, seconds,", row[-1] if row else None)
 
 
-def _link(where: str, values: Sequence[Any]) -> Link:
+def _parse_link(where: str, values: Sequence[Any]) -> Link:
     if len(values) > len(fields(Link)):
         raise InputError(f"{where}: a link has {len(fields(Link))} values, got {short_repr(values)}")
     return Link(*values)
@@ -449,7 +449,7 @@ class RunRecord:
         if found["profile"] is not None:
             found["profile"] = ModelProfile.from_dict(found["profile"])
         if "settings" in found:
-            found["settings"] = {name: _tuples(value) for name, value in found["settings"].items()}
+            found["settings"] = {name: _to_tuples(value) for name, value in found["settings"].items()}
         rows = found.get("monitored", ())
         found["monitored"] = tuple(curves_of(row, f"monitored[{n}]") for n, row in enumerate(rows))
         return cls(**found)
@@ -461,6 +461,6 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _tuples(value: Any) -> Any:
+def _to_tuples(value: Any) -> Any:
     """Convert lists to tuples, because JSON has only lists."""
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+    return tuple(map(_to_tuples, value)) if isinstance(value, list) else value

@@ -63,15 +63,15 @@ def save_png(timeline: Timeline, path: str | Path, other: Timeline | None = None
         title = panel.name or (name if other is not None else "")
         points = 72 * (width - _LEFT_EDGE - _RIGHT_EDGE) / span
         last = panel.makespan > most
-        part = _between(panel, panel.makespan - most, panel.makespan) if last else panel
+        part = _select_window(panel, panel.makespan - most, panel.makespan) if last else panel
         bubbles = panel.bubble if idle else ()
-        _panel(axis, part, span, points, partial(_shade, labels=Labels(panel.plan, panel.events)), bubbles)
+        _draw_panel(axis, part, span, points, partial(_choose_color, labels=Labels(panel.plan, panel.events)), bubbles)
         regime = panel.regime if panel.regimes else ""
         parts = (title, seconds_text(panel.makespan), f"the last {seconds_text(most)} of it" if last else "", regime)
         heading = ", ".join(filter(None, parts))
         axis.set_title(heading, loc="left", fontsize=10, pad=5)
-    _legend(axes[0], panels)
-    axes[-1].set_xlabel(f"time in {_unit(span)[0]}", fontsize=8)
+    _draw_legend(axes[0], panels)
+    axes[-1].set_xlabel(f"time in {_choose_unit(span)[0]}", fontsize=8)
     figure.subplots_adjust(
         left=_LEFT_EDGE / width,
         right=1 - _RIGHT_EDGE / width,
@@ -86,7 +86,7 @@ def _row_inches(timeline: Timeline) -> float:
     return 0.42 if timeline.plan.n_ranks <= 16 else 0.25
 
 
-def _unit(nanoseconds: int) -> tuple[str, float]:
+def _choose_unit(nanoseconds: int) -> tuple[str, float]:
     return next(((u, s) for u, s in (("s", 1e9), ("ms", 1e6), ("us", 1e3)) if nanoseconds >= s), ("ns", 1.0))
 
 
@@ -102,12 +102,12 @@ def draw_window(axis: Any, timeline: Timeline, start: int, stop: int, shade: Sha
     """
     figure = axis.get_figure()
     points = 72 * figure.get_size_inches()[0] * axis.get_position().width / (stop - start)
-    part = _between(replace(timeline, events=timeline.computations), start, stop)
-    _panel(axis, part, stop - start, points, shade, part.bubble)
-    axis.set_xlabel(f"time in {_unit(stop - start)[0]}", fontsize=8)
+    part = _select_window(replace(timeline, events=timeline.computations), start, stop)
+    _draw_panel(axis, part, stop - start, points, shade, part.bubble)
+    axis.set_xlabel(f"time in {_choose_unit(stop - start)[0]}", fontsize=8)
 
 
-def _between(timeline: Timeline, start: int, stop: int) -> Timeline:
+def _select_window(timeline: Timeline, start: int, stop: int) -> Timeline:
     """Return the part of `timeline` from `start` to `stop`."""
     kept = tuple(
         e._replace(start=max(e.start, start) - start, end=min(e.end, stop) - start)
@@ -117,7 +117,9 @@ def _between(timeline: Timeline, start: int, stop: int) -> Timeline:
     return replace(timeline, events=kept)
 
 
-def _panel(axis: Any, timeline: Timeline, span: int, points: float, shade: Shade, bubbles: Sequence[float]) -> None:
+def _draw_panel(
+    axis: Any, timeline: Timeline, span: int, points: float, shade: Shade, bubbles: Sequence[float]
+) -> None:
     """Draw one timeline.
 
     `points` is the size of a nanosecond on paper, and `bubbles` are the idle shares of the ranks.
@@ -125,7 +127,7 @@ def _panel(axis: Any, timeline: Timeline, span: int, points: float, shade: Shade
     from matplotlib.collections import PolyCollection
 
     labels = Labels(timeline.plan, timeline.events)
-    size = _unit(span)[1]
+    size = _choose_unit(span)[1]
     longest: dict[Kind, int] = defaultdict(int)  # either all numbers of a kind are shown, or none
     for e in timeline.computations:
         longest[e.instruction.kind] = max(longest[e.instruction.kind], len(labels.label_of(e.instruction)))
@@ -172,7 +174,7 @@ def _rows_of(e: Event) -> tuple[float, float]:
             return e.rank - half, e.rank + half
 
 
-def _shade(i: Instruction, labels: Labels) -> tuple[float, float, float]:
+def _choose_color(i: Instruction, labels: Labels) -> tuple[float, float, float]:
     """Return the color of the kind, lighter for later stages of a rank, and darker for every second job or batch."""
     from matplotlib.colors import to_rgb
 
@@ -184,7 +186,7 @@ def _shade(i: Instruction, labels: Labels) -> tuple[float, float, float]:
     return tuple(dark * (c + (1 - c) * light) for c in (r, g, b))  # type: ignore[return-value]
 
 
-def _legend(axis: Any, panels: list[Timeline]) -> None:
+def _draw_legend(axis: Any, panels: list[Timeline]) -> None:
     from matplotlib.patches import Patch
 
     used = {e.instruction.kind for t in panels for e in t.events if e.end > e.start}
@@ -218,17 +220,17 @@ def save_chrome_trace(timeline: Timeline, path: str | Path) -> None:
     for e in timeline.computations:
         first_use.setdefault(e.instruction, e)
     for rank in range(timeline.plan.n_ranks):
-        records.append(_meta("process_name", rank, 0, f"rank {rank}"))
-        records.append(_meta("thread_name", rank, 0, "compute"))
+        records.append(_metadata_entry("process_name", rank, 0, f"rank {rank}"))
+        records.append(_metadata_entry("thread_name", rank, 0, "compute"))
         records.append({"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}})
-    records += [_slice(e, 0, KIND_NAMES[e.instruction.kind], labels) for e in timeline.computations]
+    records += [_slice_entry(e, 0, KIND_NAMES[e.instruction.kind], labels) for e in timeline.computations]
     for number, e in enumerate(timeline.transfers):
         target = timeline.target_rank(e)
         thread, new = lanes.place(e, target)
         if new:
-            records.append(_meta("thread_name", e.rank, thread, f"to rank {target}"))
-        records.append(_slice(e, thread, "transfer", labels))
-        user = _user(e, timeline, first_use)
+            records.append(_metadata_entry("thread_name", e.rank, thread, f"to rank {target}"))
+        records.append(_slice_entry(e, thread, "transfer", labels))
+        user = _find_user(e, timeline, first_use)
         if user is not None:
             arrow = {"name": "message", "cat": "message", "id": number}
             records.append({**arrow, "ph": "s", "pid": e.rank, "tid": thread, "ts": e.start / 1e3})
@@ -266,7 +268,7 @@ class _Lanes:
         return thread, True
 
 
-def _user(e: Event, timeline: Timeline, first_use: dict[Instruction, Event]) -> Event | None:
+def _find_user(e: Event, timeline: Timeline, first_use: dict[Instruction, Event]) -> Event | None:
     i, plan = e.instruction, timeline.plan
     stage = target_stage(i.kind, i.stage)
     kinds = (Kind.F,) if i.kind is Kind.SF else (Kind.B, Kind.I)
@@ -278,7 +280,7 @@ def _user(e: Event, timeline: Timeline, first_use: dict[Instruction, Event]) -> 
     return min((u for u in users if u is not None), key=lambda u: u.start, default=None)
 
 
-def _slice(e: Event, thread: int, category: str, labels: Labels) -> dict[str, Any]:
+def _slice_entry(e: Event, thread: int, category: str, labels: Labels) -> dict[str, Any]:
     i = e.instruction
     return {
         "ph": "X",
@@ -292,5 +294,5 @@ def _slice(e: Event, thread: int, category: str, labels: Labels) -> dict[str, An
     }
 
 
-def _meta(name: str, rank: int, thread: int, value: str) -> dict[str, Any]:
+def _metadata_entry(name: str, rank: int, thread: int, value: str) -> dict[str, Any]:
     return {"ph": "M", "name": name, "pid": rank, "tid": thread, "args": {"name": value}}

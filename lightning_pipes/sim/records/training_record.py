@@ -70,7 +70,7 @@ class TrainingRecord:
         record = cls()
         for fit in sorted({path.name.partition("-")[0] for path in files}):
             mine = [path for path in files if path.name.startswith(f"{fit}-")]
-            lines = {path: [*_lines(path)] for path in mine}
+            lines = {path: [*_read_lines(path)] for path in mine}
             begins = [line["begins"] for of_file in lines.values() for line in of_file if "begins" in line]
             record._forget(min(begins, default=0))
             found: list[dict[str, list[Access]]] = []
@@ -79,7 +79,7 @@ class TrainingRecord:
                 for line in of_file:
                     record._add(line, path, found[-1])
             for layer in sorted({name for of_file in found for name in of_file}):
-                accesses = merge(*(of_file[layer] for of_file in found if layer in of_file), key=_batch)
+                accesses = merge(*(of_file[layer] for of_file in found if layer in of_file), key=_batch_key)
                 record.accesses[layer] += accesses
         return record
 
@@ -159,12 +159,13 @@ def compare_runs(a: TrainingRecord, b: TrainingRecord) -> RunComparison:
     hashes = sorted(a.hashes.keys() & b.hashes.keys(), key=lambda key: (key[0], natural_key(key[1])))
     if not losses and not hashes:
         raise InputError(
-            f"the two runs have no batch in common for which both have a loss or a hash: one has batches {_range(a)}, "
-            f"the other {_range(b)}. Record hashes at the same batches in both runs (every_n_batches)"
+            "the two runs have no batch in common for which both have a loss or a hash: one has batches "
+            f"{_format_range(a)}, the other {_format_range(b)}. Record hashes at the same batches in both "
+            "runs (every_n_batches)"
         )
     layers = sorted(a.accesses.keys() & b.accesses.keys(), key=natural_key)
     last = min(max((x.batch for each in r.accesses.values() for x in each), default=-1) for r in (a, b))
-    orders = tuple(name for name in layers if _until(a, name, last) != _until(b, name, last))
+    orders = tuple(name for name in layers if _accesses_until(a, name, last) != _accesses_until(b, name, last))
     counts = len(losses), len(hashes), len(layers)
     found: list[tuple[int, int, str | None, tuple[str, str]]] = []
     for batch in losses:
@@ -181,7 +182,7 @@ def compare_runs(a: TrainingRecord, b: TrainingRecord) -> RunComparison:
     return RunComparison(*counts, batch, layer, values, orders)
 
 
-def _batch(access: Access) -> int:
+def _batch_key(access: Access) -> int:
     return access.batch
 
 
@@ -190,16 +191,16 @@ def natural_key(name: str) -> list[tuple[bool, int, str]]:
     return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
 
 
-def _until(record: TrainingRecord, layer: str, last: int) -> list[Access]:
+def _accesses_until(record: TrainingRecord, layer: str, last: int) -> list[Access]:
     return [access for access in record.accesses[layer] if access.batch <= last]
 
 
-def _range(record: TrainingRecord) -> str:
+def _format_range(record: TrainingRecord) -> str:
     batches = [*record.losses, *(batch for batch, _ in record.hashes)]
     return f"{min(batches)} to {max(batches)}" if batches else "none"
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines of a file. The last line may be incomplete if the rank was killed, and is then ignored."""
     text = path.read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(text):

@@ -260,7 +260,7 @@ class PipelineReport:
             The paths of the files.
         """
         from lightning_pipes.sim import save_chrome_trace, save_png
-        from lightning_pipes.sim.page import page
+        from lightning_pipes.sim.page import render_page
 
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
@@ -272,7 +272,7 @@ class PipelineReport:
         save_png(self.measured, saved.picture, predicted, idle=alone)
         save_chrome_trace(self.measured, saved.trace)
         self.record.save(saved.record)
-        saved.page.write_text(page(self.record, self.advice), encoding="utf-8")
+        saved.page.write_text(render_page(self.record, self.advice), encoding="utf-8")
         return saved
 
     def __str__(self) -> str:

@@ -9,7 +9,7 @@ from lightning_pipes.ir import InputError
 from lightning_pipes.planning.advice import Advice, advise_run
 from lightning_pipes.planning.formatting import Progress
 from lightning_pipes.sim import save_png
-from lightning_pipes.sim.page import page
+from lightning_pipes.sim.page import render_page
 from lightning_pipes.sim.records.record import RunRecord
 
 
@@ -32,7 +32,7 @@ def write_pictures(
         save_png(record.displayed_timeline, check_writable(options.png))
         lines.append(f"picture: {options.png}")
     if options.html:
-        text = page(record, advice or advise_run(record, progress))
+        text = render_page(record, advice or advise_run(record, progress))
         check_writable(options.html).write_text(text, encoding="utf-8")
         lines.append(f"page: {options.html}")
     return lines

@@ -14,7 +14,7 @@ from lightning_pipes.ir import InputError
 from lightning_pipes.planning.advice import advise_run
 from lightning_pipes.planning.formatting import progress_bar
 from lightning_pipes.sim import compare_timelines
-from lightning_pipes.sim.page import page
+from lightning_pipes.sim.page import render_page
 from lightning_pipes.sim.records.compare import BottleneckRank
 from lightning_pipes.sim.records.record import RunRecord
 from lightning_pipes.tune.cli.command import Command, print_json
@@ -31,7 +31,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
     out = check_writable(options.out or str((where if where.is_dir() else where.parent) / "report.html"))
     with progress_bar("trying changes") as progress:
         advice = advise_run(record, progress)
-    out.write_text(page(record, advice), encoding="utf-8")
+    out.write_text(render_page(record, advice), encoding="utf-8")
     if options.open:
         webbrowser.open(out.resolve().as_uri())
     slowest, shown = BottleneckRank.from_timeline(record.displayed_timeline), record.displayed_timeline

@@ -64,8 +64,8 @@ class Dataset:
         lengths = {len(each) for each in vars(self).values()}
         if len(lengths) != 1 or self.rows.ndim != 2 or self.rows.shape[1] != len(FEATURE_NAMES) or not len(self.rows):
             raise InputError(
-                f"a dataset needs {len(FEATURE_NAMES)} columns, and one entry of every other field for each row; got rows of "
-                f"shape {self.rows.shape}"
+                f"a dataset needs {len(FEATURE_NAMES)} columns, and one entry of every other field for each row; got "
+                f"rows of shape {self.rows.shape}"
             )
         if not (np.isfinite(self.ratios) & (self.ratios > 0)).all():
             raise InputError("ratios of a dataset must be above 0 and finite")

@@ -10,7 +10,7 @@ from lightning_pipes.sim.predictor import (
     Task,
     TaskPrediction,
     WaitingSubnet,
-    admissible,
+    find_admissible,
 )
 
 
@@ -29,10 +29,10 @@ def backward(subnet: int, k: int = 0) -> Task:
 
 def test_the_first_that_may_run() -> None:
     waiting = queue(q3={1}, q4={1, 2}, q5=set(), q6=set())
-    assert admissible(waiting) == 5
-    assert admissible(waiting, frozenset([1])) == 3
-    assert admissible(queue(q3={1})) is None
-    assert admissible(queue(q0=set())) == 0
+    assert find_admissible(waiting) == 5
+    assert find_admissible(waiting, frozenset([1])) == 3
+    assert find_admissible(queue(q3={1})) is None
+    assert find_admissible(queue(q0=set())) == 0
 
 
 class TestInTurn:

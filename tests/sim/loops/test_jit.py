@@ -15,14 +15,14 @@ from lightning_pipes.sim.loops.kernel import SIMULATION_KERNELS
 
 SIMULATE = """
 from lightning_pipes.sim import load_kernel, makespan
-from lightning_pipes.sim.loops.kernel import KERNEL
+from lightning_pipes.sim.loops.kernel import SIMULATION_KERNELS
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.testing.generators import uniform
 import numba
 before = numba.config.CACHE_DIR
 plan, costs = uniform(2, 3, f=1, b=2)
 print(load_kernel(), makespan(GPipe().program(plan), plan, costs), numba.config.CACHE_DIR == before)
-stats = KERNEL.numba.run.fixed.stats
+stats = SIMULATION_KERNELS.numba.run.run_fixed_order.stats
 print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
 """
 

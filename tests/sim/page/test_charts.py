@@ -10,8 +10,8 @@ import pytest
 
 from lightning_pipes.ir import InputError
 from lightning_pipes.planning.advice import Advice
-from lightning_pipes.sim.page import page
-from lightning_pipes.sim.page.charts import charts
+from lightning_pipes.sim.page import render_page
+from lightning_pipes.sim.page.charts import render_charts
 from lightning_pipes.sim.records.record import RunRecord
 from lightning_pipes.sim.records.training_record import Curves
 from lightning_pipes.testing.generators import record_of
@@ -22,7 +22,7 @@ QUIET = Curves((0.0, 2.0), {WAIT: (0.0, 0.1), NEVER: (None, None), ZERO: (0.0, 0
 
 
 def test_a_line_for_each_rank_with_gaps_where_it_was_missing():
-    text = charts([SEEN, QUIET])
+    text = render_charts([SEEN, QUIET])
     assert text.count("<figure>") == 1  # a value that was never measured or always 0 is not shown
     assert "host: compute wait, up to 50%, in 4 s" in text
     lines = re.findall(r'<polyline class="(rank\d)" points="([^"]*)">', text)
@@ -41,7 +41,7 @@ def test_units_in_words():
         "host.compute_slices_per_s": (40.0,),
         "<b>": (1.0,),
     }
-    text = charts([Curves((1.0,), values)])
+    text = render_charts([Curves((1.0,), values)])
     for words in ("1 GiB", "1 MiB/s", "2 ms", "up to 3,", "350 watts", "40 a second", "&lt;b&gt;"):
         assert words in text, words
     assert text.index("pipeline: forward") < text.index("gpu: free")
@@ -49,14 +49,14 @@ def test_units_in_words():
 
 
 def test_nothing_was_seen():
-    assert "no source" in charts([Curves(), Curves()])
+    assert "no source" in render_charts([Curves(), Curves()])
 
 
 def test_a_page_has_them_where_there_was_a_monitor():
     record = record_of([2] * 6, 2, 4)
-    assert "Metrics from the monitors" not in page(record, Advice("Fine."))
+    assert "Metrics from the monitors" not in render_page(record, Advice("Fine."))
     seen = replace(record, monitored=(SEEN, QUIET))
-    assert "Metrics from the monitors" in page(seen, Advice("Fine."))
+    assert "Metrics from the monitors" in render_page(seen, Advice("Fine."))
 
 
 def test_records_keep_them(tmp_path):

@@ -32,13 +32,13 @@ def test_of_what_is_too_long_to_be_seen_the_end_is_drawn(tmp_path, monkeypatch, 
     plan, costs = uniform(1, 1, f=2, b=4)
     timeline = simulate(PipeDream().program(plan), plan, costs, batches=batches)
     drawn = []
-    panel = render._panel
+    panel = render._draw_panel
 
     def keeping(axis, part, span, *rest):
         drawn.append((part, span))
         panel(axis, part, span, *rest)
 
-    monkeypatch.setattr(render, "_panel", keeping)
+    monkeypatch.setattr(render, "_draw_panel", keeping)
     save_png(timeline, tmp_path / "x.png")
     ((part, span),) = drawn
     bars = 3 * batches  # a forward, a backward and a step
