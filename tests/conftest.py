@@ -137,7 +137,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
     if (ranks := sys.modules.get("lightning_pipes.testing.ranks")) is not None:
         models = [MODELS] if "transformers" in sys.modules else []
-        ranks.PRELOAD += [*(name for name in LATE if name in sys.modules), *models, "tests.warm"]
+        ranks.PRELOADED_MODULES += [*(name for name in LATE if name in sys.modules), *models, "tests.warm"]
 
 
 @pytest.hookimpl(tryfirst=True)
