@@ -47,6 +47,10 @@ NoFunctionModes: Any = torch._C.DisableTorchFunction
 """A context in which functions call neither a TorchFunctionMode nor `__torch_function__` of tensor subclasses."""
 BatchNorm = _BatchNorm
 """The base class of batch normalization with any number of dimensions."""
+set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = (
+    torch._C._autograd._unsafe_set_version_counter
+)
+"""Sets the numbers of in-place changes of tensors, as counted by torch."""
 
 
 def make_copy_on_write(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,11 +16,18 @@ import torch
 from torch import nn
 
 from lightning_pipes.engine.compute.sendable import check_sendable
+from lightning_pipes.engine.private_torch import set_versions
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.cuts.units.mode import Function
 from lightning_pipes.trainer.cuts.units.recording import DIFFERENTIATING, UnitLayout
 from lightning_pipes.trainer.cuts.units.trace import Done, Trace, tensors_of_call
-from lightning_pipes.trainer.cuts.units.traced_step import TracedStep, find_written, refuse_unit, versions_of
+from lightning_pipes.trainer.cuts.units.traced_step import (
+    TracedStep,
+    find_written,
+    refuse_unit,
+    version_of,
+    versions_of,
+)
 from lightning_pipes.trainer.cuts.units.values import STANDS_ON, storage_of
 from lightning_pipes.trainer.ranks.user_lines import user_line
 from lightning_pipes.trainer.results.generators import ModuleGenerators
@@ -335,9 +342,12 @@ class LazyStep(TracedStep):
         else:
             value = value.view_as(value) if value.requires_grad else value.detach()
         attributes = {name: each for name, each in vars(stand).items() if name != STANDS_ON}
+        version, is_state = version_of(stand), not stand.is_meta
         try:
             torch.utils.swap_tensors(stand, value)  # type: ignore[no-untyped-call]
             vars(stand).update(attributes)  # the attributes that the user's code has set
+            if is_state:  # a unit of an earlier stage has changed it in place, which `ModuleState` has to find
+                set_versions((stand,), (version + 1,))
         except RuntimeError as error:
             raise PipelineError(
                 f"a tensor of shape {tuple(value.shape)} is sent to another stage before unit {len(self.units)}, but "

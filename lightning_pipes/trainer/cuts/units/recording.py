@@ -17,12 +17,12 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry
 from torchmetrics import Metric
 
-from lightning_pipes.engine.private_torch import FakeTensor, TorchDispatchMode, in_functorch
+from lightning_pipes.engine.private_torch import BatchNorm, FakeTensor, TorchDispatchMode, in_functorch
 from lightning_pipes.ir import PipelineError, PlanError
 from lightning_pipes.trainer.cuts.units.fake_run import FakeRun, list_places
 from lightning_pipes.trainer.cuts.units.mode import Function, runs_as_whole
 from lightning_pipes.trainer.cuts.units.trace import TemplateLeaf, map_leaves, tensors_of, tensors_of_call
-from lightning_pipes.trainer.cuts.units.traced_step import TracedStep, version_of
+from lightning_pipes.trainer.cuts.units.traced_step import TracedStep, version_of, versions_of
 from lightning_pipes.trainer.cuts.units.values import has_attributes, storage_of
 from lightning_pipes.trainer.private_lightning import is_compiled
 from lightning_pipes.trainer.ranks.user_lines import user_line
@@ -75,7 +75,7 @@ class StepRecord:
         entered: the number of the first unit of each called module, by path.
         results: the keys of the values that the step returned.
         calls: for each module that is not a unit, by path, the first unit of each call and the unit behind the call.
-        stateful: paths of modules whose attributes the step has changed.
+        stateful: paths of modules whose attributes or buffers the step has changed.
         weight_memory: the memory locations of the parameters.
     """
 
@@ -155,6 +155,8 @@ class Recorder(TracedStep):
         self._running: str | None = None
         self._given: set[int] = set()
         self._used: set[str] = set()
+        self._merged: set[int] = set()
+        """The ids of the buffers whose values of micro-batches are merged, so that units must not change them."""
         self._left: dict[int, tuple[str, int]] = {}
         self._kept: list[Any] = []  # the ids of these tensors are in use, so that they must not be freed
         self.seen: list[RecordedUnit] = []
@@ -193,6 +195,9 @@ class Recorder(TracedStep):
         self.begin(batch)
         parts = {path: part for path, part in self._module.named_modules() if path}
         before = {path: _attributes(part) for path, part in parts.items()}
+        buffers = {path: _merged_buffers(part) for path, part in parts.items()}
+        versions = {path: versions_of(own) for path, own in buffers.items()}
+        self._merged = {id(b) for path, own in buffers.items() if not runs_as_whole(parts[path]) for b in own}
         hooks = [part.register_forward_pre_hook(self._enter(path)) for path, part in parts.items()]
         whole = {path: vars(part).get("forward") for path, part in parts.items() if path not in self._atomic}
         for path in whole:
@@ -223,7 +228,11 @@ class Recorder(TracedStep):
             self.entered,
             frozenset(results),
             {path: tuple(calls) for path, calls in self.calls.items()},
-            frozenset(path for path, part in parts.items() if not _are_same(before[path], _attributes(part))),
+            frozenset(
+                path
+                for path, part in parts.items()
+                if not _are_same(before[path], _attributes(part)) or versions_of(buffers[path]) != versions[path]
+            ),
             frozenset(where for where in self._memory_names if where is not None),
         )
 
@@ -329,6 +338,8 @@ class Recorder(TracedStep):
                 self.hidden.add(maker[0])
             elif self.values.is_placed(tensor):
                 self._used.update(filter(None, [self._names.get(id(tensor))]))
+                if id(tensor) in self._merged and version_of(tensor) != version:
+                    self.hidden.add(self._running)
             elif id(tensor) in self._given or maker == here:
                 continue
             elif self.values.is_value(tensor) or version_of(tensor) != version:
@@ -466,6 +477,14 @@ def _attributes(part: nn.Module) -> dict[str, tuple[Any, list[Any]]]:
     """Return the attributes of a module by name, each with its entries."""
     own = vars(part).items()
     return {name: (value, _entries(value)) for name, value in own if name not in ("_parameters", "_modules")}
+
+
+def _merged_buffers(part: nn.Module) -> list[torch.Tensor]:
+    """Return the buffers of a module that a step changes once per batch, and not once per micro-batch.
+
+    Running statistics of batch norms are an exception, and metrics combine the values of micro-batches themselves.
+    """
+    return [] if isinstance(part, (BatchNorm, Metric)) else [b for b in part._buffers.values() if b is not None]
 
 
 def _entries(value: Any) -> list[Any]:

@@ -286,6 +286,30 @@ def test_modules_that_no_border_divides_are_one_unit() -> None:
     assert not {"counting", "writing", "deferring"} & opened, "these leave something behind"
 
 
+class Counting(nn.Module):
+    """A layer without children that counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * self.scale
+
+
+def test_modules_that_change_their_buffers_are_opened() -> None:
+    """Check that a counter is no part of a unit, so that its values are merged. A batch norm is a unit."""
+    layers = nn.Sequential(nn.Linear(6, 6), Counting(), nn.Sequential(nn.Linear(6, 6), Counting()), nn.BatchNorm1d(6))
+    case = Case(layers, torch.ones(4, 6), lambda model, batch: model(batch).sum())
+    found = record(case)
+    assert found.atomic == ("0", "2.0", "3")
+    assert {"1", "2.1"} <= found.stateful
+    assert not any("calls" in name for unit in found.units for name in unit.weights)
+    assert merge_units(layers, found, (0,), ()).keys() == {"0", "2.0", "3"}
+
+
 CLOCK = VirtualClock()
 
 
