@@ -5,7 +5,7 @@ of weights. States that do not fit into the budget of the device are on the host
 A `Copier` moves the data on streams, on threads, or on a virtual clock, so that the engine and the simulator make the
 same decisions.
 
-    residency.expect_leases(keys)         # the keys of future leases in order, from a Program
+    residency.predict(keys)               # the keys of probable next leases, in order
     residency.lease(key, write=True)      # the state is on the device and stays there
     ...                                   # compute
     residency.release(key)                # the state may be evicted, and is written back first if it has changed
@@ -14,7 +14,6 @@ same decisions.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass
 from typing import Generic, Protocol, TypeVar
@@ -118,9 +117,9 @@ class _Held:
 class Residency(Generic[Key]):
     """The states of one device.
 
-    If `expect_leases` has announced future leases, the state whose next lease is furthest in the future is evicted
-    first (Belady). A state is never evicted for another one that is needed later. `predict` has the same effect for
-    leases that are only probable. Without either, the least recently used state is evicted.
+    The state whose predicted lease is furthest in the future is evicted first, which is the best order if predictions
+    are right (Belady). A state is never evicted for another one that is needed later. Without predictions, the least
+    recently used state is evicted.
 
     Args:
         budget: the bytes of the device that states may use.
@@ -140,9 +139,6 @@ class Residency(Generic[Key]):
         self._held: dict[Key, _Held] = {}
         self._used = 0
         self._turn = 0
-        self._coming: deque[Key] = deque()
-        self._uses: dict[Key, deque[int]] = {}
-        self._at = 0
         self._predicted: dict[Key, int] = {}  # position by key
         self._leaving: dict[Key, int] = {}  # tickets of states that are being written back
         for key, size in sizes.items():
@@ -189,12 +185,6 @@ class Residency(Generic[Key]):
         self._held[key] = _Held(None, self._turn, dirty=True, fresh=False)
         return waited
 
-    def expect_leases(self, keys: Iterable[Key]) -> None:
-        """Append keys to the sequence of expected leases."""
-        for key in keys:
-            self._uses.setdefault(key, deque()).append(self._at + len(self._coming))
-            self._coming.append(key)
-
     def predict(self, keys: Iterable[Key]) -> None:
         """Set the leases that will probably come next, in order. Other leases may come instead."""
         self._predicted = {key: at for at, key in enumerate(dict.fromkeys(keys))}
@@ -215,14 +205,8 @@ class Residency(Generic[Key]):
             The nanoseconds of waiting until the state is on the device.
 
         Raises:
-            PlanError: another lease was expected, or all states on the device are leased.
+            PlanError: all states on the device are leased.
         """
-        if self._coming:
-            if self._coming[0] != key:
-                raise PlanError(f"state {key} was leased, but {self._coming[0]} was expected")
-            self._coming.popleft()
-            self._uses[key].popleft()
-            self._at += 1
         held = self._held.get(key)
         if held is None:
             self.statistics.misses += 1
@@ -265,10 +249,10 @@ class Residency(Generic[Key]):
         than the loaded ones.
         """
         begun = 0
-        for key in dict.fromkeys(self._coming) if self._coming else self._predicted:
+        for key in self._predicted:
             if key in self._held:
                 continue
-            if not self._make_room(self._sizes[key], needed=self._next_use(key)):
+            if not self._make_room(self._sizes[key], needed=self._predicted.get(key, LAST_POSITION)):
                 self.statistics.refused += 1
                 break
             self._load(key)
@@ -314,12 +298,6 @@ class Residency(Generic[Key]):
                 self._copier.wait(self._store(key))
                 held.dirty = False
 
-    def _next_use(self, key: Key) -> int:
-        if not self._coming:
-            return self._predicted.get(key, LAST_POSITION)
-        uses = self._uses.get(key)
-        return uses[0] if uses else LAST_POSITION
-
     def _make_room(self, size: int, needed: int = -1) -> bool:
         """Evict states until there is room for `size` bytes, and return whether this is possible.
 
@@ -330,7 +308,7 @@ class Residency(Generic[Key]):
         for key in self._list_victims():
             if free >= size and places:
                 break
-            if self._next_use(key) <= needed:
+            if self._predicted.get(key, LAST_POSITION) <= needed:
                 return False
             leaves.append(key)
             free += self._sizes[key]
@@ -351,7 +329,7 @@ class Residency(Generic[Key]):
     def _list_victims(self) -> list[Key]:
         """Return the keys of the states that may be evicted, in the order of eviction."""
         free = [key for key, held in self._held.items() if not held.leased]
-        return sorted(free, key=lambda key: (-self._next_use(key), self._held[key].used))
+        return sorted(free, key=lambda key: (-self._predicted.get(key, LAST_POSITION), self._held[key].used))
 
     def _evict(self, key: Key) -> None:
         held = self._held.pop(key)

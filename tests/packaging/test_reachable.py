@@ -32,7 +32,6 @@ EXCEPTIONS = {
 """Modules that may be unreachable, and the reasons."""
 FUNCTION_EXCEPTIONS = {
     "lightning_pipes.engine.messages.bulk_transfer:BulkTransfer.set_gate": "holds transfers back in tests",
-    "lightning_pipes.engine.residency.swap:Swap.expect_leases": "gives tests an exact order of leases",
     "lightning_pipes.engine.watch.fault_points:Fault.to_environment": "writes variables that a process reads",
     "lightning_pipes.engine.watch.plain:_Writer.reducer_override": "called by the pickler",
     "lightning_pipes.engine.watch.plain:_reduce_tensor": "called by the pickler, through `reducer_override`",
@@ -41,7 +40,6 @@ FUNCTION_EXCEPTIONS = {
     "lightning_pipes.ir.clock:sleep": "replaced together with the other functions of the clock in tests",
     "lightning_pipes.ir.clock:use_clock": "replaces the clock in tests",
     "lightning_pipes.planning.partition:with_layer": "named by the documentation of `PipelineStrategy.adopt`",
-    "lightning_pipes.sim.residency:Residency.expect_leases": "gives tests an exact order of leases",
 }
 """Functions, classes and methods that may be unreachable, and the reasons."""
 OWN_PACKAGES = ("lightning_pipes", "hydra_plugins", "builtins")

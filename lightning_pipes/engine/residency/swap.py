@@ -100,7 +100,7 @@ class Swap(Generic[Key]):
     """States of any kind by key, which share the memory of a device.
 
         swap.add(key, Binding(module, optimizers, device))
-        swap.expect_leases(keys)                # or predict(keys)
+        swap.predict(keys)
         with swap.lease_state(key, write=True):
             ...                                 # the module computes on the device
         swap.prefetch_states()
@@ -281,10 +281,6 @@ class Swap(Generic[Key]):
         if state.made:
             self._spare = state.host
 
-    def expect_leases(self, keys: Iterable[Key]) -> None:
-        """Announce the leases that follow the announced leases. No other leases are allowed."""
-        self._residency.expect_leases(keys)
-
     def predict(self, keys: Iterable[Key]) -> None:
         """Announce the keys of probable next leases in order. Unknown keys are skipped."""
         self._residency.predict(key for key in keys if key in self._states)
@@ -306,7 +302,7 @@ class Swap(Generic[Key]):
             write: whether the block changes the state.
 
         Raises:
-            PlanError: there is no room, or another lease was expected.
+            PlanError: there is no room.
         """
         self.acquire(key, write)
         try:

@@ -18,6 +18,7 @@ from lightning_pipes.engine.residency.binding import Binding
 from lightning_pipes.engine.residency.copier import ThreadCopier
 from lightning_pipes.engine.residency.swap import Swap
 from lightning_pipes.ir import PipelineError, PlanError
+from tests.sim.lease_order import LeaseOrder
 
 CPU = torch.device("cpu")
 WIDTH, DEPTH, BATCHES = 24, 6, 7
@@ -66,6 +67,7 @@ class Layers:
 
     swap: Swap[Hashable] | None = None
     layers: list[nn.Module] = field(default_factory=list)
+    leases: LeaseOrder | None = None
 
     def order(self) -> list[int]:
         """Return the layers that a batch uses, in order."""
@@ -73,10 +75,10 @@ class Layers:
 
     @contextmanager
     def on_device(self, number: int, write: bool) -> Iterator[None]:
-        if self.swap is None:
+        if self.swap is None or self.leases is None:
             yield
             return
-        with self.swap.lease_state(("layer", number), write):
+        with self.swap.lease_state(self.leases.begin_next(), write):
             yield
         self.swap.prefetch_states()
 
@@ -85,9 +87,10 @@ class Layers:
         if self.swap is not None:
             for number, (layer, optimizer) in enumerate(zip(self.layers, optimizers, strict=True)):
                 self.swap.add(("layer", number), Binding(layer, [optimizer], CPU))
+            self.leases = LeaseOrder(self.swap)
         for x in inputs():
-            if self.swap is not None:
-                self.swap.expect_leases(("layer", number) for number in self.order())
+            if self.leases is not None:
+                self.leases.extend(("layer", number) for number in self.order())
             entered: list[torch.Tensor] = []
             for number in range(DEPTH):
                 entered.append(x)

@@ -17,6 +17,7 @@ from lightning_pipes.engine.residency.swap import Swap
 from lightning_pipes.ir import PipelineError, PlanError
 from tests.cases import for_each
 from tests.engine.residency.virtual import Plain, Virtual
+from tests.sim.lease_order import LeaseOrder
 
 CPU = torch.device("cpu")
 MILLI = 1_000_000
@@ -87,13 +88,13 @@ def swapped(jobs: list[Job], copier: SlabCopier, slots: int, rounds: int, ahead:
     swap: Swap[int] = Swap(1 << 30, copier, CPU, slots=slots, poison=True)
     for job, binding in zip(jobs, bindings, strict=True):
         swap.add(job.number, binding)
-    swap.expect_leases([job.number for _ in range(rounds) for job in jobs for _ in range(2)])
+    order = LeaseOrder(swap, [job.number for _ in range(rounds) for job in jobs for _ in range(2)])
     if ahead:
         swap.prefetch_states()
     for _ in range(rounds):
         for job in jobs:
             for part in ((job.forward, job.backward), (job.update,)):
-                with swap.lease_state(job.number, write=True):
+                with swap.lease_state(order.begin_next(), write=True):
                     if ahead:
                         swap.prefetch_states()
                     for do in part:
