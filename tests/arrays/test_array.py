@@ -125,7 +125,7 @@ def begun_before_computing(rank: int, siblings: int, size: int) -> list[int]:
     return found
 
 
-def test_nobody_computes_while_the_first_siblings_begin() -> None:
+def test_no_sibling_computes_while_the_first_ones_begin() -> None:
     """Check that no sibling computes before all of the first siblings have begun.
 
     Later siblings begin while others compute.
@@ -275,7 +275,7 @@ def test_rounds() -> None:
 
 
 @pytest.mark.slow
-def test_rounds_go_on_without_those_that_fail_or_end() -> None:
+def test_rounds_continue_without_siblings_that_fail_or_end() -> None:
     """Check rounds with more siblings than places, early stops, and failures of every kind."""
     jobs = [Job(n, batch=(8, 20, 5)[n % 3], harm=harm, microbatches=1) for n, harm in enumerate(["", *HARMS, ""])]
     for values, errors, alone, *_ in run_ranks(

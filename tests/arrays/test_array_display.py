@@ -56,7 +56,7 @@ def test_endless_data_have_no_total(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("more", "total"), [({"max_epochs": -1, "max_steps": 3, "accumulate_grad_batches": 4}, 12), ({"max_steps": 15}, 15)]
 )
-def test_the_total_is_that_of_the_run(more: dict[str, int], total: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_total_equals_the_run(more: dict[str, int], total: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Check that the total is correct even after a sanity check, during which Lightning cannot compute it."""
     display = ArrayDisplay(shown=True)
     display.update_sibling(0, trainer(-1, num_training_batches=float("inf")))
@@ -66,7 +66,7 @@ def test_the_total_is_that_of_the_run(more: dict[str, int], total: int, capsys: 
     assert f"6/{total}" in capsys.readouterr().err
 
 
-def test_who_had_nothing_to_do_has_not_ended(capsys: pytest.CaptureFixture[str]) -> None:
+def test_idle_sibling_has_not_ended(capsys: pytest.CaptureFixture[str]) -> None:
     """Check that siblings that do not count are missing from the number of ended siblings."""
     display = ArrayDisplay(shown=True)
     display.end_sibling(0, counts=True)

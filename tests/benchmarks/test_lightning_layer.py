@@ -54,7 +54,7 @@ def test_a_pair_counts_if_neither_step_was_disturbed_on_any_rank() -> None:
         ([], 4, "in 4 of 4 pairs"),
     ],
 )
-def test_what_is_not_valid_says_so(overheads: list[float], pairs: int, reason: str) -> None:
+def test_invalid_measurement_has_a_reason(overheads: list[float], pairs: int, reason: str) -> None:
     found = explain_invalid(overheads, pairs, 200.0)
     assert found.startswith("not valid: ") == bool(reason)
     assert reason in found

@@ -30,7 +30,7 @@ def test_functions_take_the_parameters_of_their_figures(paper: str) -> None:
         assert set(figure.quick) <= set(figure.parameters)
 
 
-def test_the_analysis_of_kfkb_is_that_of_its_page(monkeypatch, capsys) -> None:
+def test_analysis_of_kfkb_equals_its_page(monkeypatch, capsys) -> None:
     """Compare with the drawings of two stages and with the table of four in strategies/kfkb/README.md."""
     run(monkeypatch, "kfkb", "f2", "--json", "--set", "cases=((2, 4), (4, 16))")
     lines = capsys.readouterr().out.splitlines()
@@ -52,7 +52,7 @@ def test_the_list_and_mistakes(monkeypatch, capsys) -> None:
         assert said in capsys.readouterr().err
 
 
-def test_systems_of_dynpipe_beside_a_neighbour() -> None:
+def test_systems_of_dynpipe_next_to_a_neighbour() -> None:
     """Check two stages with eight micro-batches, of which the last one becomes twice as slow.
 
     A step takes the time of the slower stage for each micro-batch. The first stage also waits for the last one after

@@ -75,7 +75,7 @@ def by_bucket(buckets: int, whole: float, backward: float) -> float:
 
 @for_each("buckets", [1, 2, 7])
 @for_each("backward", [0.0, 0.01, 0.05, 0.3, 2.0])
-def test_buckets_leave_while_backward_goes_on(buckets, backward):
+def test_buckets_leave_while_backward_continues(buckets, backward):
     place = Deployment.from_cluster(EIGHT, ranks=2, replicas=4)
     size = np.array(float(buckets * BUCKET_BYTES))
     whole = float(place.all_reduce_seconds(0, size))

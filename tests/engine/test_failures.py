@@ -57,7 +57,7 @@ def train(rank: int, what: str, victim: int, transport_name: str) -> None:
 @pytest.mark.parametrize("victim", range(RANKS))
 @pytest.mark.parametrize("what", ["raise", "kill", "interrupt"])
 @pytest.mark.parametrize("transport", ["local", "gloo"])
-def test_everybody_ends(what: str, victim: int, transport: str) -> None:
+def test_all_ranks_end(what: str, victim: int, transport: str) -> None:
     """After a failure of one rank, all ranks end within 10 seconds, and their errors name that rank."""
     outcomes = watch_ranks(train, RANKS, what, victim, transport, timeout=30)
     for o in outcomes:

@@ -82,7 +82,7 @@ def test_gradients(name: str, settings: dict[str, Any], ranks: int, microbatches
 
 
 @pytest.mark.parametrize(("name", "settings"), [("ready", {}), ("ready", {"alternate": False}), ("gpipe", {})])
-def test_gradients_are_those_of_1f1b_to_the_bit(name: str, settings: dict[str, Any]) -> None:
+def test_gradients_are_bitwise_equal_to_1f1b(name: str, settings: dict[str, Any]) -> None:
     """The gradients equal the gradients of 1F1B bit by bit, because every stage runs the micro-batches in order."""
     found = []
     for chosen in (("1f1b", {}), (name, settings)):

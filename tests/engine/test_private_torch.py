@@ -299,7 +299,7 @@ def test_the_generator_around_a_checkpoint() -> None:
     assert seen[3:] == ["runs", "runs"]
 
 
-def test_references_of_python_are_counted_without_those_of_the_graph() -> None:
+def test_references_of_python_are_counted_without_the_graph() -> None:
     """A reference from the autograd graph does not change the count, and a second name adds one."""
     held = {0: torch.ones(3, requires_grad=True) * 1}
     alone = private.count_python_references(held[0])  # an assert would add a reference

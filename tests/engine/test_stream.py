@@ -226,7 +226,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("what", PLANS)
-def test_weights_are_those_of_one_after_another(what: str) -> None:
+def test_weights_equal_one_after_another(what: str) -> None:
     """The weights equal the weights of sequential training bit by bit, although batches overlap."""
     plan, layers = PLANS[what], model()
     pipe = Loopback(plan, Jumbled(len(what)), lambda r: stages_of(plan, r, layers))

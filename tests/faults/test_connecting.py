@@ -112,7 +112,7 @@ def one_goes_on(rank: int, folder: str, who: int) -> str:
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_rank_that_goes_on_alone_hears_that_the_other_has_ended(who, tmp_path):
+def test_rank_that_continues_alone_learns_that_the_other_has_ended(who, tmp_path):
     """A rank that starts another run alone, as with `if trainer.is_global_zero: trainer.test()`, gets an error."""
     outcomes = watch_ranks(one_goes_on, 2, str(tmp_path), who, timeout=60)
     assert outcomes[1 - who].value == "through"
@@ -148,7 +148,7 @@ def no_threads(rank: int) -> str:
     return "through"
 
 
-def test_a_failure_is_told_without_a_new_thread():
+def test_failure_is_reported_without_a_new_thread():
     """A rank that cannot start threads still reports its failure to the other rank."""
     other, own = run_ranks(no_threads, 2, timeout=40)
     assert own == "MemoryError: no room"

@@ -28,7 +28,7 @@ def faults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 @pytest.mark.slow  # test_connecting.py and test_kills.py have similar tests without separate interpreters
 @pytest.mark.parametrize("name", CASES)
-def test_all_end_and_go_on(name, faults):
+def test_all_end_and_continue(name, faults):
     case = faults.Case(number=0, launcher="lightning", ranks=2, victim=1, act="kill", nth=2, **CASES[name])
     result = faults.try_one(case, SOON, faults.undisturbed(case.kind, 2))
     assert result.happened

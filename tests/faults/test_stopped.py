@@ -117,7 +117,7 @@ def test_a_stopped_rank_is_declared_dead(name, outcomes):
 
 # If one rank stops before the other has reached its place, the other waits for it and rightly declares it dead.
 @pytest.mark.parametrize("name", [pytest.param("all for a while", marks=pytest.mark.slow), "busy"])
-def test_who_was_only_late_is_not_declared_dead(name, outcomes):
+def test_late_rank_is_not_declared_dead(name, outcomes):
     """Ranks that are busy, or that are all stopped together, complete their training without an error."""
     for o in outcomes[name]:
         assert o.error == ""
@@ -125,7 +125,7 @@ def test_who_was_only_late_is_not_declared_dead(name, outcomes):
     assert outcomes[name][0].seconds > CASES[name].timeout
 
 
-def test_silence_is_measured_in_the_time_of_who_listens():
+def test_silence_is_measured_by_the_clock_of_the_listener():
     """Time in which the listening process itself was stopped does not count as silence of the other process."""
     silence = StallTimer(gap=2.0)
     assert [silence.stalled_seconds(7, now) for now in (100.0, 101.0, 102.5)] == [0.0, 1.0, 2.5]

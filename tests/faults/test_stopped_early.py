@@ -25,7 +25,7 @@ QUICK = "rank 0 of torchrun's"
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == QUICK else pytest.mark.slow) for name in CASES]
 )
-def test_who_is_stopped_before_ranks_have_met(name: str, tmp_path: Path) -> None:
+def test_rank_that_is_stopped_before_ranks_are_connected(name: str, tmp_path: Path) -> None:
     """The run ends in less than half of `timeout`, with an error that names the stopped rank and its process."""
     usual = {"number": 0, "kind": "fit", "form": "full", "ranks": 2, "act": "stop", "phase": "launch"}
     case = faults.Case(**{**usual, **CASES[name]})

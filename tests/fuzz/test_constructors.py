@@ -577,7 +577,7 @@ def wrong(seed: int, cases: int, doors: Sequence[Door] = DOORS) -> list[str]:
     return sorted({each for each in found if each})
 
 
-def test_what_makes_no_sense_is_named_at_once():
+def test_invalid_arguments_are_named_immediately():
     """Check that arguments that make no sense are named in an error, without much memory."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     found = wrong(0, FEW) + wrong(0, FEW, OF_SUPERNETS)

@@ -313,7 +313,7 @@ def _compared(seeds: list[int], folder: str) -> list[str]:
     return problems
 
 
-def test_random_trainings_end_as_in_one_process_or_say_why():
+def test_random_trainings_equal_one_process_or_are_refused():
     found = compared(list(range(FEW)))
     assert not found, "\n\n".join(found)
 

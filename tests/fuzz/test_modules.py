@@ -106,7 +106,7 @@ def test_every_kind_of_piece_is_drawn_unless_it_is_switched_off():
         assert causes & drawn or all(map(is_off, causes)), name
 
 
-def test_what_is_switched_off_says_why():
+def test_disabled_modules_have_a_reason():
     """Check that each cause that is switched off has a reason, and is not drawn."""
     assert all(reason for reason in OFF.values())
     drawn = {cause for seed in range(300) for cause in random_module(seed).causes}

@@ -44,7 +44,7 @@ def test_order_and_messages() -> None:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "pipedream"])
-def test_times_and_versions_are_those_of_stages_with_one_rank(name: str) -> None:
+def test_times_and_versions_equal_stages_with_one_rank(name: str) -> None:
     schedule = make_schedule(name)
     assert isinstance(schedule, Schedule)
     base = solve_plan(Problem(schedule, 3, 12, 4))

@@ -101,7 +101,7 @@ def script(folder: Path, *launcher: str, stops: str = "") -> Iterator[Script]:
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2")
 
 
-def test_who_can_not_host_the_store_ends_and_all_that_it_has_started(tmp_path, monkeypatch):
+def test_rank_that_can_not_host_the_store_ends_with_all_that_it_has_started(tmp_path, monkeypatch):
     """If the port of the store is in use, rank 0 ends with an error, together with all processes that it started."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -115,7 +115,7 @@ def test_who_can_not_host_the_store_ends_and_all_that_it_has_started(tmp_path, m
 
 
 @pytest.mark.slow
-def test_who_raises_ends_though_a_stopped_rank_owes_it_an_answer(tmp_path):
+def test_failing_rank_ends_although_a_stopped_rank_does_not_answer(tmp_path):
     """A rank ends although it waits in a collective call for a stopped rank, which it declares dead."""
     with script(tmp_path, stops="training1") as run:
         run.send(signal.SIGSTOP, 1, "training")
@@ -125,7 +125,7 @@ def test_who_raises_ends_though_a_stopped_rank_owes_it_an_answer(tmp_path):
     assert "Traceback" not in said  # only the failed rank would print one
 
 
-def test_who_is_stopped_before_ranks_have_met_is_not_waited_for(tmp_path):
+def test_rank_that_is_stopped_before_ranks_are_connected_is_not_awaited(tmp_path):
     """A rank that was stopped before it connected is detected by its process state, as it has sent no heartbeat yet."""
     with script(tmp_path, stops="started1") as run:
         run.send(signal.SIGSTOP, 1, "started")
@@ -137,7 +137,7 @@ def test_who_is_stopped_before_ranks_have_met_is_not_waited_for(tmp_path):
 
 
 @pytest.mark.slow  # tests/faults/test_errors.py tests the same with ranks
-def test_sigterm_is_no_success(tmp_path):
+def test_sigterm_is_not_a_success(tmp_path):
     """After SIGTERM, the launcher has the exit status 143, and a complete checkpoint was saved."""
     with script(tmp_path) as run:
         run.send(signal.SIGTERM, 0, "training")
@@ -148,7 +148,7 @@ def test_sigterm_is_no_success(tmp_path):
 
 
 @pytest.mark.slow
-def test_ctrl_c_is_no_death_of_a_rank(tmp_path):
+def test_ctrl_c_is_not_the_death_of_a_rank(tmp_path):
     """Ctrl-C ends the run with KeyboardInterrupt, and no rank is reported as killed.
 
     A terminal sends the signal to all processes, and Lightning then kills the ranks that it has started.
@@ -202,7 +202,7 @@ def test_a_terminated_rank_is_a_failure_for_torchrun(tmp_path):
     assert (tmp_path / "left.ckpt").exists()
 
 
-def test_who_was_started_by_a_rank_is_no_rank(monkeypatch):
+def test_process_started_by_a_rank_is_not_a_rank(monkeypatch):
     """A process that a rank has started is not treated as a rank, although it inherits the environment of the rank."""
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv(launcher.LAUNCHER, str(os.getpid()))

@@ -49,7 +49,7 @@ def test_each_attempt_agrees_on_a_name_of_its_own(store):
     assert len(set(names)) == 3
 
 
-def test_who_asks_again_at_once_is_not_given_the_same_name(store):
+def test_immediate_second_request_gets_another_name(store):
     """Ranks that immediately agree on a second name get a different one."""
 
     def twice(rank: int) -> list[str]:
@@ -91,7 +91,7 @@ def test_a_requeued_slurm_job_keeps_its_name(environment):
     assert not run_name().startswith("slurm")
 
 
-def test_who_comes_after_the_launcher_has_died_says_so(environment):
+def test_rank_that_comes_after_the_death_of_the_launcher_reports_it(environment):
     """A rank whose launcher has ended raises an error that names the launcher."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # no process listens
@@ -148,7 +148,7 @@ def test_a_launcher_that_is_stopped_while_ranks_meet_is_not_waited_for_without_e
         host.stdout.close()
 
 
-def test_who_was_alive_and_has_ended_is_not_waited_for(monkeypatch):
+def test_ended_rank_is_not_awaited(monkeypatch):
     """A rank that was alive and has ended is reported immediately.
 
     Ended processes of an earlier attempt, which were never seen alive, are not counted as ranks of this attempt.

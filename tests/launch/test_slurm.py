@@ -79,7 +79,7 @@ def wanted(tmp_path_factory: pytest.TempPathFactory, scheduler: Scheduler) -> di
 
 
 @pytest.mark.parametrize("victims", [(0, 1), (1,)])
-def test_a_requeued_job_goes_on(victims, tmp_path, scheduler, wanted):
+def test_requeued_job_continues(victims, tmp_path, scheduler, wanted):
     """A job that is requeued at the end of an epoch continues with the same losses from its checkpoint."""
     first = job(tmp_path, scheduler.path, "requeue", "epoch end", victims)
     assert (tmp_path / "calls").read_text() == f"requeue {JOB}\n"  # once, by rank 0

@@ -128,7 +128,7 @@ def check_near(found: Training, wanted: Training) -> None:
 
 
 @pytest.mark.parametrize("rendezvous", ["c10d", pytest.param("static", marks=pytest.mark.slow)])
-def test_a_restart_goes_on_where_the_dead_one_was(rendezvous, undisturbed, tmp_path):
+def test_restart_continues_where_the_dead_run_ended(rendezvous, undisturbed, tmp_path):
     """After a rank was killed, torchrun restarts the training, which gives the same results bit by bit."""
     options = []  # the default of torchrun on one host is c10d
     if rendezvous == "static":
@@ -141,7 +141,7 @@ def test_a_restart_goes_on_where_the_dead_one_was(rendezvous, undisturbed, tmp_p
 
 
 @pytest.mark.slow
-def test_fewer_stages_go_on_when_a_host_is_gone(undisturbed, tmp_path):
+def test_fewer_stages_continue_if_a_host_is_gone(undisturbed, tmp_path):
     """An elastic run loses a host and continues with two stages on one host instead of four on two, up to rounding."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -19,7 +19,7 @@ def the_one(place: str) -> list[Path]:
 
 
 @pytest.mark.parametrize("line", DRAWN)
-def test_what_is_called_is_in_its_file(line):
+def test_called_functions_are_in_their_files(line):
     names, place = re.match(r" *(.+?) {2,}(\w+/[\w/.]*)", line).groups()
     (path,) = [path for path in the_one(place) if "strategies" not in path.parts]
     sources = [path] if path.suffix == ".py" else sorted(path.glob("*.py"))

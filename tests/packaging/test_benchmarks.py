@@ -58,7 +58,7 @@ def defined(source: Path) -> frozenset[str]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(FOLDER)))
-def test_what_a_benchmark_imports_is_there(path):
+def test_imports_of_a_benchmark_exist(path):
     assert missing(path) == []
 
 

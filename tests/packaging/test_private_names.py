@@ -120,7 +120,7 @@ def test_a_new_one_is_found(code: str) -> None:
     assert foreign({"lightning_pipes/tune/studies/private_optuna.py": ast.parse(code)}) == []
 
 
-def test_what_is_ours_is_not_meant() -> None:
+def test_own_names_are_not_reported() -> None:
     code = "class A:\n    def __init__(self): self._x = 1\ndef f(a): return a._x"
     assert foreign({"lightning_pipes/trainer/new.py": ast.parse(code)}) == []
 

@@ -20,7 +20,7 @@ DRAWN = [drawing for path in [*SCHEDULES, *(ROOT / name for name in LOOPS)] for 
 
 
 @pytest.mark.parametrize("drawing", DRAWN, ids=str)
-def test_it_is_drawn_anew(drawing):
+def test_figure_is_up_to_date(drawing):
     assert drawing.shown == drawing.anew(), f"draw it anew:\n{drawing.anew()}"
 
 

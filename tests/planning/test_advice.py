@@ -77,7 +77,7 @@ def test_a_slow_stage_is_named_with_the_layers_to_move():
     assert advice.proposed.seconds < advice.now.seconds
 
 
-def test_siblings_are_told_of_a_slow_stage_only():
+def test_siblings_only_get_advice_on_a_slow_stage():
     slow, even = (advise_run(replace(record_of(times, 4, 8), siblings=3)) for times in (SLOW_THIRD, [2] * 12))
     assert slow.sentence.startswith(
         "Stage 2 takes 2x the time of the others: give it less to do (now partition=[3, 6, 9]). This was one of up to 3"
@@ -101,7 +101,7 @@ def test_a_slow_device_gets_fewer_layers():
     assert [span.rows for span in cut] == [5, 3, 4] or [span.rows for span in cut] == [4, 3, 5]
 
 
-def test_without_layer_times_it_says_what_equal_stages_would_bring():
+def test_without_layer_times_advice_has_the_gain_of_equal_stages():
     record = record_of(SLOW_THIRD, 4, 8, known=False)
     advice = advise_run(record)
     even = advise_run(record_of([30 / 12] * 12, 4, 8)).now.seconds  # the same work, evenly distributed
@@ -118,7 +118,7 @@ def test_a_slow_link_is_named():
     assert advice.proposed.arguments["schedule"] == "deep"
 
 
-def test_a_large_bubble_asks_for_more_micro_batches():
+def test_large_bubble_suggests_more_micro_batches():
     advice = advise_run(record_of([2] * 8, 4, 8, known=False))
     assert advice.sentence.startswith("Ranks idle 3")
     assert "16 micro-batches" in advice.sentence
@@ -135,7 +135,7 @@ def scattered(record: RunRecord) -> RunRecord:
 
 
 @pytest.mark.parametrize("times", [[2] * 8, SLOW_THIRD, [2] * 4])
-def test_the_bubble_that_is_told_is_the_measured_one(times):
+def test_reported_bubble_is_the_measured_one(times):
     """Check that the sentence reports the measured bubble.
 
     The bubble of the simulated step is only in the table of simulated steps.
@@ -149,7 +149,7 @@ def test_the_bubble_that_is_told_is_the_measured_one(times):
     assert "The predicted gains of changes may be off by the same amount" in note
 
 
-def test_the_advice_is_the_fastest_row_or_says_why_not():
+def test_advice_is_the_fastest_row_or_gives_the_reason():
     """Check several runs, of which most get a proposal of a single change.
 
     The advice then states the further gain of the fastest change.
@@ -219,7 +219,7 @@ def test_one_rank():
     assert advice.sentence.startswith("There is one rank only")
 
 
-def test_progress_is_told():
+def test_progress_is_reported():
     told = []
     advise_run(record_of([2] * 4, 2, 4), lambda what, done: told.append(done))
     assert told == sorted(told)

@@ -35,7 +35,7 @@ def test_never_worse_than_trying_everything(seed):
     assert all(peak <= device.memory for peak, device in zip(choice.fit.peak_bytes, p.cluster.devices, strict=True))
 
 
-def test_partitions_of_equal_weight_are_told_apart():
+def test_partitions_of_equal_weight_are_distinguished():
     """Check a case in which several partitions have the same weight but different step times.
 
     There are eight equal layers on four ranks, one of which is slow. With any cut, some stage takes as long as three
@@ -82,7 +82,7 @@ def test_stale_gradients_are_weighed_against_faster_batches():
     assert any("never reaches the target" in option.why_not for option in never.options)
 
 
-def test_the_table_says_why():
+def test_table_has_reasons():
     model, ranks, rows, cluster = random_problem(3)
     choice = choose_option(model, ranks, rows, cluster)
     text = str(choice)
@@ -175,7 +175,7 @@ def test_a_variant_that_is_too_large_is_left_out_by_name(monkeypatch: pytest.Mon
     assert "hanayo waves=1 (32)" in text
 
 
-def test_a_search_that_has_simulated_enough_says_what_it_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limited_search_lists_options_that_it_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "LARGE_STEP_FORWARDS", 10)
     monkeypatch.setattr(search, "MAX_SIMULATED_FORWARDS", 100)
     monkeypatch.setattr(search, "RELATED_TIME_RATIO", np.inf)

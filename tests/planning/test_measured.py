@@ -154,7 +154,7 @@ def test_nothing_recorded_is_nothing_known():
     assert averages.lag == 0
 
 
-def test_bytes_are_those_of_the_base():
+def test_bytes_equal_the_base():
     averages = Averages()
     samples, _, costs = step()
     averages.add(samples)

@@ -67,7 +67,7 @@ def test_one_slow_operation_counts_where_it_is() -> None:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zero_bubble", "kfkb", "interleaved"])
-def test_equal_durations_are_those_of_the_simulator(name: str) -> None:
+def test_equal_durations_match_the_simulator(name: str) -> None:
     made, plan = replay(name, 4, 8, 2)
     schedule = make_schedule(name)
     assert isinstance(schedule, Schedule)

@@ -59,7 +59,7 @@ def exhaustive(found, current, costs, unsteady, hysteresis=0.01):
 
 @for_each("unsteady", [0.0, 0.8])
 @for_each("seed", range(30))
-def test_the_choice_is_that_of_simulating_everything(seed, unsteady):
+def test_choice_equals_simulating_everything(seed, unsteady):
     """Check equal stages, and stages whose times differ so much that no order is close to the bound.
 
     The ranker simulates only a few candidates, but must decide as if it had simulated all.

@@ -222,7 +222,7 @@ def test_a_prediction_is_not_the_replay():
     assert RECORD.replayed.makespan == pytest.approx(RECORD.measured.makespan, rel=1e-3)
 
 
-def test_without_a_prediction_the_page_says_so():
+def test_page_reports_a_missing_prediction():
     why = "the layers were not measured before training"
     text = render_page(replace(RECORD, predicted=None, unpredicted=why), NOTHING)
     assert tiles_of(text)[why] == "No prediction"

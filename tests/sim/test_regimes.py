@@ -111,7 +111,7 @@ class TestByName:
             make("blockin")
         assert all(regime.value in str(caught.value) for regime in Regime)
 
-    def test_of_a_cluster_it_is_that_of_its_links(self):
+    def test_regime_of_a_cluster_is_the_regime_of_its_links(self):
         plan = tiny_plan(3, 4)
         for regime in Regime:
             cluster = Cluster((Device(),) * 3, inside=Link(1e9), regime=regime)

@@ -64,7 +64,7 @@ def test_any_number_of_microbatches_is_not_slower_than_1f1b(m, waves):
 
 
 @pytest.mark.parametrize(("p", "waves"), [(4, 1), (4, 2), (8, 1)])
-def test_beside_interleaved_with_as_many_stages(p, waves):
+def test_compared_with_interleaved_with_the_same_number_of_stages(p, waves):
     """Compare with interleaved 1F1B that has the same number of stages.
 
     Hanayo sends no messages where a wave turns, and its fullest rank holds the same number of activations.

@@ -156,7 +156,7 @@ def test_pruning():
         KFKB(prune="all")
 
 
-def test_says_what_is_missing():
+def test_error_names_missing_bytes():
     plan, costs = problem()
     costs = replace(costs, weight_bytes=(100, 100, 400, 100))
     with pytest.raises(PlanError) as caught:

@@ -154,7 +154,7 @@ class TestLimitsForMemory:
         assert found == (12, 5, 5, 1)
         assert max(simulate(Ready(limits=found), plan, costs).peak_bytes) <= 1150
 
-    def test_says_what_is_missing(self):
+    def test_error_names_missing_bytes(self):
         plan, costs = self.costs()
         with pytest.raises(
             PlanError, match=r"stage 2 has 1.06 KiB and needs 1.07 KiB for one micro-batch of 1 samples"

@@ -81,7 +81,7 @@ def test_bubble_of_the_paper(p, extra, f, i, w):
 
 @for_each(("f", "i", "w"), [(1, 1, 2), (2, 2, 3), (1, 3, 2), (3, 1, 2), (1, 4, 9), (0, 1, 1)])
 @for_each("p", [1, 2, 3, 4, 8])
-def test_bubble_where_weights_take_longer(p, f, i, w):
+def test_bubble_if_weights_take_longer(p, f, i, w):
     assert bubble(p, 2 * p, f, i, w) == (p - 1) * max(f + i - w, f, i)
 
 

@@ -40,7 +40,7 @@ def made(seed: int = 0) -> Evolution:
     return Evolution(SPACE, population=20, parents=5, mutation=0.2, seed=seed)
 
 
-def test_it_gets_better_by_what_it_is_told() -> None:
+def test_reported_losses_improve_it() -> None:
     """Check that later subnets have smaller losses than the first generation."""
     explorer = made()
     found = [loss(subnet.choices) for subnet in run(SubnetStream(explorer), 300)]
@@ -64,7 +64,7 @@ def test_descendants_come_from_the_best_of_generations_that_are_over() -> None:
 
 
 @pytest.mark.parametrize("told", [0, 7, 20, 47])
-def test_it_goes_on_from_a_checkpoint(told: int) -> None:
+def test_it_continues_from_a_checkpoint(told: int) -> None:
     """Check that an evolution that is restored from a checkpoint chooses the same subnets as without a break."""
     whole = run(SubnetStream(made(3)), 80)
     stream = SubnetStream(made(3))

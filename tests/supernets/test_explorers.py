@@ -41,7 +41,7 @@ def test_uniform_is_the_same_everywhere_and_fair() -> None:
             assert abs(count - 6000 * p) < 5 * (6000 * p * (1 - p)) ** 0.5
 
 
-def test_a_list_ends_or_begins_anew() -> None:
+def test_list_ends_or_begins_again() -> None:
     """Check that a list of subnets repeats if requested, and raises an error at its end otherwise."""
     given = [(0, 0, 0), (1, 2, 4)]
     assert taken(FromList(given, SPACE, repeat=True), 3) == [*given, given[0]]
@@ -80,7 +80,7 @@ def wrong() -> Iterator[tuple[int, ...]]:
         (wrong, "candidate 3 of block 1"),
     ],
 )
-def test_a_producer_that_ends_or_fails_says_where(source: Any, said: str) -> None:
+def test_producer_that_ends_or_fails_reports_the_position(source: Any, said: str) -> None:
     """Check the errors of a source of subnets that ends, fails, or yields a wrong choice."""
     stream = SubnetStream(FromIterable(source(), SPACE))
     assert [next(stream).choices for _ in range(2)] == [*ending()]

@@ -99,7 +99,7 @@ def validated(rank: int) -> tuple[float, float, int, tuple[float, float]]:
     return logged, mean, max(0, more), (strategy.report.bubble_replayed, strategy.report.bubble_measured)
 
 
-def test_a_killed_rank_ends_all_and_training_goes_on_on_more() -> None:
+def test_killed_rank_ends_all_and_training_continues_on_more() -> None:
     folder, wanted = mkdtemp(), plain("sequential", SHORT, (30,))
     outcomes = watch_ranks(cut, 2, 2, "sequential", SHORT, folder, None, 34, timeout=60)
     assert "exit code -9" in outcomes[0].error
@@ -129,7 +129,7 @@ def severed(rank: int, folder: str) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.root
 @pytest.mark.skipif(bool(namespaces.unavailable_reason()), reason=namespaces.unavailable_reason())
-def test_both_ends_of_a_cut_link_end_and_training_goes_on() -> None:
+def test_both_ends_of_a_cut_link_end_and_training_continues() -> None:
     folder, wanted = mkdtemp(), plain("sequential", SHORT, (30,))
     with namespaces.Hosts(2) as hosts:
         outcomes = hosts.watch_ranks(severed, folder, timeout=200)

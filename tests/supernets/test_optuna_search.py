@@ -25,7 +25,7 @@ def run(stream: SubnetStream, count: int) -> list[Subnet]:
     return found
 
 
-def test_it_searches_and_goes_on_from_a_checkpoint() -> None:
+def test_it_searches_and_continues_from_a_checkpoint() -> None:
     """Check that Optuna finds better subnets, and the same ones after its state was restored."""
     explorer = made()
     whole = run(SubnetStream(explorer), 60)
@@ -38,7 +38,7 @@ def test_it_searches_and_goes_on_from_a_checkpoint() -> None:
         assert run(other, 60 - told) == whole[told:]
 
 
-def test_a_loss_that_is_no_number_is_a_failed_trial() -> None:
+def test_loss_that_is_not_a_number_fails_the_trial() -> None:
     explorer = made()
     stream = SubnetStream(explorer)
     for subnet in [next(stream) for _ in range(10)]:

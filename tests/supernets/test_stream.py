@@ -52,7 +52,7 @@ class Stalls(Explorer):
         return (0, 0)
 
 
-def test_a_stream_that_stalls_says_so() -> None:
+def test_stalled_stream_is_reported() -> None:
     """Check the error if an explorer does not choose in time."""
     explorer = Stalls()
     stream = SubnetStream(explorer, timeout=0.05)

@@ -102,7 +102,9 @@ def refused(rank: int, schedule: str | CSP, ranks: int, recompute: bool, device_
         ("csp", 1, False, 900, "PlanError: no room on the device for layers .* Give MemorySwap more device_bytes"),
     ],
 )
-def test_says_what_is_missing(schedule: str | CSP, ranks: int, recompute: bool, device_bytes: int, says: str) -> None:
+def test_error_names_the_missing_setting(
+    schedule: str | CSP, ranks: int, recompute: bool, device_bytes: int, says: str
+) -> None:
     """Check that errors name the setting that swapping needs."""
     assert re.search(says, run_ranks(refused, ranks, schedule, ranks, recompute, device_bytes, timeout=60)[0])
 

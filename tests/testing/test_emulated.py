@@ -111,7 +111,7 @@ class TestFidelity:
         assert found.between == pytest.approx(overheads.between)
         assert found.message == pytest.approx(overheads.message, rel=0.1)
 
-    def test_regret_is_beside_the_best_measured(self, fidelity):
+    def test_regret_is_relative_to_the_best_measured(self, fidelity):
         cell = fidelity.equal_stages("1f1b")
         candidates = [fidelity.Candidate(cell, 1.0, t, t == 1.1) for t in (1.0, 1.1, 1.2)]
         assert fidelity.regret(candidates) == pytest.approx(0.1)

@@ -90,7 +90,7 @@ def processes_gone(pids: list[int]) -> None:
         time.sleep(0.02)
 
 
-def test_it_ends_with_whoever_started_it():
+def test_it_ends_with_the_process_that_started_it():
     parent = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     pids = [int(word) for word in parent.stdout.readline().split()]
@@ -131,7 +131,7 @@ def test_mistakes(arguments, message):
 
 
 @pytest.mark.skipif(why_no_quota() is not None, reason=f"no quotas here: {why_no_quota()}")
-def test_a_weight_is_told_to_the_kernel():
+def test_weight_is_passed_to_the_kernel():
     """The weight of a quota is written to the file of its control group, for both versions of control groups."""
     with Neighbour("spin") as there, Quota(None, there.pids[0], 1000) as quota:
         new, old = quota._group / "cpu.weight", quota._group / "cpu.shares"

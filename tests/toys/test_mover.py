@@ -100,7 +100,7 @@ def test_everything_is_as_in_a_run_that_drains_and_moves_nothing(schedule: str) 
 
 
 @pytest.mark.parametrize("schedule", MOVERS)
-def test_training_goes_on_from_right_before_and_right_after_a_move(schedule: str) -> None:
+def test_training_continues_from_directly_before_and_after_a_move(schedule: str) -> None:
     """Trainings resumed from checkpoints directly before and after a move give the same results bit by bit."""
     for (moved, *_), _, (before, layers, *_), (after, *_) in results(schedule):
         assert [layers[n] for n in (0, 9, 11)] == [NINE[1], NINE[1], NINE[0]]

@@ -170,7 +170,7 @@ def overlaps(events: list[Any]) -> int:
 
 
 @pytest.mark.parametrize("ranks", CUTS)
-def test_weights_are_those_of_one_after_another(ranks: int) -> None:
+def test_weights_equal_one_after_another(ranks: int) -> None:
     """The weights equal the weights of plain PyTorch bit by bit, although batches overlap."""
     weights, losses, validated = one_after_another()
     found = run_ranks(fit, ranks, ranks, mkdtemp(), timeout=120)

@@ -101,7 +101,7 @@ def test_sizes_and_orders_that_differ_fail_every_sibling() -> None:
         assert "give a job array its jobs in the same order" in dict(siblings)[1]
 
 
-def test_a_job_that_is_no_function() -> None:
+def test_job_that_is_not_a_function() -> None:
     with pytest.raises(PlanError, match="job 1 of the array is None"):
         list(JobArray[Any](2).run([lambda: 1, None, lambda: 2]))  # type: ignore[list-item]
 

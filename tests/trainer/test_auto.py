@@ -329,7 +329,7 @@ def test_a_short_batch_keeps_to_sizes_that_can_be_run() -> None:
         assert [span.rows for span in made.plans().for_rows(6)[0].spans(Kind.F, 0)] == sizes
 
 
-def test_the_report_says_what_was_predicted() -> None:
+def test_report_has_the_prediction() -> None:
     for found in runs():
         text, record = found["auto"]["report"]
         made = found["auto"]["decision"]

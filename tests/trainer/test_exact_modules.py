@@ -44,13 +44,13 @@ def train_all(rank: int, kinds: list[type[Exact]], folder: str) -> list[Found]:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[type[Exact], list[Found]]:
     """Return the results of both ranks for each selected module."""
-    kinds = selected_values(test_training_is_that_of_one_process, "kind")
+    kinds = selected_values(test_training_equals_one_process, "kind")
     found = run_ranks(train_all, 2, kinds, str(tmp_path_factory.mktemp("exact")), timeout=30 + 3 * len(kinds))
     return {kind: list(of_ranks) for kind, *of_ranks in zip(kinds, *found, strict=True)}
 
 
 @pytest.mark.parametrize("kind", MODULES, ids=lambda kind: kind.__name__)
-def test_training_is_that_of_one_process(kind: type[Exact], ranks: dict[type[Exact], list[Found]]) -> None:
+def test_training_equals_one_process(kind: type[Exact], ranks: dict[type[Exact], list[Found]]) -> None:
     """A module trains as in one process, without warnings about differences, and is cut by units only if expected."""
     found = ranks[kind]
     assert [each.get("error") for each in found] == [None, None]

@@ -347,7 +347,7 @@ class FailingLayer(Lit):
         (Lit, 1, "die", "rank 1"),
     ],
 )
-def test_everybody_ends_when_one_fails(module, rank, how, said):
+def test_all_ranks_end_if_one_fails(module, rank, how, said):
     """If one rank fails, all ranks end soon, and the error messages of the other ranks name this failure."""
     more = {"callbacks": [Failing(rank, how)]}
     outcomes = watch_ranks(fit, 3, module, 3, {}, more, timeout=30)

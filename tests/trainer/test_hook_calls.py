@@ -144,7 +144,7 @@ def differing(found: list[Any], wanted: list[Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("case", [pytest.param("plain", marks=pytest.mark.slow), "clipped, accumulated"])
-def test_calls_are_those_of_one_process(case: str, tmp_path: Path) -> None:
+def test_calls_equal_one_process(case: str, tmp_path: Path) -> None:
     """A pipeline on one device, and the rank of the last stage of two, make the same calls as one process."""
     wanted = calls(1, lambda: "auto", str(tmp_path), CASES[case])
     assert differing(calls(1, pipeline, str(tmp_path), CASES[case]), wanted) == []

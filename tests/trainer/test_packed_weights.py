@@ -113,7 +113,7 @@ class MarkedWeight(nn.Parameter):
     """A parameter without data other than its values, of a class that selects its weight decay."""
 
 
-def test_a_class_of_parameters_is_no_sign_of_more_than_values():
+def test_class_of_parameters_does_not_imply_packed_values():
     """A subclass of Parameter is not packed by itself; integer values or a tensor attribute make it packed."""
     values = torch.ones(2, 2)
     packed = PackedWeight(values.to(torch.uint8), requires_grad=False)

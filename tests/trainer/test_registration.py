@@ -14,7 +14,7 @@ from tests.trainers import make_trainer
 
 
 @pytest.mark.parametrize("name", ["pipeline_1f1b", "pipeline_auto", "PipelineStrategy"])
-def test_fabric_says_what_to_use_instead(name):
+def test_fabric_names_the_alternative(name):
     with pytest.raises(PlanError, match=r"Fabric\(strategy='.*training_step, and use lightning.pytorch.Trainer\(strat"):
         L.Fabric(accelerator="cpu", devices=2, strategy=name)
 

@@ -190,7 +190,7 @@ def test_layers_of_dynpipe_move() -> None:
         assert out["steps"] == BATCHES
 
 
-def test_who_can_replan() -> None:
+def test_schedules_that_can_replan() -> None:
     """`replan` is refused for schedules that always replan, schedules without a fixed order, and unknown settings."""
     assert PipelineStrategy("kfkb", replan={"every": 7})._request.replanner.every == 7  # type: ignore[union-attr]
     assert PipelineStrategy("kfkb")._request.replanner is None

@@ -142,7 +142,7 @@ class Layerwise(torch.optim.SGD):
                 p.data -= group["lr"] * p.grad / p.grad.norm()
 
 
-def test_optimizers_are_told_apart_by_what_they_do():
+def test_optimizers_are_distinguished_by_their_effect():
     """Optimizers that step each element independently are accepted; optimizers that need whole tensors are refused."""
     weights = [nn.Parameter(torch.randn(3, 5)), nn.Parameter(torch.randn(7)), nn.Parameter(torch.zeros(()))]
     device = torch.device("cpu")

@@ -415,7 +415,7 @@ def test_two_stages_of_two_shards_are_one_process(tmp_path):
 
 
 @pytest.mark.slow
-def test_twenty_steps_are_those_of_one_process(tmp_path):
+def test_twenty_steps_equal_one_process(tmp_path):
     """Twenty optimizer steps and a resumed run equal one process."""
     names, epochs = ("fsdp", "tensors"), 10
     compare(tmp_path, run_ranks(train_sharded, 4, str(tmp_path), names, 4, epochs, timeout=300), epochs)

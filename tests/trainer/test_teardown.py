@@ -109,7 +109,7 @@ def test_a_slow_teardown_outlives_rank_0():
     assert run_ranks(leave, 2, timeout=30, env=env) == ["done", "done"]
 
 
-def test_a_module_without_its_foreign_layers_says_so():
+def test_module_without_foreign_layers_reports_it():
     """A module whose layers were lost in a failed run is refused with a message that names the reason."""
     module = Lit()
     ContainerCut(module, "model", [2], Interceptor("self.model")).restore(ended=False)

@@ -42,7 +42,7 @@ def made_windows() -> list[NeighbourWindow]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="neighbours are pinned by Linux")
-def test_windows_are_measured_beside_a_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_are_measured_next_to_a_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that slow windows are found if a neighbour takes half of the core.
 
     Only stages advance the clock.

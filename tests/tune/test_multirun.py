@@ -155,7 +155,7 @@ def test_two_searches_with_one_seed(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
-def test_a_failing_trial_ends_the_search_unless_told(tmp_path: Path) -> None:
+def test_failing_trial_ends_the_search_by_default(tmp_path: Path) -> None:
     """Check that a failing trial ends a search, unless `max_failure_rate` allows failures."""
     (said,) = run_ranks(search, 1, str(tmp_path), "fail=value,no", timeout=90)
     assert re.fullmatch(r"ValueError: job \d fails", said)
@@ -312,7 +312,7 @@ class TestSettings:
         assert said in f"{raised.value} {raised.value.__cause__}"
 
     @pytest.mark.parametrize("group", ["sampler", "pruner"])
-    def test_settings_are_those_of_optuna(self, group: str) -> None:
+    def test_settings_match_optuna(self, group: str) -> None:
         for name, node in {"sampler": sweep_settings.SAMPLERS, "pruner": sweep_settings.PRUNERS}[group].items():
             cfg = compose(
                 "app", overrides=["hydra/sweeper=optuna", f"hydra/sweeper/{group}={name}"], return_hydra_config=True

@@ -25,7 +25,7 @@ def tried(storage: InMemoryStorage, sampler: BaseSampler, trials: Sequence[int])
 
 
 @pytest.mark.parametrize("kind", [RandomSampler, TPESampler])
-def test_a_study_that_goes_on_tries_others(kind):
+def test_continued_study_tries_other_parameters(kind):
     """Check that a continued study has new trials, which are the same each time."""
     a, b = InMemoryStorage(), InMemoryStorage()
     first = tried(a, kind(seed=1), [4])
@@ -42,7 +42,7 @@ def test_a_study_that_goes_on_tries_others(kind):
     assert tried(InMemoryStorage(), kind(seed=1), [4, 4])[:4] == first
 
 
-def test_a_sampler_that_goes_on_is_left_alone():
+def test_restored_sampler_is_not_reseeded():
     """Check that a sampler object that is used again continues with its own random numbers."""
     plain = optuna.create_study(sampler=TPESampler(seed=1))
     plain.optimize(toy, 6)

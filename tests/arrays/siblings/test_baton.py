@@ -38,7 +38,7 @@ def test_random_state_belongs_to_the_holder() -> None:
     assert drawn == expected
 
 
-def test_nobody_touches_the_gpu_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_rank_touches_the_gpu_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that the caller and later functions use the GPU that a function has chosen."""
     gpus, touched = Gpus(), set[int]()
     before = read_random_state()

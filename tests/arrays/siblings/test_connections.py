@@ -98,7 +98,7 @@ def test_barriers_are_for_what_users_hooks_do() -> None:
     assert has_purpose(None, plain)
 
 
-def test_the_default_number_of_micro_batches_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_number_of_micro_batches_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr(connections, "rank_zero_info", told.append)
     request = RunRequest.from_arguments("1f1b", None, None, False, "parameters", False)

@@ -35,7 +35,7 @@ def test_the_slowest_stage_is_as_fast_as_of_any_cut(blocks: int, stages: int) ->
             assert got[stage - 1] == end
 
 
-def test_times_of_stages_are_those_of_their_blocks() -> None:
+def test_times_of_stages_are_sums_over_their_blocks() -> None:
     drawn = space_of("NLP.c1").draw(30, seed=1)
     for placed in (balanced(drawn, 8), fixed(drawn, 8)):
         for y in range(30):
@@ -57,7 +57,7 @@ def test_refuses_more_stages_than_blocks(cut) -> None:  # type: ignore[no-untype
         cut(subnets(2, 6, 0, 5), 7)
 
 
-def test_cuts_are_those_of_the_engine() -> None:
+def test_cuts_equal_the_engine() -> None:
     """Compare with the cut of one subnet at a time, in seconds."""
     drawn = space_of("NLP.c3").draw(6, seed=2)
     everywhere = np.ones((8, drawn.blocks), bool)

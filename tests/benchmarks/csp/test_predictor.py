@@ -93,7 +93,7 @@ class TestOneStep:
             backward(1), [], (PendingBackward(0, 9), PendingBackward(3, 9))
         ) == TaskPrediction((0, 3))
 
-    def test_says_the_same_within_a_context(self) -> None:
+    def test_prediction_is_the_same_within_a_context(self) -> None:
         predictor = StepAheadPredictor(False)
         said = predictor.before(backward(1), queue(q2={1}), (PendingBackward(0, 9),))
         assert predictor.before(backward(1, 1), queue(q2={1})) == said

@@ -33,7 +33,7 @@ def test_a_seed_gives_the_same_subnets_and_each_choice_is_as_likely() -> None:
     assert abs(counts - 1000).max() < 160  # five standard deviations
 
 
-def test_who_used_a_layer_last_and_who_does_next() -> None:
+def test_last_and_next_user_of_a_layer() -> None:
     drawn = Space("small", 3, 4, NLP).draw(40, seed=3)
     for y in range(40):
         for block in range(3):
@@ -44,7 +44,7 @@ def test_who_used_a_layer_last_and_who_does_next() -> None:
             assert drawn.next_user[y, block] == (later[0] if later else -1)
 
 
-def test_refuses_what_is_no_space() -> None:
+def test_refuses_invalid_spaces() -> None:
     with pytest.raises(InputError, match=r"no space 'NLP.c9'; there are NLP.c0"):
         space_of("NLP.c9")
     with pytest.raises(InputError, match="blocks of space x"):

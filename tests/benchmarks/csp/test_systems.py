@@ -36,7 +36,7 @@ def test_bubbles_of_theory_on_equal_subnets(m: int) -> None:
 
 
 @pytest.mark.parametrize("schedule", [OneFOneB(), ZeroBubble()])
-def test_one_by_one_is_what_the_simulator_says_of_each(schedule) -> None:  # type: ignore[no-untyped-def]
+def test_one_by_one_equals_the_simulator(schedule) -> None:  # type: ignore[no-untyped-def]
     subnets, rules = space_of("NLP.c3").draw(5, 0), Rules(6)
     placed = balanced(subnets, STAGES)
     plan = adapt_plan(Plan.even(STAGES, 6), schedule)

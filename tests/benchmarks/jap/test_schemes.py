@@ -34,7 +34,7 @@ def test_every_way_to_order_an_array_gives_one():
         assert found.makespan >= found.bound, method
 
 
-def test_epochs_of_equal_stages_take_what_theory_says() -> None:
+def test_epochs_of_equal_stages_take_the_time_of_theory() -> None:
     """Check jobs without fixed costs, whose batches take (m + p - 1)(f + b) of a micro-batch, one after another.
 
     Batches of 24 samples have no equal micro-batches with a power of two as their number, except 8: they are fastest

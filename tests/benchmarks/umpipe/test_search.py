@@ -43,7 +43,7 @@ def test_sizes_between_doublings_are_found_too() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_it_is_no_worse_than_its_starts(seed: int) -> None:
+def test_it_is_not_worse_than_its_starts(seed: int) -> None:
     network = (simulation, realistic)[seed % 2](4, 16, seed)
     starts = [random_scheme(network, n) for n in range(30)]
     reached = [run_overlapped(network, start, policy=policy).makespan for start in starts for policy in EAGER]

@@ -59,7 +59,7 @@ def test_several_outputs_with_gradients_at_once():
     assert torch.equal(ours.grad, theirs.grad)
 
 
-def test_what_is_no_loss_is_refused_as_torch_does():
+def test_invalid_loss_is_refused_as_by_torch():
     x = torch.ones(3, requires_grad=True)
     with pytest.raises(RuntimeError, match="scalar outputs"):
         backward([(saved_of(2 * x), ())], last=True)

@@ -163,7 +163,7 @@ def dies(rank: int, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["kill", pytest.param("stop", marks=pytest.mark.slow), "unconnected"])
-def test_who_dies_is_named_and_nobody_hangs(how: str) -> None:
+def test_dead_rank_is_named_and_no_rank_hangs(how: str) -> None:
     """If rank 1 is killed or stopped, the other ranks end within the time limit with errors that name rank 1."""
     alive = [o for o in watch_ranks(dies, 3, how, timeout=60 if how != "stop" else 15) if o.rank != 1]
     for o in alive:
@@ -288,7 +288,7 @@ def never_expected(rank: int) -> str:
     return found
 
 
-def test_a_parcel_that_nobody_expects() -> None:
+def test_unexpected_parcel() -> None:
     """Closing while a transfer has no receiver raises an error that names the transfer."""
     found, _ = run_ranks(never_expected, 2)
     assert "still waits for bulk transfer 'lonely' to rank 1 to arrive; every transfer has to be received" in found
@@ -327,7 +327,7 @@ def trains(rank: int, steps: int, beside: bool) -> tuple[dict[str, torch.Tensor]
     return {n: w for n, w in weights(model).items() if n in kept}, seconds, parcels.traffic.received
 
 
-def test_training_beside_parcels_is_the_same() -> None:
+def test_training_with_parcels_is_the_same() -> None:
     """Training with concurrent bulk transfers gives the same weights bit by bit as without them."""
     steps = 20
     (alone, _, none), *_ = run_ranks(trains, 2, steps, False)

@@ -219,7 +219,7 @@ def test_numbers_that_it_is_told():
     assert "pipeline.forward_seconds" not in monitor.features()
 
 
-def test_nothing_to_read_is_no_error():
+def test_nothing_to_read_is_not_an_error():
     monitor = ticked(Absent([]), ticks=2)
     assert (monitor.features(), monitor.free_bytes()) == ({}, None)
     assert len(monitor.to_curves().times) == 2

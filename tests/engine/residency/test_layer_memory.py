@@ -182,7 +182,7 @@ def test_versions_are_what_was_read(slots: int, microbatches: int, bandwidth: fl
     assert (found.statistics.bytes_in > 0) == (slots < found.versions - 1)
 
 
-def test_weights_that_somebody_else_changes_are_noticed() -> None:
+def test_weights_changed_by_other_code_are_noticed() -> None:
     swap: Swap[object] = Swap(SIZE, Virtual(1e9), CPU)
     layer = nn.Linear(WIDTH, WIDTH)
     versions = OffloadedVersions({0: layer}, 2, 0, VersionMemory(States(swap), CPU), CPU)

@@ -351,7 +351,7 @@ PLANS = {
     ("what", "device_bytes", "short"),
     [*((what, 0, 0) for what in PLANS), ("recomputed", 35_000, 0), ("recomputed", 80_000, 6)],
 )
-def test_weights_are_those_of_one_after_another(
+def test_weights_equal_one_after_another(
     what: str, device_bytes: int, short: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The weights equal the weights of sequential training bit by bit.
@@ -396,7 +396,7 @@ def round_and_round(number: int, plan: Plan, steps: Sequence[str] | None = None)
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_copies_that_nobody_needs_are_forgotten(at_once: bool) -> None:
+def test_unneeded_copies_are_forgotten(at_once: bool) -> None:
     """A copy of a layer is dropped when its rank does not need it any more."""
     plan = PLANS["4 stages"]
     ranks = ranks_of(plan, Jumbled(depth=20))
@@ -419,7 +419,7 @@ def test_what_is_only_read_gets_no_gradients() -> None:
     ranks.pipe.drain()
 
 
-def test_refuses_cuts_that_nobody_follows() -> None:
+def test_refuses_cuts_that_are_not_followed() -> None:
     """A batch with a separate cut is refused without mirrors."""
     plan, layers = PLANS["2 stages"], model()
     pipe = Loopback(plan, Jumbled(), lambda r: [Stage(r, {n: layers[n] for n in range(*plan.layers[r])})])

@@ -295,7 +295,7 @@ def test_budgets() -> None:
             assert not swap.has_room("b")
 
 
-def test_a_copy_that_fails_is_told_of() -> None:
+def test_failed_copy_is_reported() -> None:
     """If a copy fails, the current wait and all later copies raise an error."""
     with threads() as copier:
         ticket = copier.copy("in", torch.zeros(3), torch.zeros(4))

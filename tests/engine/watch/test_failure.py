@@ -27,13 +27,13 @@ def watches() -> Iterator[list[FailureWatch]]:
         watch.close()
 
 
-def test_texts_are_those_of_all_ranks(watches: list[FailureWatch]) -> None:
+def test_texts_come_from_all_ranks(watches: list[FailureWatch]) -> None:
     with ThreadPoolExecutor(3) as pool:
         asked = [pool.submit(watch.exchange_texts, "a", str(n), 20.0) for n, watch in enumerate(watches)]
         assert [each.result() for each in asked] == [["0", "1", "2"]] * 3
 
 
-def test_nobody_waits_where_one_refuses(watches: list[FailureWatch]) -> None:
+def test_no_rank_waits_if_one_refuses(watches: list[FailureWatch]) -> None:
     """If one rank refuses the exchange, the other ranks return immediately without texts."""
     began = time.monotonic()
     with ThreadPoolExecutor(2) as pool:

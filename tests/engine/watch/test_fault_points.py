@@ -54,7 +54,7 @@ def test_it_comes_to_harm_at_that_passing(act, number, tmp_path):
     assert out.split() == ["1", "2"]
 
 
-def test_it_waits_until_it_may_go_on(tmp_path):
+def test_it_waits_until_it_may_continue(tmp_path):
     """A process with the fault "wait" continues when the file is deleted."""
     file = tmp_path / "at"
     process = start(Fault(0, "F", str(file), nth=3, act="wait"))

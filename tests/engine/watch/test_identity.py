@@ -14,7 +14,7 @@ from benchmarks.harness import namespaces
 from lightning_pipes.engine.watch.identity import Process
 
 
-def test_a_process_that_nobody_has_waited_for_has_ended() -> None:
+def test_zombie_process_has_ended() -> None:
     """A killed child that its parent has not waited for counts as ended, as rank 1 does if rank 0 has started it."""
     with subprocess.Popen(["sleep", "60"]) as child:
         process = Process.from_pid(child.pid)
@@ -40,7 +40,7 @@ def test_what_is_known_of_others() -> None:
     assert not gone._replace(boot="").has_ended()
 
 
-def test_what_ran_before_the_system_was_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_from_before_a_reboot(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process from before the last boot of this host has ended, except if it may belong to another container."""
     before = Process("machine", "before", "effffffc", 1, 1)
     monkeypatch.setattr("lightning_pipes.engine.watch.identity._host_marks", lambda: ("machine", "now", "effffffc"))

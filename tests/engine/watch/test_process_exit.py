@@ -74,7 +74,7 @@ def test_it_is_as_if_the_call_was_made_here():
     assert asking(lambda: 5, lambda: None) == 5
 
 
-def test_who_waits_can_leave():
+def test_waiting_caller_can_leave():
     """An exception from the function that runs while waiting ends the wait."""
     asking, never, looked = SerialCaller(), threading.Event(), []
 

@@ -13,7 +13,7 @@ from lightning_pipes.ir import PipelineError
 SOON = timedelta(seconds=60)
 
 
-def test_who_holds_a_port_hosts_a_store_there_and_nobody_else() -> None:
+def test_only_the_holder_of_a_port_hosts_a_store_there() -> None:
     """A held port cannot be bound by other sockets, and the store of this process uses it."""
     with socket.socket() as free:
         free.bind((LOOPBACK, 0))
@@ -26,7 +26,7 @@ def test_who_holds_a_port_hosts_a_store_there_and_nobody_else() -> None:
     assert store_on_loopback(port, SOON).port == port
 
 
-def test_a_port_that_somebody_has_is_named() -> None:
+def test_port_in_use_is_named() -> None:
     """If another socket listens at the port, the error contains the address of the port."""
     with socket.socket() as other:
         other.bind((LOOPBACK, 0))

@@ -138,7 +138,7 @@ def test_a_layer_goes_where_it_is_used_and_only_then() -> None:
     assert ledger.return_transfers() == []
 
 
-def test_what_replaces_a_copy_waits_for_those_who_read_it() -> None:
+def test_replacement_of_a_copy_waits_for_its_readers() -> None:
     ledger = Ledger(PLAN, [1])
     here, home = cut_at(2, 5), None
     ledger.enter(0, LayerUse.from_names(["2.0"], LAYERS, steps=[], cut=here))
@@ -152,7 +152,7 @@ def test_what_replaces_a_copy_waits_for_those_who_read_it() -> None:
     assert ledger.incoming_transfers(3, 1) == ledger.incoming_transfers(2, 1)  # the same transfer
 
 
-def test_a_copy_that_nobody_needs_is_known() -> None:
+def test_unneeded_copy_is_known() -> None:
     ledger = Ledger(PLAN, [1])
     ledger.enter(0, LayerUse.from_names(["2.0"], LAYERS, cut=cut_at(2, 5)))
     assert not ledger.is_stale("2.0", 1)

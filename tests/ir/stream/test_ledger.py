@@ -124,7 +124,7 @@ def test_readers_do_not_wait_for_each_other_and_a_step_waits_for_them() -> None:
     }
 
 
-def test_versions_say_how_often_and_by_whom() -> None:
+def test_versions_count_steps_and_name_the_last_batch() -> None:
     ledger = Ledger(PLAN, [0])
     ledger.enter(0, LayerUse.from_names(["0", "1", "3"], LAYERS))
     ledger.enter(1, LayerUse.from_names(["0", "1", "2.0"], LAYERS, steps=["0"]))
@@ -139,7 +139,7 @@ def test_versions_say_how_often_and_by_whom() -> None:
     assert ledger.enter(2, LayerUse.from_names(["0", "1"], LAYERS)) == {}  # every dependency is done
 
 
-def test_says_in_which_order_a_stage_will_probably_turn_to_batches() -> None:
+def test_expected_order_of_batches_on_a_stage() -> None:
     ledger = Ledger(PLAN, [0])
     for batch, names in enumerate((["0"], ["1"], ["0"], ["1"], ["0"])):
         ledger.enter(batch, LayerUse.from_names(names, LAYERS))
@@ -273,7 +273,7 @@ def test_late_and_not_late_do_not_mix(first: dict[str, Delayed], then: dict[str,
         ledger.enter(1, LayerUse.from_names(["0"], LAYERS, delays=then))
 
 
-def test_a_part_of_what_is_read_late_is_refused_by_itself() -> None:
+def test_part_of_a_late_layer_is_refused() -> None:
     ledger = Ledger(PLAN, [0])
     ledger.enter(0, LayerUse.from_names(["2"], LAYERS, delays={"2": Delayed(1)}))
     for delays in ({}, {"2.1": Delayed(1)}):

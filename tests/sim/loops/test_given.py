@@ -22,7 +22,7 @@ PROGRAM = OneFOneB().program(PLAN)
 
 
 @pytest.mark.parametrize("call", [simulate, makespan, lambda *given: makespans(*given, None), draw_spread])
-def test_a_schedule_is_no_program(call):
+def test_schedule_is_not_a_program(call):
     with pytest.raises(TypeError, match=r"takes a Program.*got OneFOneB\(\).*schedule\.program\(plan\)"):
         call(OneFOneB(), PLAN, COSTS)
     with pytest.raises(TypeError, match=r"second argument of .* must be the plan of the order"):
@@ -83,7 +83,7 @@ def test_nothing_is_said_of_a_model_that_fits():
         ([0.01], "seconds must be a mapping"),
     ],
 )
-def test_seconds_that_are_no_table(given, said):
+def test_seconds_that_are_not_a_table(given, said):
     with pytest.raises(InputError, match=said):
         CostModel(given)
 

@@ -120,7 +120,7 @@ class TestChosenOrder:
             ((18867, 19969, 16690, 21489), (45691, 35078, 32952, 32179), 5003, (7, 8, 6, 4), 1640767, 1793878),
         ],
     )
-    def test_what_another_model_says(self, forward, backward, link, limits, alternating, backward_first, kernel):
+    def test_equals_another_model(self, forward, backward, link, limits, alternating, backward_first, kernel):
         """Compare with a prototype that counts micro-batches instead of using instructions.
 
         No two events happen at the same instant.

@@ -258,7 +258,7 @@ def test_bandwidth_and_latency_in_the_closed_form():
         (60, 4020, 2700, 2460),
     ],
 )
-def test_kfkb_over_slow_links_as_another_model_says(link, one, two, three):
+def test_kfkb_over_slow_links_equals_another_model(link, one, two, three):
     """Compare with a prototype whose numbers are within 5 % of steps on shaped links, up to 40 ms per message."""
     plan, costs = uniform(4, 24, f=20, b=40, link=link)
     assert [makespan(KFKB(k).program(plan), plan, costs) for k in (1, 2, 3)] == [one, two, three]

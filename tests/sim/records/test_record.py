@@ -71,7 +71,7 @@ def test_a_loaded_record_runs_on(tmp_path):
     assert simulate(program, again.plan, again.costs).events == record.replayed.events
 
 
-def test_settings_that_are_no_plain_values_are_named(tmp_path):
+def test_settings_that_are_not_plain_values_are_named(tmp_path):
     """Check that a record accepts any settings, because a custom schedule may have settings of any type."""
     record = replace(record_of([1, 1], 2, 2), schedule="mine", settings={"order": (1, (2,)), "k": 2, "by": {3}})
     record.save(tmp_path / RUN_FILE)

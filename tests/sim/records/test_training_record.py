@@ -91,7 +91,7 @@ def test_a_line_that_was_cut_off_is_the_last(tmp_path: Path) -> None:
         ([{"F": 3}], "has a line that ReproducibilityLog did not write"),
     ],
 )
-def test_refuses_what_is_no_record(lines: list[Any], said: str, tmp_path: Path) -> None:
+def test_refuses_other_files(lines: list[Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=said):
         load(written(tmp_path, "000-rank0.jsonl", *lines))
 

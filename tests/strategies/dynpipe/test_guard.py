@@ -60,7 +60,7 @@ def test_both_marks() -> None:
     ]
 
 
-def test_where_nobody_knows_nothing_is_guarded() -> None:
+def test_unknown_memory_is_not_guarded() -> None:
     assert states(MemoryGuard(100, 0.1), (None, None), (), (None, 500), (50, None)) == [False, False, False, True]
     assert states(MemoryGuard(), (5,), (1,)) == [False, False]
 

@@ -62,7 +62,7 @@ def test_another_partition_is_priced_as_it_turns_out() -> None:
             assert seconds == pytest.approx(float(at.steps(other, 0, 4).mean()), rel=1e-6)
 
 
-def test_slowdowns_are_those_of_the_devices() -> None:
+def test_slowdowns_equal_the_devices() -> None:
     at = world("1f1b", 3, 5)
     plan = at.plan()
     found = SlowdownModel(at.profile, plan, at.observe_window(plan, 0, 4), at.deployment).stage_slowdowns()

@@ -24,7 +24,7 @@ class TestDynPipe(ScheduleConformance):
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 1), (4, 1), (4, 4)])
-def test_order_and_versions_are_those_of_pipedream(p, m):
+def test_order_and_versions_equal_pipedream(p, m):
     plan = tiny_plan(p, m)
     dynpipe, pipedream = adapt_plan(plan, DynPipe()), adapt_plan(plan, PipeDream())
     assert dynpipe.versions == pipedream.versions

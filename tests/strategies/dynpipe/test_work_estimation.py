@@ -86,7 +86,7 @@ def timed(true: ModelProfile, slowdown: Slowdown, **more: Any) -> list[tuple[Pla
 
 
 @pytest.mark.parametrize("device", [1.0, 3.0])
-def test_a_layer_that_became_slow_is_told_from_a_slow_device(device: float) -> None:
+def test_layer_that_became_slow_is_distinguished_from_a_slow_device(device: float) -> None:
     true = TRUE.scaled([6.0 if n == 4 else 1.0 for n in range(12)])
     slowdown = constant_slowdown((1.0, device, 1.0, 1.0))
     assert work(estimate_work(TRUE, timed(true, slowdown), 2)) == pytest.approx(work(true))
@@ -114,7 +114,7 @@ def test_others_leave_the_stage_of_a_slow_layer() -> None:
     assert steps[1] > 1
 
 
-def test_one_look_is_no_evidence() -> None:
+def test_one_observation_is_not_evidence() -> None:
     profile, seen = inflated(3, 6), looks(NEIGHBOUR, EVEN) + looks(QUIET, EVEN, 1) + looks(NEIGHBOUR, EVEN)
     assert estimate_work(profile, seen, 2) is profile
     assert work(estimate_work(profile, seen, 1)) == pytest.approx(work(TRUE))

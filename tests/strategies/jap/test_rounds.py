@@ -65,7 +65,7 @@ def test_a_proof_that_ends_early_is_the_same_in_every_process():
     assert ended[0].stdout == ended[1].stdout != ""
 
 
-def test_the_default_chooses_by_itself():
+def test_default_chooses_automatically():
     plan = batches(8, 20)
     assert round_order(plan, EQUAL).to_lines() == RoundOrder("auto")(plan, EQUAL).to_lines()
     assert RoundOrder("Genetic").method == "genetic"
@@ -85,7 +85,7 @@ def time_order(program, problem):
     return timed(problem, rows)[1]
 
 
-def test_orders_are_those_of_the_measured_stages():
+def test_orders_follow_the_measured_stages():
     """Check that the order for the measured stages is optimal.
 
     Brute force finds no better order, and the order for equal stages takes longer with these times.

@@ -58,7 +58,7 @@ def test_what_bounds_come_from_is_a_good_start() -> None:
     assert met >= 4
 
 
-def test_the_genetic_search_beside_the_bound() -> None:
+def test_genetic_search_compared_with_the_bound() -> None:
     """Check that the genetic search never gets below the bound, and mostly reaches it.
 
     In these examples, the times of a stage's forward and backward do not depend on each other.

@@ -118,7 +118,7 @@ def test_where_nothing_is_gained_the_cut_is_equal(schedule: Schedule | UM1F1B) -
     assert len({*cut.forward, *cut.backward, *cut.forward_links, *cut.backward_links}) == 1
 
 
-def test_all_numbers_are_no_worse() -> None:
+def test_all_numbers_are_not_worse() -> None:
     few, every = (problem(UM1F1B(counts=counts), LINEAR, FLAT, LINEAR) for counts in ("few", "all"))
     assert seconds(every, solve_plan(every)) <= 1.01 * seconds(few, solve_plan(few))
 
@@ -176,7 +176,7 @@ def explained(asked: Problem) -> str:
     return planner.explain_plan(asked, solve_plan(asked))
 
 
-def test_people_are_told_which_cut_and_why() -> None:
+def test_log_explains_the_cut() -> None:
     asked = problem(UM1F1B(), LINEAR, LINEAR, LINEAR, FLAT)
     plan, said = solve_plan(asked), explained(asked)
     counts = ", ".join(str(len(plan.spans(Kind.F, s))) for s in range(4))
@@ -267,7 +267,7 @@ def seen_costs(asked: Problem, plan: Plan, factors: tuple[float, ...]) -> object
     return replace(costs, seconds=seconds)
 
 
-def test_cut_anew_when_a_stage_takes_other_times() -> None:
+def test_cut_again_if_the_times_of_a_stage_change() -> None:
     asked = problem(UM1F1B(), LINEAR, LINEAR, LINEAR, (1e-4, 1e-5))
     planner, plan = asked.schedule.make_planner(), solve_plan(asked)
     same = replace(asked, costs=seen_costs(asked, plan, (1.0, 1.05, 1.0, 1.0)))

@@ -45,7 +45,7 @@ def test_options_cost_what_the_same_plan_costs(recompute: tuple[bool, ...]) -> N
                 assert COSTS.duration_ns(B(stage, span), plan) + 1 == option.backward_time, option
 
 
-def test_sizes_that_do_not_divide_each_other_are_no_option() -> None:
+def test_sizes_that_do_not_divide_each_other_are_not_an_option() -> None:
     options = stage_options(COSTS, Plan.even(2, 1, ROWS), 1, (2, 3, 6))
     assert {(o.forward, o.backward) for o in options} == {(2, 2), (3, 3), (6, 6), (2, 6), (6, 2), (3, 6), (6, 3)}
 

@@ -191,7 +191,7 @@ def on_one_process(module: type[Lit]) -> dict[str, Any]:
         for name in chosen
     ],
 )
-def test_gradients_weights_and_logs_are_those_of_one_process(ranks: int, slow: bool, name: str) -> None:
+def test_gradients_weights_and_logs_equal_one_process(ranks: int, slow: bool, name: str) -> None:
     alone = on_one_process(CASES[ranks, slow][name].module)
     found = in_a_pipeline(ranks, slow)[name]
     assert differences(found[0]["rows"], alone["rows"]) == []

@@ -69,7 +69,7 @@ def test_asynchronous_training_parts_somewhere(tmp_path: Path, capsys: pytest.Ca
     assert found["batch"] < 5
 
 
-def test_the_command_says_what_is_missing(tmp_path: Path) -> None:
+def test_command_names_missing_files(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="has no record of a training"):
         main(["compare", str(tmp_path), str(tmp_path)])
     (tmp_path / RECORD_FOLDER).mkdir()

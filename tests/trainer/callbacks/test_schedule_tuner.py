@@ -160,7 +160,7 @@ def test_only_rank_0_decides_at_the_batches_told(ranks):
 
 
 @pytest.mark.parametrize("run", ["slow", "split"])
-def test_weights_are_those_of_1f1b_to_the_bit(ranks, run):
+def test_weights_are_bitwise_equal_to_1f1b(ranks, run):
     for r in ranks:
         for name, value in r["plain"]["weights"].items():
             assert (r[run]["weights"][name] == value).all(), name
@@ -212,7 +212,7 @@ def too_small(rank: int, folder: str) -> None:
     fit(Path(folder), KFKB("auto"), ScheduleTuner(memory_limit="1KiB"))
 
 
-def test_a_limit_that_1f1b_exceeds_ends_all_ranks_and_says_what_is_missing(tmp_path):
+def test_limit_that_1f1b_exceeds_ends_all_ranks_with_the_missing_bytes(tmp_path):
     outcomes = watch_ranks(too_small, RANKS, str(tmp_path), timeout=40)
     assert all("may have 1 KiB" in o.error for o in outcomes), [o.error for o in outcomes]
     assert "are missing with 1F1B and micro-batches of 2 samples" in outcomes[0].error

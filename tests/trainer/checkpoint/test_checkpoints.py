@@ -64,7 +64,7 @@ def test_resume_on_other_numbers_of_stages(module, tmp_path):
 
 
 @pytest.mark.parametrize("module", [LitHooked, LitOutside])
-def test_the_file_is_that_of_one_process(module, tmp_path):
+def test_file_equals_one_process(module, tmp_path):
     plain, spread = str(tmp_path / "plain.ckpt"), str(tmp_path / "spread.ckpt")
     for path, ranks, strategy in [(plain, 1, None), (spread, 4, STRATEGY)]:
         callbacks = [_Saver(path)]
@@ -179,7 +179,7 @@ def test_model_checkpoint_keeps_the_same_in_every_form(tmp_path):
     assert others == [full] * len(FORMS)
 
 
-def test_what_is_no_sharded_checkpoint(tmp_path):
+def test_path_that_is_not_a_sharded_checkpoint(tmp_path):
     with pytest.raises(PipelineError, match=r"is not a complete sharded checkpoint: it has no .metadata"):
         consolidate(tmp_path, tmp_path / "a.ckpt")
     with pytest.raises(PipelineError, match=r"there is no .*nothere.ckpt; name the folder"):

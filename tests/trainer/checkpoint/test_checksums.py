@@ -175,7 +175,7 @@ def test_files_of_older_versions_load(tmp_path):
     refused(tmp_path / "d.ckpt", read_folder)
 
 
-def test_what_is_no_checkpoint(tmp_path):
+def test_file_that_is_not_a_checkpoint(tmp_path):
     (tmp_path / "a.ckpt").write_text("hello")
     with pytest.raises(PipelineError, match=r"a.ckpt is damaged, or no checkpoint. "):
         read_file(tmp_path / "a.ckpt")

@@ -149,6 +149,6 @@ def test_others_files_are_left_alone(tmp_path):
     assert sorted(os.listdir(tmp_path)) == sorted([*names, "a"])
 
 
-def test_what_is_no_path_of_a_file_system():
+def test_path_outside_of_a_file_system():
     assert local_path("s3://bucket/a.ckpt") is None
     assert local_path("file:///tmp/a.ckpt") == local_path("/tmp/a.ckpt") == Path("/tmp/a.ckpt")

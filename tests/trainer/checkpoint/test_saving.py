@@ -91,7 +91,7 @@ def after_trouble() -> Any:
     with TemporaryDirectory() as folder:
         run_ranks(nothing, 1)  # starts the server from which processes are forked
         ended, left, cases = [], [], []
-        numbers = selected_values(test_after_trouble_everybody_ends_and_the_checkpoint_before_is_good, "number")
+        numbers = selected_values(test_after_trouble_all_ranks_end_and_the_previous_checkpoint_is_valid, "number")
         for number in numbers:
             strategy, rank, how, _ = TROUBLES[number]
             own = Path(folder) / str(number)
@@ -110,7 +110,7 @@ def nothing(rank: int) -> None:
 
 
 @pytest.mark.parametrize("number", range(len(TROUBLES)), ids=[str(t[:3]) for t in TROUBLES])
-def test_after_trouble_everybody_ends_and_the_checkpoint_before_is_good(number, after_trouble):
+def test_after_trouble_all_ranks_end_and_the_previous_checkpoint_is_valid(number, after_trouble):
     outcomes, left, differing, folder = after_trouble[number]
     _, rank, how, said = TROUBLES[number]
     for outcome in outcomes:

@@ -259,7 +259,7 @@ def train_targets(rank: int, cases: list[Case], ranks: int, folder: str) -> list
 
 
 @pytest.mark.parametrize(("ranks", "schedule"), [(2, "1f1b"), (1, "interleaved")])
-def test_training_on_targets_is_that_of_one_process(ranks, schedule):
+def test_training_on_targets_equals_one_process(ranks, schedule):
     kinds = (LitTargets, LitListIn, LitBoxes)
     cases = [Case(kind, strategy={"schedule": schedule, "microbatches": 3}) for kind in kinds]
     plain = run_ranks(train_targets, 1, [case.plain() for case in cases], 1, mkdtemp(), timeout=180)[0]

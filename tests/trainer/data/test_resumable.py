@@ -328,7 +328,7 @@ def test_skipped_samples_are_not_loaded():
 
 
 @pytest.mark.parametrize("change", ["nothing", "batch size", "sampler", "generators"])
-def test_a_sampler_that_gives_something_else_is_noticed(change):
+def test_sampler_that_returns_other_indices_is_noticed(change):
     size = 5 if change == "batch size" else 4
     sampler = RandomSampler(range(20)) if change in ("sampler", "generators") else NumpySampler(20)
     if change == "sampler":

@@ -109,7 +109,7 @@ def test_one_rank_loads_for_all(how, workers, warned):
         ({"how": "one", "fails_at": 3}, "rank 0 loads the data of all ranks, and failed: OSError: the disk is gone"),
     ],
 )
-def test_what_is_refused(settings, said):
+def test_invalid_arguments_are_refused(settings, said):
     with pytest.raises(RanksFailedError, match=said):
         run_ranks(partial(train, **settings), 2)
 

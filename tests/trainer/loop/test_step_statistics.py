@@ -113,7 +113,7 @@ def looks(answers: list[Any]) -> StepStatistics:
     return made
 
 
-def test_looks_are_those_of_the_plan_that_runs() -> None:
+def test_observations_belong_to_the_running_plan() -> None:
     """Check that only observations of the current plan are returned, and that windows of other plans are left out."""
     plan = solve_plan(Problem(make_schedule("1f1b"), 1, ROWS, 2))
     other = replace(plan)

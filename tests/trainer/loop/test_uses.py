@@ -37,7 +37,7 @@ def seconds(microbatches: int, batches: list[LayerUse]) -> float:
 
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
 @pytest.mark.parametrize("stage", [0, 2])
-def test_the_speed_is_what_a_simulation_says(stage: int, microbatches: int) -> None:
+def test_speed_equals_a_simulation(stage: int, microbatches: int) -> None:
     free, shared = seconds(microbatches, uses()), seconds(microbatches, uses(f"{stage}9"))
     assert free / shared == pytest.approx(speed_behind(plan(microbatches), stage), rel=0.06)
     late = {f"{stage}9": Delayed(8)}

@@ -87,7 +87,7 @@ def test_a_context_is_left_if_the_next_one_can_not_be_entered() -> None:
     assert notes[-1] == "left"
 
 
-def test_moments_that_nobody_overrides_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moments_without_an_override_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that methods that no watcher overrides are not called. In the base class, they fail here."""
 
     def fail(self: Any, step: Any) -> None:

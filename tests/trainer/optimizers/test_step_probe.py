@@ -83,7 +83,7 @@ FINE = [
 
 
 @pytest.mark.parametrize("make", [*FINE, partial(ClippingSGD, lr=0.1)])
-def test_each_parameter_is_stepped_by_itself(make):
+def test_each_parameter_is_stepped_separately(make):
     found = parameters()
     before = [p.detach().clone() for p in found]
     optimizer, state = make(found), torch.get_rng_state()

@@ -180,7 +180,7 @@ def resumed(rank: int, path: str) -> list[str]:
     return [torch.load(p, weights_only=False)["lightning_pipes"]["module"] for p in (path, f"{path}.second")]
 
 
-def test_a_run_that_goes_on_cuts_the_same(tmp_path: Path) -> None:
+def test_resumed_run_has_the_same_cut(tmp_path: Path) -> None:
     for found in run_ranks(resumed, 2, str(tmp_path / "last.ckpt"), timeout=120):
         assert found == ["bert.layer"] * 2
 
@@ -192,19 +192,19 @@ class TestByParameters:
             setattr(module, name, part)
         return module
 
-    def test_a_small_head_beside_a_large_model(self) -> None:
+    def test_small_head_next_to_a_large_model(self) -> None:
         head = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         bert = nn.Module()
         bert.encoder = nn.Module()
         bert.encoder.layer = nn.ModuleList(nn.Linear(40, 40) for _ in range(4))
         assert find_pipelined(self.module(head=head, bert=bert), None) == "bert.encoder.layer"
 
-    def test_embeddings_are_no_work(self) -> None:
+    def test_embeddings_do_not_count_as_work(self) -> None:
         tables = nn.Sequential(nn.Embedding(5000, 8), nn.Linear(8, 8))
         layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
         assert find_pipelined(self.module(tables=tables, layers=layers), None) == "layers"
 
-    def test_lists_of_lists_are_no_candidates(self) -> None:
+    def test_lists_of_lists_are_not_candidates(self) -> None:
         pairs = nn.ModuleList(nn.ModuleList(nn.Linear(40, 40) for _ in range(n)) for n in (2, 6))
         assert find_pipelined(self.module(pairs=pairs), None) == "pairs.1"
 

@@ -40,7 +40,7 @@ def plans(replanner: Asked | None = Asked()) -> Plans:  # the default is frozen
     return Plans(Problem(make_schedule("1f1b"), 2, 1, 2, layers=LAYERS, tied=((0, 1),)), replanner)
 
 
-def test_who_replans_instead_of_the_schedules_planner() -> None:
+def test_planner_that_replans_instead_of_the_schedules_planner() -> None:
     """Check that the given planner replans every five batches, and that without one no plan is due."""
     assert [plans().is_due(batch) for batch in (0, 4, 5, 10, 11)] == [False, False, True, True, False]
     assert not any(plans(None).is_due(batch) for batch in range(20))
@@ -120,7 +120,7 @@ def test_the_last_stage_never_recomputes():
     assert plans.for_rows(3)[0].jobs[0].rows == 3
 
 
-def test_the_plan_is_what_the_schedule_asks_for() -> None:
+def test_plan_is_the_one_that_the_schedule_requests() -> None:
     plan, order = Plans(Problem(make_schedule("zero_bubble"), 2, 1, 4, True, (Span(0, 1),) * 2)).for_rows(8)
     assert plan.split_backward
     assert isinstance(order, Program)

@@ -88,7 +88,7 @@ def cut(made: Decision) -> list[int]:
     return [span.start for span in made.layers[1:]]
 
 
-def test_the_cut_is_made_anew_by_what_steps_take() -> None:
+def test_cut_is_corrected_by_step_times() -> None:
     """Check that the cut changes if layers take other times than in the profile.
 
     In the profile, the first layer takes as long as all others together. In fact, all layers take the same time.
@@ -119,7 +119,7 @@ def test_where_all_is_slower_the_prediction_alone_changes() -> None:
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_what_is_as_predicted_goes_on(alone: bool) -> None:
+def test_run_continues_if_steps_are_as_predicted(alone: bool) -> None:
     """Check that a small difference changes nothing, and that a run that shares its ranks is never compared."""
     looking = looks(made := decision(profile(*[1.0] * LAYERS)), alone)
     assert run(looking, windows([1.09 if alone else 3.0] * LAYERS, made), 3 * STEPS) is None

@@ -34,7 +34,7 @@ def test_a_profile_is_found_by_its_key(tmp_path: Path) -> None:
     assert [path.suffix for path in (tmp_path / "kept").iterdir()] == [".json"]
 
 
-def test_another_version_measures_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_measures_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ProfileCache(tmp_path).keep_profile("a", PROFILE)
     monkeypatch.setattr(profile_cache, "version", lambda name: "0.0.0")
     assert ProfileCache(tmp_path).find_profile("a") is None

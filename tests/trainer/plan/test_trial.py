@@ -48,7 +48,7 @@ def test_a_moment_does_not_count(first: int, seen: bool) -> None:
     assert count == FEW
 
 
-def test_a_trial_that_is_disturbed_all_the_time_goes_on() -> None:
+def test_trial_that_is_always_disturbed_continues() -> None:
     took, count = trial([True] * FEW + [False] * FEW)
     assert abs(took / STEP - 1) < 0.02
     assert FEW < count <= 2 * FEW

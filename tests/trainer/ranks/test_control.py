@@ -129,7 +129,7 @@ def waits_for_the_dead(rank: int, how: str) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("how", [MESH, NONE])
-def test_nobody_waits_for_the_dead(how: str) -> None:
+def test_no_rank_waits_for_dead_ranks(how: str) -> None:
     first, _ = watch_ranks(waits_for_the_dead, 2, how, timeout=60)
     message, seconds = first.value
     assert message.startswith("another rank has ended without an error message while this rank waited for it")

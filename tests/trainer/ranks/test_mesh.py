@@ -67,7 +67,7 @@ def test_each_message_has_its_name(meshes: dict[int, Mesh]) -> None:
                 assert not mesh.has_messages([source], letter)
 
 
-def test_who_does_not_read_holds_nobody_up(meshes: dict[int, Mesh]) -> None:
+def test_rank_that_does_not_read_delays_no_other_rank(meshes: dict[int, Mesh]) -> None:
     """Check that a message that cannot be sent immediately is sent later, complete and in order."""
     sender, reader, idle = (meshes[rank] for rank in RANKS)
     bodies = [bytes([number]) * 16_000 for number in range(100)]

@@ -99,7 +99,7 @@ def plain() -> dict[str, Any]:
 
 @pytest.mark.parametrize("run", [1, 2])
 @pytest.mark.parametrize("way", WAYS)
-def test_who_has_the_module(way: str, run: int) -> None:
+def test_ranks_that_have_the_module(way: str, run: int) -> None:
     whole = plain()[f"all {run}"]
     parts = [found[f"{way} {run}"] for found in pipeline()]
     for rank, part in enumerate(parts):

@@ -157,7 +157,7 @@ def test_layers_that_have_moved_are_there_after_a_resume() -> None:
             assert differences(resumed["weights"], whole["weights"], tolerance=0) == []
 
 
-def test_which_runs_go_on_with_the_layers_of_their_checkpoint() -> None:
+def test_runs_that_continue_with_the_layers_of_their_checkpoint() -> None:
     before = Placement.from_data(Placement((Span(0, 1), Span(1, 6)), (0, 1), [3]).data())
 
     def cut(partition: Any, schedule: str = "dynpipe", layers: int = 6, ranks: int = 2, replan: bool = False) -> Any:

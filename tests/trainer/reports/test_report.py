@@ -166,7 +166,7 @@ def test_bytes_of_stages(ranks):
     assert 8 * (10 + 3) <= costs.activation_bytes[1] <= 8 * (10 + 10 + 3 * 4)
 
 
-def test_the_peak_of_each_rank_is_told(ranks):
+def test_peak_of_each_rank_is_reported(ranks):
     """Check the reported peak memory of each rank, of one process, and of DDP.
 
     1F1B holds both micro-batches of four samples on the first rank, and one on the second. In one process, both stages

@@ -47,7 +47,7 @@ def test_merged_calls():
     assert merged[0].options["prog_bar"]
 
 
-def test_a_constant_batch_size_is_that_of_the_whole_batch() -> None:
+def test_constant_batch_size_is_the_size_of_the_whole_batch() -> None:
     """Check that samples have equal weights, as in one process that logs with this batch size."""
     of_parts = [[LogCall("loss", value, {"batch_size": 1})] for value in (1.0, 2.0, 6.0)]
     (merged,) = merge(of_parts, [3, 3, 2])
@@ -86,7 +86,7 @@ def calls(norms: dict[str, Any], prefix: str = "") -> list[LogCall]:
     return [LogCall(f"{prefix}{name}", value) for name, value in norms.items()]
 
 
-def test_norms_of_several_ranks_are_those_of_one_module() -> None:
+def test_norms_of_several_ranks_equal_one_module() -> None:
     module = with_gradients()
     for p in (1, 2, "inf"):
         for prefix in ("", "train/"):

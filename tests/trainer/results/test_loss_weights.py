@@ -243,7 +243,7 @@ BY = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_one_process_trains(name):
+def test_weights_that_one_process_trains(name):
     """Check that weights and logs equal the results of one process, and how micro-batches are weighted."""
     plain = fitted(*CASES[name], strategy=False, ranks=1)
     for by_name in piped():

@@ -82,7 +82,7 @@ def in_hook(module: Lit, on_all_ranks: bool = True) -> Iterator[ContainerCut]:
         yield cut
 
 
-def test_parameters_and_state_are_those_of_the_whole_module():
+def test_parameters_and_state_equal_the_whole_module():
     whole, module = LitOutside(), LitOutside()
     with in_hook(module) as cut:
         assert [n for n, _ in module.named_parameters()] == [n for n, _ in whole.named_parameters()]

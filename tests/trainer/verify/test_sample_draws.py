@@ -51,7 +51,7 @@ def test_numbers_are_those_of_the_spans(name):
     assert draws.common == []
 
 
-def test_a_number_for_the_whole_batch_is_told_of():
+def test_number_for_the_whole_batch_is_reported():
     draws = SampleDraws(CPU)
     draws.begin_batch(7, 0, 5, 8, {2: SPANS})
     with draws.draw_by_sample():

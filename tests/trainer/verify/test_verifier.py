@@ -335,7 +335,7 @@ def fitted(module: pl.LightningModule, callbacks: Any = (), **strategy: Any) -> 
     return trainer
 
 
-def test_a_warning_goes_on():
+def test_training_continues_after_a_warning():
     assert run_ranks(warned, 2) == [[True], [True]]
 
 
@@ -514,7 +514,7 @@ def test_stale_weights_are_refused():
 
 
 @pytest.mark.parametrize("verify", [-1, 1.5, "no", None])
-def test_what_is_no_number_of_batches_is_refused(verify):
+def test_invalid_number_of_batches_is_refused(verify):
     with pytest.raises(InputError, match="verify"):
         PipelineStrategy(verify=verify)
 
@@ -562,7 +562,7 @@ def ended(rank: int) -> list[str]:
     return said
 
 
-def test_a_reference_that_ends_is_told_of():
+def test_end_of_the_reference_is_reported():
     for killed, raised in run_ranks(ended, 2, timeout=80):
         assert "batch 1" in killed
         assert "memory" in killed

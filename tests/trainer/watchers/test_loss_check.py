@@ -261,7 +261,7 @@ def test_looking_leaves_no_trace():
     assert (steps, rows, count) == (1, [0, 4], 1.0)
 
 
-def test_training_is_that_of_a_run_that_does_not_look():
+def test_training_equals_a_run_without_the_check():
     """Check that weights, losses, logs and random numbers are bitwise the same with and without the check.
 
     Gradients accumulate over batches, and one of the modules draws from its own generator.
@@ -292,12 +292,12 @@ def with_replicas(rank: int) -> Any:
     return fitted(LitContrastive, {"microbatches": 2, "data_parallel": 2}, 2)[0]
 
 
-def test_replicas_say_it_once():
+def test_replicas_warn_once():
     first, second = run_ranks(with_replicas, 2, timeout=180)
     assert (len(first), second) == (1, [])
 
 
-def test_rounding_is_no_difference():
+def test_rounding_is_not_a_difference():
     """Check the limits of rounding, also for a loss that is smaller than its rounding because its terms cancel out."""
     half, single, double = torch.bfloat16, torch.float32, torch.float64
     assert not losses_differ(2.0, 2.00001, [2.0], single, {single})

@@ -51,7 +51,7 @@ def outputs(layer: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize("layer", [Noisy(), InPlace(), nn.Identity()])
-def test_each_sample_by_itself_is_equal(layer):
+def test_separate_samples_are_equal(layer):
     whole, parts, left, compared = outputs(layer)
     assert compared
     assert not left

@@ -293,7 +293,7 @@ def defer(module: pl.LightningModule) -> DeferredWeights:
     return DeferredWeights(module, group_layers(module, "model"))
 
 
-def test_whoever_does_not_say_what_it_starts_from_is_named():
+def test_layer_without_a_source_of_weights_is_named():
     with pytest.raises(
         PipelineError, match=r"LightningModule.model.1 is a Silent with weights on meta and has no reset"
     ):

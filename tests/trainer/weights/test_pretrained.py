@@ -200,7 +200,7 @@ def test_two_ranks_train_as_one_process_and_write_what_from_pretrained_reads(kin
             assert abs(value.detach().numpy() - expected[name]).max() < 1e-10, name
 
 
-def test_exported_experts_are_those_of_save_pretrained(tmp_path):
+def test_exported_experts_equal_save_pretrained(tmp_path):
     folder = save("mixtral", tmp_path / "mixtral")
     whole = transformers.AutoModelForCausalLM.from_pretrained(folder)
     torch.save(

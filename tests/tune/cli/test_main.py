@@ -20,7 +20,7 @@ class TestMain:
         assert all(name in say("--help") for name in COMMANDS)
 
     @pytest.mark.parametrize("arguments", [[], ["plam"], ["report"], ["schedules", "kfkb"]])
-    def test_what_makes_no_sense_ends_with_2(self, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    def test_invalid_arguments_end_with_2(self, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         assert main(arguments) == 2
 
     def test_unknown_flags_end_with_2(self) -> None:

@@ -18,7 +18,7 @@ class TestSchedules:
         assert "stages_per_rank=2" in lines["interleaved"]
         assert "All forwards of a batch, then all backwards in the same order" in lines["gpipe"]
 
-    def test_numbers_are_those_of_the_closed_forms(self, say: Say) -> None:
+    def test_numbers_equal_the_closed_forms(self, say: Say) -> None:
         by_name = {each["name"]: each for each in found(say, "schedules")["schedules"]}
         p, m = 4, 8
         assert by_name["1f1b"]["bubble"] == pytest.approx((p - 1) / (m + p - 1), abs=1e-4)

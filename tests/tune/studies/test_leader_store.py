@@ -18,7 +18,7 @@ from lightning_pipes.testing.ranks import find_processes, run_environment, scale
 from lightning_pipes.tune.studies.leader_store import PORT_VARIABLE, LeaderStore
 
 
-def test_who_hears_nothing_of_a_stopped_rank_0_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_end_if_rank_0_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that a rank ends if rank 0 was stopped.
 
     The store client of torch would wait for its answer forever.
@@ -58,7 +58,7 @@ os._exit(1)
 """
 
 
-def test_who_waits_for_rank_0_before_any_training_ends_with_its_launcher(tmp_path: Path) -> None:
+def test_rank_that_waits_for_rank_0_ends_with_its_launcher(tmp_path: Path) -> None:
     """Check that a rank which waits for rank 0 ends with its launcher.
 
     Lightning's launcher is rank 0. It has started the other ranks, and dies before it listens.

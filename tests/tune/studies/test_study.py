@@ -69,7 +69,7 @@ def study_and_alone(rank: int, size: int, alone: bool) -> tuple[list[Any], list[
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_trials_are_those_of_solo_runs_and_of_the_next_run(ranks: int) -> None:
+def test_trials_equal_solo_runs_and_the_next_run(ranks: int) -> None:
     """Check that trials with one seed are the same on all ranks and in all runs, with the losses of solo runs."""
     results = [each for alone in (True, False) for each in run_ranks(study_and_alone, ranks, 3, alone, timeout=90)]
     for trials, alone, _ in results:
@@ -278,7 +278,7 @@ def said(caplog: pytest.LogCaptureFixture, run: Any) -> list[tuple[str, str]]:
     return [(record.levelname, record.getMessage()) for record in caplog.records]
 
 
-def test_trials_are_told_of_as_by_optuna(caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder) -> None:
+def test_trials_are_logged_as_by_optuna(caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder) -> None:
     """Check that the log messages about trials are equal to the messages of Optuna."""
     logging.getLogger("optuna.lightning_pipes").setLevel(logging.NOTSET)
     optunas = said(caplog, lambda study, ends: study.optimize(ends, 5, catch=KeyError))
@@ -314,7 +314,7 @@ def test_storages_and_resume(kind: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", ["tell", "enqueue_trial"])
-def test_who_is_killed_while_it_fails_a_trial_neither_loses_it_nor_tries_it_twice(
+def test_trial_is_neither_lost_nor_repeated_if_a_rank_is_killed_while_it_fails(
     at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     study = new_study()
@@ -363,7 +363,7 @@ def told_why(rank: int) -> str:
     return ""
 
 
-def test_other_ranks_are_told_why_rank_0_ends_a_study() -> None:
+def test_other_ranks_get_the_reason_why_rank_0_ends_a_study() -> None:
     zero, one = run_ranks(told_why, 2, timeout=60)
     assert zero == "KeyError: 'callback'"
     assert one == "StudyFailedError: the study has ended on rank 0: KeyError: 'callback'"

@@ -49,7 +49,7 @@ def test_whole_kinds_are_held_out(data):
     assert all(len(learned) + len(held) == len(data) for _, learned, held in found)
 
 
-def test_scores_are_those_of_scikit_learn():
+def test_scores_equal_scikit_learn():
     from sklearn.metrics import mean_absolute_error, r2_score
 
     random = np.random.default_rng(1)

@@ -96,7 +96,7 @@ def by_sentences(problem):
 
 
 @for_each("seed", range(30))
-def test_every_choice_is_that_of_the_sentences(seed):
+def test_every_choice_follows_the_text_of_the_paper(seed):
     problem = random_problem(seed, 2 + seed % 4, 1 + seed % 3, equal=seed % 5 == 0, late=(1, 9, 30)[seed % 3])
     numbers = np.arange(problem.blocks).reshape(problem.stages, 2, problem.jobs)
     expected = [[int(numbers[s, "FB".index(d), j]) for j, d in row] for s, row in enumerate(by_sentences(problem))]

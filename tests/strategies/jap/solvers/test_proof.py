@@ -28,7 +28,7 @@ def test_search_equals_what_cp_sat_proves(jobs, stages):
 
 
 @pytest.mark.skipif(find_spec("ortools") is not None, reason="OR-Tools is installed")
-def test_cp_sat_says_what_to_install():
+def test_cp_sat_names_the_package_to_install():
     from lightning_pipes.strategies.jap.solvers.proof import prove_order
 
     problem = random_array(2, 2)

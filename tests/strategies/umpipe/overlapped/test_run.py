@@ -90,7 +90,7 @@ def recurrence(times: np.ndarray, scheme: tuple[int, ...], network: Network) -> 
 
 
 @for_each("seed", range(8))
-def test_all_forwards_first_takes_what_the_paper_says(seed: int) -> None:
+def test_all_forwards_first_takes_the_time_of_the_paper(seed: int) -> None:
     """Check E4: the step ends with the last datum's backward, which follows a barrier after the last forward."""
     network = simulation(1 + seed % 4, 11 + seed, seed)
     scheme = random_scheme(network, seed)
@@ -189,7 +189,7 @@ def test_schemes_that_are_none(scheme: Scheme) -> None:
 
 @for_each("machine", [OVERLAPPED_KERNELS.python, OVERLAPPED_KERNELS.numba])
 @for_each("seed", range(8))
-def test_several_stages_a_rank_take_what_the_simulator_says(seed: int, machine: Kernel) -> None:
+def test_several_stages_a_rank_take_the_simulated_time(seed: int, machine: Kernel) -> None:
     """Check that the event loop takes the same time as the simulator if a rank has several stages.
 
     The order is the greedy order of the policy. Links take no time, because the links of two stages would share a wire

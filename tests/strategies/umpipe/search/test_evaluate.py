@@ -122,7 +122,7 @@ def test_compiled_and_plain_loops_come_to_the_same() -> None:
     assert found[0] == found[1]
 
 
-def test_the_simulator_says_the_same() -> None:
+def test_simulator_agrees() -> None:
     rng = np.random.default_rng(3)
     for stages, rows in ((1, 5), (2, 4), (3, 12), (4, 17)):
         network = random_network(rng, stages, rows, 4)

@@ -168,7 +168,7 @@ def test_a_stream_is_cut_by_units() -> None:
         assert differences(alone, found) == []
 
 
-def test_an_iterable_that_is_no_data_loader_is_cut_by_units() -> None:
+def test_iterable_that_is_not_a_data_loader_is_cut_by_units() -> None:
     alone = train_own_loader(0, 1)
     assert alone["passes"]
     for found in run_ranks(train_own_loader, 2, 2):

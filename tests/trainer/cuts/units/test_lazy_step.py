@@ -188,7 +188,7 @@ BY_WEIGHTS = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_record_without_values_is_that_of_a_step(name: str) -> None:
+def test_record_without_values_equals_the_record_of_a_step(name: str) -> None:
     case = CASES[name]()
     put_on_meta(case.model, {name for name, _ in case.model.named_parameters()})
     if name in BY_WEIGHTS:
