@@ -97,7 +97,7 @@ def find_slow_layers(profile: ModelProfile, plan: Plan, look: Observation) -> Ar
 class _Explanation:
     """Search for the factors of the work of all parts. Each step makes one stage possible at the lowest cost.
 
-    The parts are what runs before the layers, each layer, and what runs after the layers.
+    The parts are the code before the layers, each layer, and the code after the layers.
 
     Args:
         alone: the seconds of each part by the profile.

@@ -17,7 +17,7 @@ from lightning_pipes.sim.timeline import Event
 from lightning_pipes.trainer.ranks.control import Control, close_all
 
 _GATHER_TIMEOUT = timedelta(minutes=5)
-"""The timeout for gathering events at the end, if no sibling has left connections with a timeout of their own."""
+"""The timeout for gathering events at the end, if no connection of a sibling specifies another timeout."""
 
 
 class SharedConnections:

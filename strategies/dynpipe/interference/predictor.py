@@ -61,7 +61,7 @@ def formula_of(rows: Array) -> Array:
 class Predictor:
     """Prediction of slowdowns by a formula of the scheduler's counters, multiplied by the correction of a forest.
 
-    DynPipe (S V-A) has the forest alone.
+    DynPipe (S V-A) only uses the forest.
 
     Planners divide the prediction for one stage by the prediction for the stage that is on the device now, whose time
     is measured. Therefore, a machine on which everything is slower by a constant factor does not cause an error. A

@@ -110,5 +110,5 @@ def _urgent_first(heads: list[float], busy: list[float], tails: list[float]) -> 
 
 
 def _after(amounts: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the sum of the amounts after each of the times between which `amounts` lie."""
+    """Return the sum of the amounts from each position on, and 0 after the last one."""
     return np.append(amounts[::-1].cumsum()[::-1], 0.0)
