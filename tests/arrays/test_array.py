@@ -166,7 +166,7 @@ def test_large_first_batches_are_in_the_middle() -> None:
     assert order_first_batches([5, 5, 5]) == [0, 2, 1]
 
 
-def test_what_came_first_is_computed_first() -> None:
+def test_first_arrival_is_computed_first() -> None:
     """Check that the sibling that became ready first computes first.
 
     A sibling that is found later stays behind the siblings that were found before, even if it was ready earlier.
@@ -286,7 +286,7 @@ def test_rounds_continue_without_siblings_that_fail_or_end() -> None:
             assert_equal(values[n], expected)
 
 
-def test_what_rounds_refuse() -> None:
+def test_settings_that_rounds_refuse() -> None:
     """Check that arrays with rounds refuse micro-batches, and orders that do not match the stages of siblings."""
     for text in run_ranks(cut_in_rounds, 2, Job(0), timeout=60):
         assert "a sibling cuts its batches into 2; set microbatches=1" in text

@@ -40,7 +40,7 @@ def test_the_document_has_these_rows():
     assert PATH.read_text() == table(written()), "run: python -m tests.compat.table"
 
 
-def test_what_is_run_each_time_has_a_result():
+def test_rows_of_the_fast_tests_have_results():
     """Check that the document has an outcome for every row of the fast tests."""
     results = written()
     assert all(results[name][COLUMNS[0]] for name in ROWS if not is_slow(name))

@@ -40,7 +40,7 @@ def drawn(seed: int) -> Plan:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_what_is_said_to_be_joined_is_joined(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_predicted_concatenations_happen(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows that `torch.cat` returns in each kind of instruction are the rows that `count_concatenated` predicts."""
     plan = drawn(seed)
     program = UMPipe().program(plan)

@@ -233,7 +233,7 @@ class Noise(nn.Module):
         (nn.Sequential(nn.BatchNorm1d(WIDTH).double()), "layer 1 holds a BatchNorm1d"),
     ],
 )
-def test_what_would_come_out_otherwise_in_parts_is_refused(layer: nn.Module, why: str) -> None:
+def test_forwards_that_give_other_results_in_parts_are_refused(layer: nn.Module, why: str) -> None:
     """A forward in one piece is refused if running it again in parts would give another result.
 
     Random numbers and batch normalization are examples. In evaluation mode, and if forward and backward have the same
@@ -345,7 +345,7 @@ def test_equal_spans_whose_forwards_run_otherwise_are_not_taken_for_equal() -> N
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_what_a_stage_needs_is_never_less_than_what_it_holds(seed: int) -> None:
+def test_needs_of_a_stage_are_at_least_what_it_holds(seed: int) -> None:
     """For random plans, the bound `stage_peak` is at least the peak memory of the simulation."""
     rng = random.Random(seed)
     plan = random_plan(seed)

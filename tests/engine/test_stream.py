@@ -251,7 +251,7 @@ def bulks(number: int) -> Mapping[str, int]:
 
 @for_each("late", [some, bulks])
 @for_each("what", ["1 stage", "2 stages", "2 stages a rank", "recomputed", "split backward"])
-def test_what_is_read_late_is_as_it_was(what: str, late: Late) -> None:
+def test_late_reads_get_older_values(what: str, late: Late) -> None:
     """Reading stale weights gives the same weights, bit by bit, as sequential training with the older values."""
     plan, layers = PLANS[what], model()
     pipe = Loopback(plan, Jumbled(len(what)), lambda r: stages_of(plan, r, layers))

@@ -148,7 +148,7 @@ def unpicklable() -> Any:
 @pytest.mark.parametrize(
     "make", [lambda: Plain("text"), lambda: [3, None], Whole, unpicklable, lambda: torch.nn.Linear]
 )
-def test_what_holds_no_tensor_stays_the_same_object(make):
+def test_objects_without_tensors_stay_the_same(make):
     thing = make()
     assert trees.open_objects(thing) is thing
     held = trees.map_tensors(lambda t: t, (thing, Plain(ONE)))

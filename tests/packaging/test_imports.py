@@ -19,7 +19,7 @@ print(*sorted(set(sys.modules) - before))
 """
 
 
-def test_what_a_run_does_not_need_is_imported_later() -> None:
+def test_unneeded_modules_are_imported_later() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=600)
     found = done.stdout.split()
     assert "lightning_pipes.trainer.strategy" in found

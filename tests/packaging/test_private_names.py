@@ -125,7 +125,7 @@ def test_own_names_are_not_reported() -> None:
     assert foreign({"lightning_pipes/trainer/new.py": ast.parse(code)}) == []
 
 
-def test_what_the_strategy_overrides() -> None:
+def test_private_names_that_the_strategy_overrides() -> None:
     """Check the private methods and attributes of Lightning's strategy that our strategy overrides."""
     of_lightning = {name for kind in ParallelStrategy.__mro__ for name in vars(kind)}
     ours = {name for name in vars(PipelineStrategy) if is_private(name) and name in of_lightning}

@@ -42,7 +42,7 @@ def followed(times, ranks, arguments, batch, **more) -> RunRecord:
     ("times", "ranks", "m", "link"),
     [(SLOW_THIRD, 4, 8, None), ([2] * 12, 4, 8, None), ([2] * 12, 4, 16, LATE), ([2] * 11 + [9], 3, 4, None)],
 )
-def test_what_is_claimed_comes_true(times, ranks, m, link):
+def test_predicted_gains_come_true(times, ranks, m, link):
     links = {} if link is None else {"link": link}
     record = record_of(times, ranks, m, rows=8, **links)
     advice = advise_run(record)

@@ -175,7 +175,7 @@ def test_a_stream_is_balanced_by_its_heaviest_stage() -> None:
 @pytest.mark.parametrize(
     ("known", "layers"), [({"profile": None}, cut(2, 5)), ({"layers": cut(3, 5)}, cut(3, 5)), ({"fallback": ()}, ())]
 )
-def test_what_is_not_balanced(known: dict[str, Any], layers: tuple[Span, ...]) -> None:
+def test_cuts_that_are_not_balanced(known: dict[str, Any], layers: tuple[Span, ...]) -> None:
     """Check the cases without a balanced cut: no profile, layers that are already decided, and no fallback."""
     found = BalancedPlanner(EvenPlanner()).solve(problem(**known))
     assert (found.plan.layers, found.why) == (layers, "")

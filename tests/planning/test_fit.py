@@ -55,7 +55,7 @@ def exhaustive(model: ModelProfile, schedule: str, plan: Plan, cluster: Cluster,
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "dynpipe"])
-def test_where_batches_overlap_a_step_is_from_one_batch_to_the_next(schedule):
+def test_step_of_overlapping_batches_is_the_time_between_them(schedule):
     model, plan = profile(3), even_plan(make_schedule(schedule), 3, 4, 8)
     fit = fit_layers(model, make_schedule(schedule), plan)
     order = make_schedule(schedule).program(plan)

@@ -68,7 +68,7 @@ def test_a_clock_that_jumps(jump):
     assert averages.impossible == 0
 
 
-def test_where_a_clock_has_jumped_the_other_direction_is_wrong_too():
+def test_jump_of_a_clock_makes_both_directions_wrong():
     """Check both directions of a link if the clock of rank 1 is set back.
 
     Messages to rank 1 then arrive before they were sent, and messages from rank 1 seem to have been delayed.
@@ -180,7 +180,7 @@ def both_ways(averages, **times):
     return averages.costs()
 
 
-def test_what_did_not_run_is_priced_by_what_did():
+def test_missing_times_are_derived_from_measured_ones():
     """Check that separately measured layers give the shares of I and W in the whole backward."""
     parts = {0: (0.0, 1.0), 1: (0.6, 0.5), 2: (0.5, 0.5)}
     averages = Averages(window=2, parts=parts)
@@ -196,7 +196,7 @@ def test_what_did_not_run_is_priced_by_what_did():
     assert [averages.costs().seconds_at(Kind.B, s, 1) for s in range(3)] == pytest.approx([0.044, 0.040, 0.044])
 
 
-def test_what_was_measured_counts_more_and_drifts_with_what_runs():
+def test_measured_times_count_more_and_drift_with_current_ones():
     averages = Averages(window=2, parts=dict.fromkeys(range(3), (0.9, 0.9)))
     costs = both_ways(averages, b=50 * MS)
     assert costs.seconds_at(Kind.I, 1, 1) + costs.seconds_at(Kind.W, 1, 1) == pytest.approx(0.050)

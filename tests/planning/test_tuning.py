@@ -88,7 +88,7 @@ def test_few_are_simulated():
         assert len(CandidateRanker().decide(found, found[0], given(costs)).ranked) < len(found) / 2
 
 
-def test_what_is_prepared_is_decided_alike():
+def test_prepared_candidates_give_the_same_decision():
     plan, costs, found = case(link=20 * MS)
     prepared = CandidateRanker()
     prepared.prepare(KFKBPlanner().list_candidates(plan, uniform(4, 24, f=1, b=2)[1]), uniform(4, 24, f=1, b=2)[1])
@@ -177,7 +177,7 @@ def test_regimes(link, lag, regime):
     assert effect_of(plan, costs, lag) is regime
 
 
-def test_where_sends_block_little_is_gained():
+def test_blocking_sends_leave_little_gain():
     plan, costs, found = case(link=20 * MS)
     free = CandidateRanker().decide(found, found[0], given(costs))
     decision = CandidateRanker().decide(found, found[0], given(costs, lag=0.02))
@@ -189,7 +189,7 @@ def test_where_sends_block_little_is_gained():
         assert r.seconds == simulate(program, plan, replace(costs, regime="blocking")).makespan / 1e9
 
 
-def test_what_does_not_fit_any_more_is_left_at_once():
+def test_schedule_that_no_longer_fits_is_left_immediately():
     plan, costs, found = case(link=0)
     gone = Candidate(KFKB(24), plan, (0,) * 4)
     decision = CandidateRanker().decide(found, gone, given(costs))
@@ -263,7 +263,7 @@ class Careless(Schedule):
         return Program(tuple(tuple(i for i in row if i.kind is Kind.F) for row in rows))
 
 
-def test_what_is_chosen_is_verified():
+def test_chosen_candidates_are_verified():
     plan, costs, found = case(link=20 * MS)
     careless = Candidate(Careless(), plan, (1,) * 4)
     with pytest.raises(ProgramError):

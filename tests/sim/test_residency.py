@@ -88,7 +88,7 @@ def test_with_prefetching_only_the_first_is_waited_for(seed, places):
 
 @for_each("places", [1, 2, 4])
 @for_each("seed", range(8))
-def test_what_was_used_longest_ago_leaves_where_nothing_is_known(seed, places):
+def test_least_recently_used_state_leaves_without_predictions(seed, places):
     keys = sequence(seed)
     residency = on(places)
     for key in keys:
@@ -129,7 +129,7 @@ def test_slots_bound_the_number_of_states():
     assert not residency.has_room(2)
 
 
-def test_what_was_offloaded_is_not_written_again():
+def test_offloaded_states_are_not_written_again():
     copier = VirtualCopier(10.0)
     residency = on(2, copier)
     residency.lease(0, write=True)
@@ -167,7 +167,7 @@ def test_times():
     assert found.hit_rate == 0.25
 
 
-def test_what_is_read_back_has_been_written():
+def test_states_are_written_before_they_are_read_back():
     copier = VirtualCopier(10.0)
     residency = on(1, copier)
     residency.lease(0, write=True)

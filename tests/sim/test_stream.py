@@ -54,7 +54,7 @@ def seconds(uses: list[LayerUse], depth: int = 4) -> float:
     return simulate(First(depth), PLAN, COSTS, batches=uses).makespan / 1e9
 
 
-def test_what_shares_a_layer_waits_for_its_step_there():
+def test_batches_that_share_a_layer_wait_for_its_step():
     """Check the seconds of batches that share layers; a single batch takes 1 + 1 + 2 + 2 seconds."""
     assert seconds([use("0", "4")]) == 6
     assert seconds([use("0", "4")] * 3) == 18  # the batches share all layers and run one after another

@@ -104,7 +104,7 @@ def test_a_flush_after_each_subnet_is_one_after_another_too(shared: str) -> None
 
 
 @pytest.mark.slow
-def test_what_produces_subnets_fails_on_one_rank() -> None:
+def test_failure_of_a_subnet_producer_on_one_rank() -> None:
     outcomes = watch_ranks(failing, 2, mkdtemp(), timeout=60)
     assert "the iterable of subnets has failed at subnet 11: OSError: the line is down" in outcomes[0].error
     assert "rank 0" in outcomes[1].error

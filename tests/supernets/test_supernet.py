@@ -88,7 +88,7 @@ def test_per_choice_belongs_to_the_block_that_follows_or_the_last() -> None:
     assert torch.equal(copies[0][0].weight, copies[0][2].weight)  # equal only at the start
 
 
-def test_what_is_frozen_stays() -> None:
+def test_frozen_layers_do_not_change() -> None:
     """Check that frozen layers keep their weights and statistics, while dropout stays active."""
     made = Supernet(nn.Sequential(linear(), nn.BatchNorm1d(3), nn.Dropout()), block(), linear(), shared="frozen")
     before = {n: t.clone() for n, t in made[0].state_dict().items()}

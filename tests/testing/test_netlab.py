@@ -60,7 +60,7 @@ class TestShaping:
                 lab.shape(bandwidth, [(0, 1)])
                 assert_speed(bandwidth, traffic)
 
-    def test_what_is_less_urgent_waits(self) -> None:
+    def test_less_urgent_messages_wait(self) -> None:
         with NetLab(2, 2e6, bands=True) as lab, lab.compete_on(0, 1) as bulk:
             for sender in bulk.senders:
                 sender.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, 2)
@@ -101,7 +101,7 @@ class TestShaping:
         assert one.received < 0.9 * (one.received + others.received)
         assert others.received > 0
 
-    def test_what_can_not_be_set_is_refused(self, lab: NetLab) -> None:
+    def test_invalid_link_settings_are_refused(self, lab: NetLab) -> None:
         before = lab.links
         with pytest.raises(PlanError, match="bandwidth > 0"):
             lab.shape(0.0)

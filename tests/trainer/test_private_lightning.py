@@ -406,7 +406,7 @@ class Looks(pl.Callback):
         self.look(trainer, "epoch")
 
 
-def test_where_a_run_is():
+def test_state_of_a_run():
     """`_combined_loader`, `_iterator`, `_data_fetcher` and the counters of the loops show the position of a run."""
     from tests.trainer.lit import Lit, data
 
@@ -671,7 +671,7 @@ def test_logged_values():
     assert found["training_step.metric (last)"] == 4.0
 
 
-def test_what_is_shown_once_is_not_shown_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_that_were_shown_once_are_not_shown_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ignoring warnings repeatedly does not make Python show other warnings again, and leaves the filters unchanged."""
     shown: list[str] = []
     with warnings.catch_warnings():

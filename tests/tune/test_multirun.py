@@ -167,7 +167,7 @@ def test_failing_trial_ends_the_search_by_default(tmp_path: Path) -> None:
     assert all((" ends with " in log) != ("raise ValueError" in log) for log in logs)
 
 
-def test_what_is_known_is_not_run_again(tmp_path: Path) -> None:
+def test_known_trials_are_not_run_again(tmp_path: Path) -> None:
     arguments = [a for a in SEARCH if not a.startswith(("lr", "batch"))]
     assert run_ranks(multirun, 2, str(tmp_path), *arguments, "lr=0.1,0.01", "hydra.sweeper.reuse=true") == ["", ""]
     ran = losses(tmp_path / "out")

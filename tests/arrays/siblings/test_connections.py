@@ -72,7 +72,7 @@ def in_an_array(rank: int, folder: str) -> dict[str, Any]:
     return {[*HOOKS][o.index]: o.error or o.value for o in outcomes}
 
 
-def test_what_a_hook_writes_on_one_rank_is_there_for_the_others(tmp_path: Path) -> None:
+def test_file_of_a_hook_on_one_rank_is_visible_to_the_others(tmp_path: Path) -> None:
     """Check that the other ranks find the file that the last rank writes in a hook.
 
     The writer waits until another rank has looked for the file. If barriers hold the other ranks, it waits in vain.

@@ -82,7 +82,7 @@ class TestOneStep:
         assert predictor.before(forward(4), queue(q4=set(), q5=set())) == TaskPrediction((5,))
         assert predictor.before(forward(2, 1), queue(q5=set())) == TaskPrediction((5,))  # only once
 
-    def test_what_has_come_is_not_fetched_again(self) -> None:
+    def test_arrived_contexts_are_not_fetched_again(self) -> None:
         predictor = StepAheadPredictor(last=False)
         predictor.before(backward(1), queue(q2={1}), (PendingBackward(0, 9),))
         predictor.before(backward(0), queue(q2={1}))

@@ -65,7 +65,7 @@ def test_an_old_version_is_replaced_and_one_that_has_not_come_is_left() -> None:
     assert not residents.holds(7, 5)
 
 
-def test_what_is_not_saved_is_not_dropped() -> None:
+def test_unsaved_layers_are_not_dropped() -> None:
     residents = filled(2, 0, 3)
     residents.stepped(0, 4)
     residents.stepped(3, 4)

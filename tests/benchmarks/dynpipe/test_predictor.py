@@ -41,7 +41,7 @@ def data(rows: int = 400, seed: int = 0):
     return pairs, np.array(ratios)
 
 
-def test_what_learns_beats_what_does_not_and_the_formula_needs_no_data():
+def test_trained_predictors_beat_others_and_the_formula_needs_no_data():
     (pairs, ratios), (new_pairs, truth) = data(), data(100, seed=1)
     rows, new = feature_table(pairs), feature_table(new_pairs)
     errors = {m.name: float(np.abs(m().fit(rows, ratios).predict(new) - truth).mean()) for m in MODELS}
@@ -61,7 +61,7 @@ def test_what_learns_beats_what_does_not_and_the_formula_needs_no_data():
     assert Formula().predict(new[:1])[0] == pytest.approx(predict_by_formula(new_pairs[0][0]))
 
 
-def test_where_the_scheduler_counts_nothing_the_forest_is_alone():
+def test_forest_alone_is_used_without_counters_of_the_scheduler():
     pairs, ratios = data()
     blind = [({BUSY: seen[BUSY]}, stage) for seen, stage in pairs]
     rows = feature_table(blind)

@@ -43,7 +43,7 @@ def test_buckets_start_from_the_end_and_keep_types_apart():
     assert [len(bucket.parameters) for bucket in make_buckets([a, b, c], size=1)] == [1, 1, 1]
 
 
-def test_what_has_been_trainable_once_stays_known():
+def test_parameters_that_were_trainable_stay_known():
     a, b = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4), requires_grad=False)
     trained = TrainableParameters([a, b])
     a.requires_grad_(False)

@@ -58,7 +58,7 @@ def test_auxiliary_losses_of_stages_that_cut_differently(cuts, shape):
     assert gradients == pytest.approx(of_graph.tolist())
 
 
-def test_what_can_not_be_averaged_is_refused():
+def test_values_that_can_not_be_averaged_are_refused():
     """Tensors without samples on axis 0 and integers that differ are refused; equal masks are accepted."""
     with pytest.raises(PlanError, match=r"shapes \(5, 3\), \(5, 1\).*need their samples on axis 0"):
         join_rows([(SENT[0], torch.zeros(5, 3)), (SENT[1], torch.zeros(5, 1))])

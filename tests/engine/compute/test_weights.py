@@ -8,7 +8,7 @@ from lightning_pipes.engine.compute.weights import SMALL, BuffersBefore
 from tests.engine.compute.buffers import layer
 
 
-def test_what_a_forward_changes_is_kept_once_as_it_was():
+def test_values_that_a_forward_changes_are_kept_once():
     """For each forward, only the buffers that it changed are kept, with their earlier values."""
     module, buffers = layer(), BuffersBefore()
     with buffers.keep_before("first", 0, module):

@@ -40,7 +40,7 @@ def test_wires_are_used_again_and_dropped() -> None:
     assert len(made) - len(dropped) <= 8
 
 
-def test_what_was_copied_from_a_slot_stays_when_the_slot_is_filled_again() -> None:
+def test_copies_from_a_slot_do_not_change_when_it_is_filled_again() -> None:
     """Messages from `decode_copy` do not change when their receive buffer is filled again."""
     encoder, decoder = Encoder(), Decoder()
     first, _ = encoder.encode((0, RECEIVE), torch.zeros(2), (True,), 0)

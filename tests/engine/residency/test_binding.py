@@ -71,7 +71,7 @@ def another_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> No
         (another_optimizer, False),
     ],
 )
-def test_what_changes_is_noticed(change: Change, same: bool) -> None:
+def test_changes_are_noticed(change: Change, same: bool) -> None:
     """New or replaced tensors of the model or the optimizer are detected; a normal step is not a change."""
     module, optimizer = trained()
     binding = Binding(module, [optimizer], CPU)

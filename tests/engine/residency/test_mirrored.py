@@ -408,7 +408,7 @@ def test_unneeded_copies_are_forgotten(at_once: bool) -> None:
     ranks.pipe.drain()
 
 
-def test_what_is_only_read_gets_no_gradients() -> None:
+def test_layers_that_are_only_read_get_no_gradients() -> None:
     """A copy that a batch uses without stepping it has no gradients afterwards."""
     plan = PLANS["4 stages"]
     ranks = ranks_of(plan, Jumbled())

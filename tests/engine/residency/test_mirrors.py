@@ -103,7 +103,7 @@ def test_there_and_back() -> None:
     assert not away.copies
 
 
-def test_what_would_not_see_gradients_is_refused() -> None:
+def test_code_that_would_not_see_gradients_is_refused() -> None:
     """A layer with a gradient hook is refused, because the hook would not run on the other rank."""
     layers, _, mirrors, _ = side(home=True)
     handle = layers[1].get_submodule("0.conv").bias.register_hook(lambda gradient: 2 * gradient)

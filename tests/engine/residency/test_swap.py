@@ -245,7 +245,7 @@ def test_a_callback_serves_siblings_layers_and_versions_at_once() -> None:
     memory.close()
 
 
-def test_what_a_graph_refers_to_stays() -> None:
+def test_tensors_of_a_graph_stay() -> None:
     """A state that an autograd graph still refers to cannot be evicted."""
     with swapping(1 << 20, slots=1) as swap:
         layers, optimizers = model()
@@ -258,7 +258,7 @@ def test_what_a_graph_refers_to_stays() -> None:
         assert out.requires_grad
 
 
-def test_what_does_not_fit_changes_nothing() -> None:
+def test_states_that_do_not_fit_change_nothing() -> None:
     """If a state is refused because of its size, the swap and the tensors of the layer do not change."""
 
     def too_large(size: int) -> None:

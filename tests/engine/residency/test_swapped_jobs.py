@@ -202,7 +202,7 @@ def test_parameters_stay_who_they_are() -> None:
     assert not binding.has_same_tensors(Binding(job.model, [job.optimizer], CPU)), "Adam remembers more now"
 
 
-def test_what_the_model_replaces_comes_along() -> None:
+def test_tensors_that_the_model_replaces_are_moved_too() -> None:
     """A buffer that the model has replaced is copied into the memory that belongs to it."""
     job = Job(1)
     binding = Binding(job.model, [job.optimizer], CPU)
@@ -255,7 +255,7 @@ def lazy(model: Tied) -> None:
     ("change", "says"),
     [(parts_of_one, "part and .mask are parts of one memory"), (hooked, "a.bias has hooks"), (lazy, "Uninitialized")],
 )
-def test_what_cannot_be_moved_is_refused(change: Any, says: str) -> None:
+def test_states_that_can_not_be_moved_are_refused(change: Any, says: str) -> None:
     model = Tied()
     change(model)
     with pytest.raises(PlanError, match=says):

@@ -116,7 +116,7 @@ def test_an_error_that_repeats_one_of_another_rank_is_a_line(
     assert printed(RepeatedError("the study has ended"), capsys) == "RepeatedError: the study has ended\n"
 
 
-def test_what_others_call_a_dead_rank_prints_its_own_error(
+def test_rank_that_others_declared_dead_prints_its_own_error(
     hook: None, watches: list[FailureWatch], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A rank prints the traceback of its own error even if another rank has reported it as dead before."""

@@ -44,7 +44,7 @@ def no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trust, "_own_secret", "")
 
 
-def test_what_ranks_write_they_read(raw: TCPStore, signed: SignedStore) -> None:
+def test_ranks_read_their_own_data(raw: TCPStore, signed: SignedStore) -> None:
     """Values are read as they were written, also through sub-stores that different classes create."""
     signed.set("a", "1")
     signed.sub_store("x").set("b", b"2")
@@ -65,9 +65,7 @@ def test_what_ranks_write_they_read(raw: TCPStore, signed: SignedStore) -> None:
     assert seal_of(raw) is None
 
 
-def test_what_strangers_write_is_not_there(
-    raw: TCPStore, signed: SignedStore, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_data_of_strangers_is_ignored(raw: TCPStore, signed: SignedStore, caplog: pytest.LogCaptureFixture) -> None:
     """Values without a valid signature for their key are treated as missing, and logged once."""
     for value in ("", "text", "x" * 100, SignedStore(raw, Seal(b"another"))._signed("a", "text")):
         raw.set("a", value)

@@ -103,7 +103,7 @@ def test_any_order_reads_what_one_after_another_would(seed: int) -> None:
     assert now == last
 
 
-def test_what_is_not_shared_does_not_wait() -> None:
+def test_batches_without_shared_layers_do_not_wait() -> None:
     ledger = Ledger(PLAN, [0])
     assert ledger.enter(0, LayerUse.from_names(["0", "3"], LAYERS)) == {}
     assert ledger.enter(1, LayerUse.from_names(["1", "3"], LAYERS)) == {}  # stage 1 is on another rank
@@ -236,7 +236,7 @@ def test_any_order_reads_late_layers_as_they_were(seed: int) -> None:
     assert stepped == steppers
 
 
-def test_what_is_read_late_does_not_wait_for_the_batch_before() -> None:
+def test_late_reads_do_not_wait_for_the_previous_batch() -> None:
     ledger, spans = Ledger(PLAN, [0]), PLAN.spans(Kind.F, 0)
     use = LayerUse.from_names(["0"], LAYERS, delays={"0": Delayed(2)})
     assert ledger.enter(0, use) == {}

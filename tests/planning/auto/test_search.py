@@ -95,7 +95,7 @@ def test_unequal_cuts_are_left_out_if_they_are_not_allowed(monkeypatch: pytest.M
     assert list_reasons(False) == {asked.schedule.name: "", "umpipe": ""}
 
 
-def test_what_is_asked_for_is_kept() -> None:
+def test_given_settings_are_kept() -> None:
     found = AutoPlanner().solve(problem(0, microbatches=2, recompute=True)).problem
     assert (found.microbatches, found.recompute) == (2, True)
     # recomputation costs time, and there is enough memory

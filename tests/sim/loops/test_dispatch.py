@@ -176,7 +176,7 @@ def test_a_policy_that_refuses():
         simulate(Scripted(((STEP(0),), (STEP(1),))), plan, costs)
 
 
-def test_what_ran_before_a_deadlock_is_drawn():
+def test_deadlock_message_draws_finished_operations():
     plan, costs = uniform(2, 2, f=1, b=2)
     a, b = plan.spans(Kind.F, 0)
     second = (F(1, a), B(1, a), STEP(1))  # the update comes before the other micro-batch

@@ -99,12 +99,12 @@ def test_machine_code_of_other_sources_is_not_loaded(tmp_path, monkeypatch):
         (tmp_path / "neighbor.py").touch()
 
 
-def test_where_the_user_wants_it(tmp_path, monkeypatch):
+def test_folder_of_the_user(tmp_path, monkeypatch):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "here"))
     assert jit.cache_folder() == tmp_path / "here"
 
 
-def test_where_nothing_can_be_written_it_is_compiled_each_time(tmp_path):
+def test_without_a_writable_folder_it_is_compiled_each_time(tmp_path):
     pytest.importorskip("numba")
     (tmp_path / "a file").touch()
     before = files(Path(lightning_pipes.__file__).parent)

@@ -98,7 +98,7 @@ class TestChosenOrder:
 
     @for_each("policy", POLICIES)
     @for_each("seed", range(40))
-    def test_what_was_chosen_takes_the_same_time_as_a_program(self, seed, policy, kernel):
+    def test_chosen_order_takes_the_same_time_as_a_program(self, seed, policy, kernel):
         plan, costs = random_window(seed)
         costs = shaped(costs, plan, seed, crowded=seed % 2 == 0) if seed % 4 else costs
         try:

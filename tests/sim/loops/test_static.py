@@ -139,7 +139,7 @@ def test_a_cycle_is_reported_with_who_waits_for_what():
         simulate(crossed, plan, costs)
 
 
-def test_what_nobody_sends_is_reported():
+def test_missing_sends_are_reported():
     plan, costs = uniform(2, 1, f=1, b=2)
     with pytest.raises(DeadlockError, match="rank 1 waits at RF1"):
         simulate(Program.parse(["B0.0", "F1.0 B1.0"], plan), plan, costs)

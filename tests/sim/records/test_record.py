@@ -55,7 +55,7 @@ def test_a_run_without_a_prediction_comes_back_with_the_reason(tmp_path):
         replace(record, replayed=None)
 
 
-def test_where_no_run_is(tmp_path):
+def test_folder_without_a_run(tmp_path):
     with pytest.raises(PlanError, match=r"there is no run in .*nowhere: run.json is written when"):
         RunRecord.load(tmp_path / "nowhere")
     with pytest.raises(PlanError, match="there is no run in"):

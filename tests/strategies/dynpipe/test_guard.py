@@ -97,7 +97,7 @@ def test_layers_go_where_memory_is_left_and_no_further() -> None:
     assert relieved((26_000, 0, 15_000)) == [5, 3, 4], "less than it lacks is better than nothing"
 
 
-def test_what_has_left_does_not_come_back_for_speed() -> None:
+def test_layers_that_left_do_not_return_for_speed() -> None:
     """Check that a layer does not return to a device that would then have too little free memory.
 
     The plan with this layer would be faster.

@@ -24,14 +24,14 @@ def test_each_half_is_tried_on_the_other() -> None:
     assert select_history_length(np.array([[2.0, 1.0, 2.0], [2.0, 2.0, 1.0]]), 0, 0.05) is None
 
 
-def test_what_stays_is_followed_by_few_looks() -> None:
+def test_lasting_slowdowns_need_few_observations() -> None:
     looks = np.array(([A] * 8 + [B] * 8) * 2)
     assert looks_that_count(looks, 1, [0, 1], 2, 0.05) == (2, None)
     assert looks_that_count(np.array([A] * 10 + [B] * 2), 0, [0], 2, 0.05) == (2, None)
     assert looks_that_count(np.array([A] * 12), 0, [0], 2, 0.05) == (2, None)  # there is no reason for another number
 
 
-def test_what_soon_goes_is_not_followed() -> None:
+def test_short_slowdowns_are_not_followed() -> None:
     """Check changes that last two windows, so that a decision after two windows is always late.
 
     The planner should then stay with the partition that takes less time in total.

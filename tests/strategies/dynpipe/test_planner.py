@@ -199,7 +199,7 @@ def medians(world: Neighbourhood, plan: Plan) -> float:
         pytest.param("dynpipe", 0.02, 15.0, marks=pytest.mark.slow),
     ],
 )
-def test_what_is_rare_counts(name: str, share: float, factor: float) -> None:
+def test_rare_operations_count(name: str, share: float, factor: float) -> None:
     """Check that rare slow operations of one stage are part of the prediction.
 
     The step is predicted within 5 %, also for another partition and for batches with other slow operations. Medians are
@@ -407,7 +407,7 @@ def test_a_bad_measurement_is_no_operation() -> None:
     assert DynPlanner().replan(plan, whole) == expected
 
 
-def test_what_is_free_limits_what_a_device_takes() -> None:
+def test_free_memory_limits_the_layers_of_a_device() -> None:
     """Check that a device only takes the layers that fit into its free memory.
 
     A layer needs 4 MB, and only rank 3 has room for one more layer.
@@ -534,7 +534,7 @@ def looked(
 
 
 @pytest.mark.parametrize("name", ["1f1b", "dynpipe"])
-def test_where_neighbours_soon_go_layers_stop_following_them(name: str) -> None:
+def test_layers_stop_following_short_visits_of_neighbours(name: str) -> None:
     """Check slowdowns that last two windows and then appear on another rank, where every move is too late.
 
     Moves soon stop, because windows of earlier plans count too. When a slowdown finally stays, layers move.

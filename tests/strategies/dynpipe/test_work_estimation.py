@@ -120,7 +120,7 @@ def test_one_observation_is_not_evidence() -> None:
     assert work(estimate_work(profile, seen, 1)) == pytest.approx(work(TRUE))
 
 
-def test_what_runs_around_the_layers_is_with_the_ends() -> None:
+def test_code_around_the_layers_belongs_to_the_outer_stages() -> None:
     around = LayerProfile("after", ((1, 0.01),), ((1, 0.02),))
     true = replace(TRUE, after=around)
     profile = replace(inflated(9, 12), after=around.scaled(3.0))

@@ -47,7 +47,7 @@ def test_the_simulator_gives_the_same_times(seed):
     assert problem.makespan(starts) == max(e.end for e in timeline.events if e.rank == 0)
 
 
-def test_what_can_not_be_simulated_is_refused():
+def test_arrays_that_can_not_be_simulated_are_refused():
     with pytest.raises(PlanError, match="leave early_recompute out"):
         ArrayCosts(random_problem(0, 2, 2, early=True))
 

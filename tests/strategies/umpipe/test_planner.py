@@ -112,7 +112,7 @@ def test_never_worse_than_the_best_equal_cut_among_its_numbers(
 
 
 @pytest.mark.parametrize("schedule", [UMPipe(), UM1F1B()])
-def test_where_nothing_is_gained_the_cut_is_equal(schedule: Schedule | UM1F1B) -> None:
+def test_cut_is_equal_if_nothing_is_gained(schedule: Schedule | UM1F1B) -> None:
     """Check that the cut is equal if stages are equal and times are proportional to the number of samples."""
     cut = solve_plan(problem(schedule, *[(0.0, 1e-3)] * 3)).jobs[0]
     assert len({*cut.forward, *cut.backward, *cut.forward_links, *cut.backward_links}) == 1

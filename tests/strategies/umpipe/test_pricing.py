@@ -64,7 +64,7 @@ def test_room_in_bytes() -> None:
 
 
 @pytest.mark.parametrize("arrives", [0.012, 0.02])
-def test_what_was_seen_of_a_link_is_what_its_messages_take(arrives: float) -> None:
+def test_link_times_equal_the_times_of_messages(arrives: float) -> None:
     """Check that the measured duration of a message, from start to arrival, includes the latency of the link."""
     usual = CostModel({(kind, s): ((1, 0.001),) for kind in (Kind.F, Kind.B) for s in (0, 1)}, (1000.0,), (1000.0,))
     usual = replace(usual, link=Link(bandwidth=1e6, latency=0.004))

@@ -19,7 +19,7 @@ class Wrong(Schedule):
         return Program((KFKB(1).program(plan).head[0], ()))
 
 
-def test_what_was_verified_is_not_verified_again():
+def test_verified_programs_are_not_verified_again():
     plans = Plans(Problem(KFKB(1), 2, 1, 4, layers=(Span(0, 1), Span(1, 2))))
     plan, _ = plans.for_rows(8)
     found = plans.for_schedule(Wrong(), 4, verified=8)

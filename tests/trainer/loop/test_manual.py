@@ -229,7 +229,7 @@ def refuse(rank: int, folder: str) -> list[str]:
     return said
 
 
-def test_what_can_not_be_had_is_refused(tmp_path: Path) -> None:
+def test_unavailable_values_are_refused(tmp_path: Path) -> None:
     for texts in run_ranks(refuse, 2, str(tmp_path), timeout=120):
         assert "Target optimizes manually" in texts[0]
         assert "microbatches=4 does not work with that" in texts[0]

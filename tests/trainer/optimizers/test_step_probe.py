@@ -118,7 +118,7 @@ def test_each_parameter_is_stepped_separately(make):
         (partial(NoisySGD, lr=0.1), False, "NoisySGD draws random numbers for one parameter after another"),
     ],
 )
-def test_what_needs_all_parameters_is_refused(make, is_asynchronous, message):
+def test_optimizers_that_need_all_parameters_are_refused(make, is_asynchronous, message):
     with pytest.raises(PipelineError, match=message):
         check_steps_apart([AdamW(parameters()), make(parameters())], is_asynchronous)
 

@@ -133,7 +133,7 @@ def test_by_time() -> None:
     assert find_pipelined(module, None, {"bert.layer": 0.04}) == "bert.layer"
 
 
-def test_where_most_of_the_work_is_elsewhere_it_is_said() -> None:
+def test_work_outside_of_the_container_is_reported() -> None:
     """Check the warning about work outside of the container.
 
     The share is a share of parameters, because the layers outside are not measured.

@@ -109,7 +109,7 @@ def test_cut_is_corrected_by_step_times() -> None:
     assert looking[1].gathered == 2  # after one correct look, no rank looks again
 
 
-def test_where_all_is_slower_the_prediction_alone_changes() -> None:
+def test_only_the_prediction_changes_if_all_stages_are_slower() -> None:
     """Check that only the predicted time changes if all layers are slower by the same factor."""
     looking = looks(made := decision(profile(*[1.0] * LAYERS)))
     found = run(looking, windows([1.5] * LAYERS, made))

@@ -61,7 +61,7 @@ def test_damaged_files_and_those_of_others_are_left_alone(tmp_path: Path) -> Non
     assert cache.find_profile("a") is None
 
 
-def test_where_profiles_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_of_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = pl.Trainer(default_root_dir=tmp_path, logger=False, accelerator="cpu")
     monkeypatch.setenv(VARIABLE, "")
     find_cache(trainer).keep_profile("a", PROFILE)

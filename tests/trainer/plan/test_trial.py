@@ -54,7 +54,7 @@ def test_trial_that_is_always_disturbed_continues() -> None:
     assert FEW < count <= 2 * FEW
 
 
-def test_what_never_ends_belongs_to_the_machine() -> None:
+def test_permanent_disturbance_belongs_to_the_machine() -> None:
     """Check that a disturbance that never ends counts as part of the time of a step."""
     took, count = trial([True])
     assert abs(took / DISTURBED - 1) < 0.02

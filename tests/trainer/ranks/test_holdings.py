@@ -80,7 +80,7 @@ def test_layers_that_move_are_named_with_where_they_go():
 @pytest.mark.parametrize(
     "layers", [spans(2, 4, 5), spans(1, 3, 5), spans(1, 4, 6), (Span(0, 5), Span(0, 5), Span(5, 5))]
 )
-def test_what_can_not_be_is_refused(layers: tuple[Span, ...]):
+def test_impossible_holdings_are_refused(layers: tuple[Span, ...]):
     _, holdings = made(0, 1, 3, 1)
     with pytest.raises(
         PlanError, match=r"model.1.weight is shared by layers 1 and 3|every layer has to be in one stage"

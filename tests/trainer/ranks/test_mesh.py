@@ -83,7 +83,7 @@ def test_rank_that_does_not_read_delays_no_other_rank(meshes: dict[int, Mesh]) -
     assert sender.is_sent
 
 
-def test_what_was_sent_before_the_end_still_comes(meshes: dict[int, Mesh]) -> None:
+def test_messages_from_before_the_end_still_arrive(meshes: dict[int, Mesh]) -> None:
     gone, reader, _ = (meshes[rank] for rank in RANKS)
     reader.send(MessageId(0, 7), b"unread")
     gone.send(MessageId(0, 1), b"the last word")

@@ -102,7 +102,7 @@ def test_a_container_has_what_it_is_allowed() -> None:
         ({}, None),
     ],
 )
-def test_what_a_control_group_allows(files: dict[str, str], allowed: float | None, tmp_path: Path) -> None:
+def test_cores_of_a_control_group(files: dict[str, str], allowed: float | None, tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     assert threads._allowed(tmp_path) == allowed

@@ -194,7 +194,7 @@ def streaming(rank: int, folder: str) -> list[Any]:
     return found
 
 
-def test_where_batches_overlap_they_are_finished_first() -> None:
+def test_overlapping_batches_are_finished_first() -> None:
     for rank, (stayed, moved) in enumerate(run_ranks(streaming, 2, mkdtemp(), timeout=60)):
         assert differences(moved[:2], stayed[:2], tolerance=0) == []
         assert "1f1b flushes between batches, and pipedream_2bw does not" in moved[2]

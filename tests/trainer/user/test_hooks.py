@@ -30,7 +30,7 @@ from tests.trainer.lit import Case, Lit, LitOutside, differences, plain_values, 
 
 @pytest.mark.parametrize("overlaps", [True, False])
 @pytest.mark.parametrize("here", [True, False])
-def test_what_a_hook_misses_on_other_stages_is_explained(here, overlaps):
+def test_missing_values_of_other_stages_in_a_hook_are_explained(here, overlaps):
     class Storing(Lit):
         def on_train_batch_end(self, *args: Any) -> None:
             self.last_loss.item()
@@ -100,7 +100,7 @@ def test_parameters_and_state_equal_the_whole_module():
     assert all(torch.equal(p, q) for p, q in zip(module.parameters(), whole.parameters(), strict=True))
 
 
-def test_what_is_done_to_each_weight_is_done_where_it_is():
+def test_changes_of_weights_happen_on_their_ranks():
     """Check that the same code on both parts of a module gives the results of the whole module."""
 
     def work(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -240,7 +240,7 @@ USES += [to_target, to_target_at_once, to_target_by_state, gathered]
 
 
 @pytest.mark.parametrize("use", USES)
-def test_what_needs_the_values_of_all_layers_is_refused(use: Callable[[Lit], Any]):
+def test_code_that_needs_the_values_of_all_layers_is_refused(use: Callable[[Lit], Any]):
     use(Lit())  # this works with the whole module
     module = Lit()
     refused = pytest.raises((PipelineError, RuntimeError), match=r"Lit.on_hook .*self.model.*save_checkpoint")

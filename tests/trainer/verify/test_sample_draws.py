@@ -61,7 +61,7 @@ def test_number_for_the_whole_batch_is_reported():
     assert [name.split(".")[1] for name in draws.common] == ["rand", "randn"]
 
 
-def test_what_runs_again_draws_again():
+def test_repeated_code_draws_again():
     layer = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5))
     gradients = []
     for again in (False, True):

@@ -129,7 +129,7 @@ class TestPlanOfAScript:
         assert lines[0]["name"] == "net.0..."
         assert [line["share"] for line in lines if line["stage"]] == ["20.0%"] * 5
 
-    def test_what_can_not_be_drawn(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def test_scripts_that_can_not_be_drawn(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         script = tmp_path / "train.py"
         script.write_text("")
         assert "did not cut a module" in refused(capsys, "plan", str(script))

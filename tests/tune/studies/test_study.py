@@ -466,7 +466,7 @@ def caught(rank: int) -> list[str]:
     return states(optimize_array(new_study(), one, 4, 2, catch=(ValueError,)))
 
 
-def test_what_another_rank_raises_is_caught() -> None:
+def test_error_of_another_rank_is_caught() -> None:
     """Check that `catch` covers errors that only another rank raises."""
     assert run_ranks(caught, 2) == [["COMPLETE", "FAIL", "FAIL", "COMPLETE"]] * 2
 

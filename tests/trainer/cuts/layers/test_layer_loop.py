@@ -254,7 +254,7 @@ class Cache:
         (lambda module: module.layers(1), r'Module \[ModuleList\] is missing the required "forward"'),
     ],
 )
-def test_what_a_loop_can_not_do(step, message):
+def test_loops_that_are_refused(step, message):
     module, interceptor, _ = cut()
     with pytest.raises((PipelineError, NotImplementedError), match=message):
         interceptor.run_with_answer(step, lambda x: torch.zeros(2, 3), module)
@@ -368,7 +368,7 @@ class TestFindPipelined:
         module.own = nn.ModuleList(self.linears(40))  # outside of the model that has a plan
         assert find_pipelined(module, None) == "own"
 
-    def test_what_can_not_be_cut(self):
+    def test_modules_that_can_not_be_cut(self):
         class Own(nn.ModuleList):
             def forward(self, x: Any) -> Any:
                 return x

@@ -287,7 +287,7 @@ def test_units_move_with_all_that_is_theirs(tmp_path: Any) -> None:
             assert differences(late[what], streamed[what], 1e-10, what) == []
 
 
-def test_what_units_can_not_have_is_refused_by_name() -> None:
+def test_features_that_units_do_not_support_are_refused_by_name() -> None:
     for found in run_ranks(refuse, 2, timeout=120):
         for (_, _, part), text in zip(REFUSED, found, strict=True):
             assert part in text
