@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
-from torch._C._distributed_c10d import ProcessGroupGloo as ProcessGroupGloo
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
 from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.func import debug_unwrap
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad
 from torch.optim import swa_utils
@@ -127,7 +127,7 @@ def graph_nodes(tensors: Iterable[Any]) -> list[Any]:
 def _has_graph(tensor: Any) -> bool:
     if isinstance(tensor, GradientEdge):
         return True
-    return bool(tensor.requires_grad) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return bool(tensor.requires_grad) and tensor is debug_unwrap(tensor, recurse=False)
 
 
 def is_reached(starts: Iterable[Any], targets: Iterable[Any]) -> bool:
@@ -300,13 +300,6 @@ def in_functorch() -> bool:
 def has_storage(tensor: torch.Tensor) -> bool:
     """Return whether the values of a tensor are in memory. The zeros of forward-mode autograd, for example, are not."""
     return tensor.layout is torch.strided and not tensor.is_meta and not tensor._is_zerotensor()
-
-
-def unwrap_transformed(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor inside the wrappers of transforms of torch.func. Any other tensor is returned unchanged."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
 
 
 @contextmanager

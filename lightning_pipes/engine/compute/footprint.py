@@ -15,7 +15,6 @@ from lightning_pipes.engine.private_torch import (
     allow_transforms,
     has_storage,
     storage_address,
-    unwrap_transformed,
 )
 from lightning_pipes.engine.trees import tensors_in
 
@@ -130,7 +129,7 @@ def saved_for_backward() -> Iterator[dict[tuple[int, int], torch.Tensor]]:
 
 def storage_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the address and the bytes of a tensor's storage; (0, 0) for a tensor without storage."""
-    tensor = unwrap_transformed(tensor)
+    tensor = torch.func.debug_unwrap(tensor)
     if not has_storage(tensor):
         return 0, 0
     tensor = local_part(tensor)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
 from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine import trees
@@ -38,7 +38,6 @@ from lightning_pipes.engine.messages.chunks import (
 )
 from lightning_pipes.engine.messages.links import SocketQueues
 from lightning_pipes.engine.messages.transport import IDLE
-from lightning_pipes.engine.private_torch import ProcessGroupGloo
 from lightning_pipes.engine.watch.failure import FailureWatch
 from lightning_pipes.engine.watch.trust import Seal, dumps, loads
 from lightning_pipes.ir import InputError, PipelineError

@@ -16,6 +16,7 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
+from torch.distributed import ProcessGroupGloo  # type: ignore[attr-defined]
 from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.messages.message import (
@@ -27,7 +28,6 @@ from lightning_pipes.engine.messages.message import (
     pageable_bytes,
     pinned_bytes,
 )
-from lightning_pipes.engine.private_torch import ProcessGroupGloo
 from lightning_pipes.engine.watch.trust import Seal
 from lightning_pipes.ir import Instruction
 from lightning_pipes.ir.clock import read_nanoseconds

@@ -19,14 +19,13 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
 from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.messages.channel import RECEIVER, SENDER, Inbox, Outbox, Work, record_stream_use
 from lightning_pipes.engine.messages.local import LocalTransport, host_id
 from lightning_pipes.engine.messages.mailbox import Key, Mailbox, Transport
 from lightning_pipes.engine.messages.message import Decoder, Encoder, Message
-from lightning_pipes.engine.private_torch import ProcessGroupGloo
 from lightning_pipes.engine.watch.failure import FailureWatch
 from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.engine.watch.trust import Seal

@@ -15,7 +15,6 @@ from lightning_pipes.engine.private_torch import (
     has_storage,
     storage_address,
     storage_key,
-    unwrap_transformed,
 )
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.cuts.units.trace import KnownPure, KnownValue, KnownWeight, Made, map_leaves
@@ -90,7 +89,7 @@ class Values:
 
     def depends_on_weights(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is a value or a weight, even within a transform of torch.func."""
-        inner = unwrap_transformed(tensor)
+        inner = torch.func.debug_unwrap(tensor)
         if self.is_value(inner) or self.is_placed(inner):
             return True
         where = storage_of(inner)  # jvp wraps an alias
@@ -228,7 +227,7 @@ def stands_on(tensor: torch.Tensor) -> torch.device | None:
 
 def storage_of(tensor: torch.Tensor) -> int | None:
     """Return the address at which the memory of a tensor begins; None if it has no memory."""
-    tensor = unwrap_transformed(tensor)
+    tensor = torch.func.debug_unwrap(tensor)
     if isinstance(tensor, FakeTensor):
         return storage_key(tensor)
     if not has_storage(tensor) or not tensor.numel():
