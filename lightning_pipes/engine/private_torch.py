@@ -67,12 +67,12 @@ def make_copy_on_write(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_copy_on_write(tensor: torch.Tensor) -> bool:
     """Return whether a write to the tensor would first give it separate memory."""
-    return bool(torch._C._is_cow_tensor(tensor))
+    return bool(torch._C._is_cow_tensor(tensor))  # type: ignore[attr-defined]
 
 
 def storage_address(tensor: torch.Tensor) -> int:
     """Return the address at which the memory of a tensor begins, without giving a copy on write separate memory."""
-    address: int = torch._C._data_address(tensor)
+    address: int = torch._C._data_address(tensor)  # type: ignore[attr-defined]
     return address
 
 

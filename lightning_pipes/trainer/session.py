@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
 from lightning_pipes.engine.watch.failure import FailureWatch
@@ -239,7 +240,7 @@ class SessionStart:
                 self._settings.process_group_backend or dist.get_default_backend_for_device(device),
                 timeout=timeout,
                 device_id=device if device.type != "cpu" else None,
-                store=keep_store(watch.sub_store()) if self._grid.size > 1 else dist.HashStore(),
+                store=keep_store(watch.sub_store()) if self._grid.size > 1 else HashStore(),
             )
         )
         fault_point("process_group.made")

@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
-from torch.distributed import ProcessGroupGloo  # type: ignore[attr-defined]
+from torch.distributed import ProcessGroupGloo
 from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.messages.message import (
