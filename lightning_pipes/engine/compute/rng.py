@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -62,6 +62,19 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     np.random.set_state(state["numpy"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def read_generators(device: torch.device) -> list[torch.Tensor]:
+    """Return the states of torch's generators, for the CPU and for `device` if it is a GPU."""
+    states = [torch.default_generator.get_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+def set_generators(states: Sequence[torch.Tensor], device: torch.device) -> None:
+    """Restore the states that `read_generators` returned."""
+    torch.default_generator.set_state(states[0].cpu().clone())  # torch can't restore a state from a view
+    if device.type == "cuda" and len(states) > 1:
+        torch.cuda.set_rng_state(states[1].cpu().clone(), device)
 
 
 class RngUse:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,9 +19,11 @@ from lightning_pipes.engine.compute.rng import (
     AFTER_LAYERS,
     BEFORE_LAYERS,
     random_state,
+    read_generators,
     same_random_state,
     seed_all,
     seed_for_layer,
+    set_generators,
     stream_seed,
 )
 from lightning_pipes.engine.compute.spans import Item, remove_marks
@@ -591,6 +593,14 @@ class Stage:
     def seed_generators(self, layer: int, seed: int) -> None:
         """Seed the random generators for a layer, or for user code around the layers; see `seed_for_layer`."""
         seed_for_layer(layer, seed, self.device)
+
+    def read_generators(self) -> list[torch.Tensor]:
+        """Return the states of torch's generators, with which the next stage can continue."""
+        return read_generators(self.device)
+
+    def set_generators(self, states: Sequence[torch.Tensor]) -> None:
+        """Continue with the states that `read_generators` returned on the previous stage."""
+        set_generators(states, self.device)
 
     def prepare_user_seeds(self, item: Item, spans: Iterable[Span]) -> None:
         """Compute the seeds of user code for several micro-batches at once, which takes a tenth of the time."""

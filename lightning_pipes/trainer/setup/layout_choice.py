@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
@@ -19,6 +20,7 @@ from lightning_pipes.engine.compute.rng import RngUse
 from lightning_pipes.ir import PipelineError, PlanError, Policy, Span
 from lightning_pipes.trainer.cuts.layers.capture import named_step
 from lightning_pipes.trainer.cuts.layers.pipelined import (
+    find_pipelined,
     list_containers,
     work_size,
 )
@@ -90,6 +92,8 @@ class LayoutChoice:
         self._first_units: tuple[int, ...] = ()
         self.plans_cuts = request.may_cut_unequally and not self._settings.degrees
         self.crossing_rows: CrossingRows | None = None
+        self._streams = list_layers(self._module)
+        """The layers that have their own random streams."""
         self.layout = self._lay_units(request, stages)
 
     def _lay_units(self, request: RunRequest, stages: int) -> UnitLayout:
@@ -118,9 +122,9 @@ class LayoutChoice:
         if self._moves_parts or (self.plans_cuts and end is None):
             return self._lay_parts(record, borders, starts, costs)
         if end is None:
-            return UnitLayout.from_record(*self._recorder.merge(record, starts))
-        merged, (*found, border) = self._recorder.merge(record, (*starts, end))
-        layout = UnitLayout.from_record(merged, tuple(found))
+            return UnitLayout.from_record(*self._recorder.merge(record, starts, self._streams), self._streams)
+        merged, (*found, border), slices = self._recorder.merge(record, (*starts, end), self._streams)
+        layout = UnitLayout.from_record(merged, tuple(found), slices, self._streams)
         self._check_end(layout, border)
         return layout
 
@@ -183,11 +187,12 @@ class LayoutChoice:
         """
         finer = borders.choose(min(PARTS * len(starts), borders.count_possible() + 1))
         parts = tuple(sorted({*starts, *finer}))
-        merged, found = self._recorder.merge(record, parts)
-        layout = UnitLayout.from_record(merged, found)
+        merged, found, slices = self._recorder.merge(record, parts, self._streams)
+        layout = UnitLayout.from_record(merged, found, slices, self._streams)
         if self.plans_cuts and costs:
             kept = self._choose_crossings(layout, [parts.index(start) for start in starts])
-            parts, layout = tuple(parts[n] for n in kept), UnitLayout.from_record(merged, tuple(found[n] for n in kept))
+            parts, found = tuple(parts[n] for n in kept), tuple(found[n] for n in kept)
+            layout = UnitLayout.from_record(merged, found, slices, self._streams)
         self.starts = tuple(parts.index(start) for start in starts)
         self._first_units, self.pieces = parts, borders.list_pieces(parts)
         if costs:
@@ -286,7 +291,7 @@ class LayoutChoice:
             f"have {', '.join(f'{share:.0%}' for share in shares)} of the weights"
         )
         self.pieces = groups.list_pieces(starts)
-        merged, _ = self._recorder.merge(record, groups.list_turns(starts))
+        merged, *_ = self._recorder.merge(record, groups.list_turns(starts))
         return groups.make_layout(merged, starts)
 
     def _find_end(self, record: StepRecord, borders: Borders, after: int, request: RunRequest) -> int | None:
@@ -331,7 +336,7 @@ class LayoutChoice:
             PlanError: the loss is different, and the user requests a loss of whole batches.
         """
         module, device = self._module, self._ranks.device
-        layouts = find_layouts(self._recorder.trace_samples(layout.atomic))[:border]
+        layouts = find_layouts(self._recorder.trace_samples(layout.atomic, layout.slices))[:border]
         end, differs = BatchEnd(border, layouts), ""
         whole = replace(end.layout(layout), starts=(0, border))
         step, arguments = named_step(module, "training_step"), self._recorder.step_arguments()
@@ -409,7 +414,7 @@ class LayoutChoice:
             placed, starts, parts = last, self.starts, stages
         self.starts = starts
         drawing = frozenset(atomic)  # any of them may draw random numbers
-        return UnitLayout((0,) * parts, (), atomic, drawing, placed, clones=True)
+        return UnitLayout((0,) * parts, (), atomic, drawing, placed, clones=True, streams=self._streams)
 
     def find_crossing_rows(self, schedule: str) -> CrossingRows:
         """Return an object that cuts and joins the values between parts. This method is collective.
@@ -437,7 +442,7 @@ class LayoutChoice:
         why = "weights are on meta, so no values can be compared" if self._recorder.fake is not None else ""
         if not why and self._recorder.compared_batch is None:
             why = "the data provide no samples to compare before training"
-        units = [] if why else self._recorder.trace_samples(layout.atomic)
+        units = [] if why else self._recorder.trace_samples(layout.atomic, layout.slices)
         found: list[list[UnitAxes]] = self._ranks.control.all_gather(units)
         if not all(found):
             raise PlanError(
@@ -502,6 +507,15 @@ def names_layers(context: SetupContext) -> bool:
     schedule = context.request.schedule
     overlaps = isinstance(schedule, Policy) and not schedule.flushes and not context.request.chooses
     return overlaps and context.is_fitting and isinstance(context.module, ChoosesLayers)
+
+
+def list_layers(module: pl.LightningModule) -> tuple[str, ...]:
+    """Return the paths of the layers of the container that would be cut if the module was not cut by units."""
+    try:
+        container = find_pipelined(module, None)
+    except PipelineError:  # no container is clearly the largest, or its layers can't be cut
+        return ()
+    return tuple(f"{container}.{name}" for name, _ in module.get_submodule(container).named_children())
 
 
 def find_named_container(module: nn.Module) -> str:

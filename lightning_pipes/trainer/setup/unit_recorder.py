@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeVar
@@ -19,9 +19,10 @@ from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.cuts.layers.capture import named_step
 from lightning_pipes.trainer.cuts.steps import loss_of
 from lightning_pipes.trainer.cuts.units.batch_end import SampleTrace, UnitAxes, find_axes
-from lightning_pipes.trainer.cuts.units.borders import match_starts, merge_units
+from lightning_pipes.trainer.cuts.units.borders import find_slices, match_starts, merge_units
 from lightning_pipes.trainer.cuts.units.fake_run import FakeRun
 from lightning_pipes.trainer.cuts.units.recording import StepRecord, record_step
+from lightning_pipes.trainer.cuts.units.sequential_slices import SequentialSlices
 from lightning_pipes.trainer.cuts.units.timing import SavedByUnits, UnitCosts, measure_units, shortest
 from lightning_pipes.trainer.data.batches import copy_batch, make_cutter, rows_of
 from lightning_pipes.trainer.data.sample import (
@@ -280,27 +281,36 @@ class UnitRecorder:
         counter = SavedByUnits(_named(module, record.atomic))
         return UnitCosts(seconds, run(partial(counter.measure, module, step, make_batch, arguments)))
 
-    def merge(self, record: StepRecord, starts: tuple[int, ...]) -> tuple[StepRecord, tuple[int, ...]]:
+    def merge(
+        self, record: StepRecord, starts: tuple[int, ...], layers: Sequence[str] = ()
+    ) -> tuple[StepRecord, tuple[int, ...], SequentialSlices | None]:
         """Return a record in which each module that is not divided by a border is one unit.
 
-        The borders in this record are also returned.
+        The borders in this record are also returned, and the layers among `layers` that are units together.
         """
         module, device = self._module, self._ranks.device
         run = partial(self.run_without_trace, self._context.is_fitting)
-        choose = partial(merge_units, module, record, starts)
+        slices, places = find_slices(module, record, starts, layers)
+        choose = partial(merge_units, module, record, starts, layers=() if slices is None else slices.layers)
 
         def record_merged() -> StepRecord:
-            return record_step(module, run, *self._recorded_step, device, choose, self._context.is_manual, self.fake)
+            return record_step(
+                module, run, *self._recorded_step, device, choose, self._context.is_manual, self.fake, slices
+            )
 
         try:
             merged: StepRecord = CollectiveCall(self._ranks.control)(record_merged)[self._ranks.control.position]
         except NotMeasuredError:  # the user's code runs differently now, so units stay as they are
-            return record, starts
-        found = match_starts(record, merged, starts)
-        of_ranks = self._ranks.control.all_gather((found, [unit.name for unit in merged.units]))
-        return (merged, found) if found and all(other == of_ranks[0] for other in of_ranks) else (record, starts)
+            return record, starts, None
+        found, names = match_starts(record, merged, starts, places), [unit.name for unit in merged.units]
+        if not places.keys() <= {*names}:
+            found = None
+        of_ranks = self._ranks.control.all_gather((found, names))
+        if found and all(other == of_ranks[0] for other in of_ranks):
+            return merged, found, slices
+        return (record, starts, None) if slices is None else self.merge(record, starts)
 
-    def trace_samples(self, atomic: tuple[str, ...]) -> list[UnitAxes]:
+    def trace_samples(self, atomic: tuple[str, ...], slices: SequentialSlices | None = None) -> list[UnitAxes]:
         """Return the places of samples in the tensors that units make.
 
         The list is empty if the step cannot run with parts of a batch, and the reason is logged.
@@ -313,7 +323,12 @@ class UnitRecorder:
             traces = [
                 self.run_without_trace(
                     True,
-                    partial(SampleTrace(module, _named(module, atomic), device).run, step, copy_batch(each), arguments),
+                    partial(
+                        SampleTrace(module, _named(module, atomic), device, slices).run,
+                        step,
+                        copy_batch(each),
+                        arguments,
+                    ),
                 )
                 for each in (part, batch)
             ]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lightning_pipes.engine.compute.rng import forked_rng, seed_all, seed_for_layer, stream_seed
+from lightning_pipes.engine.compute.rng import BEFORE_LAYERS, forked_rng, seed_all, seed_for_layer, stream_seed
 from lightning_pipes.engine.private_torch import TorchDispatchMode, argument_names, works_in_place
 from lightning_pipes.ir import Span
 
@@ -64,6 +64,21 @@ class SampleDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             states.append(self._state())
         if len(spans) > 1:
             self._name((self._rows, spans, states[::-1]))
+
+    def read_generators(self) -> list[torch.Tensor]:
+        """Return the states of the present streams, one for each span on axis 0."""
+        known = self._streams.get(torch.default_generator.initial_seed())
+        states = [self._state()] if known is None else known[2]
+        return [torch.stack(parts) for parts in zip(*states, strict=True)]
+
+    def set_generators(self, states: Sequence[torch.Tensor]) -> None:
+        """Continue with the states that `read_generators` returned in another process."""
+        parts = ([part.clone() for part in state.cpu()] for state in states)  # torch can't restore a state from a view
+        of_spans = [[*state] for state in zip(*parts, strict=True)]
+        if len(of_spans) == 1:
+            self._set(of_spans[0])
+        else:
+            self._name((self._rows, self._spans[BEFORE_LAYERS], of_spans))
 
     def enter_whole(self, layer: int) -> None:
         """Draw from the stream that a whole batch uses for this layer from now on."""

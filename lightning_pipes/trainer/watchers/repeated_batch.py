@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,6 +92,15 @@ class RepeatedStage(Stage):
             self._draws.enter(layer)
         if layer == BEFORE_LAYERS:
             self._seeded = _other_generators()
+
+    def read_generators(self) -> list[torch.Tensor]:
+        return super().read_generators() if self._draws is None else self._draws.read_generators()
+
+    def set_generators(self, states: Sequence[torch.Tensor]) -> None:
+        if self._draws is None:
+            super().set_generators(states)
+        else:
+            self._draws.set_generators(states)
 
     def _run_body(self, item: Item, span: Span, received: Any) -> Any:
         earlier = self._sent.get(span)

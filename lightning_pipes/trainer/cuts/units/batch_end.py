@@ -14,6 +14,7 @@ from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.cuts.units.lazy_step import Crossing
 from lightning_pipes.trainer.cuts.units.mode import Function
 from lightning_pipes.trainer.cuts.units.recording import UnitLayout
+from lightning_pipes.trainer.cuts.units.sequential_slices import SequentialSlices
 from lightning_pipes.trainer.cuts.units.trace import Done, Made, TemplateLeaf, Trace, map_leaves
 from lightning_pipes.trainer.cuts.units.traced_step import TracedStep
 from lightning_pipes.trainer.data.layouts import Layout
@@ -114,8 +115,14 @@ class SampleTrace(TracedStep):
         lines: for each unit, the line of the user's code that calls it.
     """
 
-    def __init__(self, module: nn.Module, atomic: Mapping[str, nn.Module], device: torch.device) -> None:
-        super().__init__(module, atomic, (), device)
+    def __init__(
+        self,
+        module: nn.Module,
+        atomic: Mapping[str, nn.Module],
+        device: torch.device,
+        slices: SequentialSlices | None = None,
+    ) -> None:
+        super().__init__(module, atomic, (), device, slices=slices)
         self.made: list[list[torch.Tensor]] = []
         self.lines: list[str] = []
 

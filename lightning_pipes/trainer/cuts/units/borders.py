@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
-from itertools import accumulate
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate, pairwise
 
 import lightning.pytorch as pl
 from torch import nn
@@ -15,6 +15,7 @@ from lightning_pipes.ir import PlanError
 from lightning_pipes.trainer.cuts.piece import Piece
 from lightning_pipes.trainer.cuts.units.mode import runs_as_whole
 from lightning_pipes.trainer.cuts.units.recording import StepRecord
+from lightning_pipes.trainer.cuts.units.sequential_slices import SequentialSlices
 
 _NEAR = 0.1
 """The largest distance of a border from its ideal place, as a share of a stage's cost."""
@@ -172,7 +173,11 @@ class Borders:
 
 
 def merge_units(
-    module: nn.Module, record: StepRecord, starts: Sequence[int], hidden: Collection[str]
+    module: nn.Module,
+    record: StepRecord,
+    starts: Sequence[int],
+    hidden: Collection[str],
+    layers: Collection[str] = (),
 ) -> dict[str, nn.Module]:
     """Return the modules, by path, that can be units if a record is cut in front of the units `starts`.
 
@@ -184,15 +189,17 @@ def merge_units(
         record: the recorded step.
         starts: the first unit of each stage.
         hidden: paths of modules that can't be units.
+        layers: paths of modules that are units if they can be, and are not merged with others.
     """
     kept = {path for path, m in module.named_modules() if isinstance(m, (Metric, pl.LightningModule))}
     kept |= record.stateful | {*hidden}
-    around = kept | {path for path in record.atomic if runs_as_whole(module.get_submodule(path))}
+    around = kept | {*layers} | {path for path in record.atomic if runs_as_whole(module.get_submodule(path))}
     opened = {"", *kept} | {path[:n] for path in around for n, letter in enumerate(path) if letter == "."}
     found: dict[str, nn.Module] = {}
     for path, part in module.named_modules():
         calls = record.calls.get(path, ())
-        whole = calls and path not in opened and all(a < b for a, b in calls) and any(b - a > 1 for a, b in calls)
+        whole = calls and path not in opened and all(a < b for a, b in calls)
+        whole = whole and (path in layers or any(b - a > 1 for a, b in calls))
         if whole and any(a < start < b for a, b in calls for start in starts):
             whole = False
         inside = any(path.startswith(f"{other}.") for other in found)
@@ -201,18 +208,71 @@ def merge_units(
     return found
 
 
-def match_starts(record: StepRecord, merged: StepRecord, starts: Sequence[int]) -> tuple[int, ...] | None:
+def find_slices(
+    module: nn.Module, record: StepRecord, starts: Sequence[int], layers: Sequence[str]
+) -> tuple[SequentialSlices | None, dict[str, tuple[int, int]]]:
+    """Return the slices of an nn.Sequential whose layers several stages run, and the recorded units of each slice.
+
+    The slices are None if the step does not call the nn.Sequential once and as a whole, a border divides a layer, or a
+    layer can't be a unit, because it logs or leaves a trace in its attributes.
+
+    Args:
+        module: the user's module.
+        record: the recorded step.
+        starts: the first unit of each stage.
+        layers: the paths of the layers.
+    """
+    container = layers[0].rpartition(".")[0] if layers else ""
+    whole = record.calls.get(container, ())
+    if not container or len(whole) != 1 or type(module.get_submodule(container)).forward is not nn.Sequential.forward:
+        return None, {}
+    spans = _list_spans(record, layers)
+    ((first, last),), inside = whole, f"{container}."
+    begins = [start for start, _ in spans]
+    cuts = [start for start in starts if first < start < last]
+    if not spans or not cuts or not {*cuts} <= {*begins} or (spans[0][0], spans[-1][1]) != (first, last):
+        return None, {}
+    if any(a[1] != b[0] for a, b in pairwise(spans)) or any(path.startswith(inside) for path in record.stateful):
+        return None, {}
+    logs = (Metric, pl.LightningModule)
+    if any(isinstance(part, logs) for path, part in module.named_modules() if path.startswith(inside)):
+        return None, {}
+    slices = SequentialSlices(container, tuple(layers), (0, *map(begins.index, cuts)))
+    return slices, {name: (spans[n[0]][0], spans[n[-1]][1]) for name, n in slices.units.items()}
+
+
+def _list_spans(record: StepRecord, paths: Sequence[str]) -> list[tuple[int, int]]:
+    """Return the units of each layer, or an empty list if a layer is not called once."""
+    found: list[tuple[int, int]] = []
+    for path in paths:
+        alone = [(n, n + 1) for n, unit in enumerate(record.units) if unit.name == path and path in record.atomic]
+        calls = record.calls.get(path, alone)
+        if len(calls) != 1 or calls[0][0] == calls[0][1]:
+            return []
+        found += calls
+    return found
+
+
+def match_starts(
+    record: StepRecord,
+    merged: StepRecord,
+    starts: Sequence[int],
+    slices: Mapping[str, tuple[int, int]] | None = None,
+) -> tuple[int, ...] | None:
     """Return the first unit of each stage in a record with merged units; None if the step took another path.
 
     Args:
         record: the record before units were merged.
         merged: the record with merged units.
         starts: the first unit of each stage in `record`.
+        slices: the first unit in `record` of each unit that consists of several layers, and the unit behind it.
     """
     at, place, seen = 0, {}, Counter[str]()
     for number, unit in enumerate(merged.units):
         place[at] = number
         calls = record.calls.get(unit.name, ()) if unit.name in merged.atomic else ()
+        if slices is not None and unit.name in slices:
+            calls = [slices[unit.name]]
         if calls:
             start, stop = calls[min(seen[unit.name], len(calls) - 1)]
             seen[unit.name] += 1

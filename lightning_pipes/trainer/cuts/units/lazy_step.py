@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pipes.engine.compute.rng import read_generators, set_generators
 from lightning_pipes.engine.compute.sendable import check_sendable
+from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.engine.private_torch import set_versions
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.cuts.units.mode import Function
@@ -36,6 +38,8 @@ from lightning_pipes.trainer.results.weight_changes import IN_HOOKS
 Values = tuple[torch.Tensor, ...]
 Crossing = tuple[Values, Trace]
 """The message of a stage to the next one."""
+STATES = (-1, -2)
+"""The keys of the states of torch's generators for the CPU and for the device, in a trace."""
 
 
 BACKWARD_HOOKS = (
@@ -67,6 +71,7 @@ class LazyStep(TracedStep):
         device: the device of the stage.
         last: the last part of the layout that the stage has; by default, the part with the number of the stage.
         generators: the module's own random generators.
+        sends_states: whether the states of torch's generators may be sent to the next stage.
     """
 
     def __init__(
@@ -77,13 +82,22 @@ class LazyStep(TracedStep):
         device: torch.device,
         last: int | None = None,
         generators: ModuleGenerators | None = None,
+        sends_states: bool = True,
     ) -> None:
-        super().__init__(module, layout.modules(module), layout.drawing, device, generators)
+        super().__init__(
+            module, layout.modules(module), layout.drawing, device, generators, layout.streams, layout.slices
+        )
+        self._drew = layout.drew
         self._layout = layout
         self._stage = stage
         last = stage if last is None else last
         self._ends = last == layout.n_parts - 1
         self._border = layout.border_of(last)
+        self._spans = _find_layers(layout)
+        """The numbers of the first and the last layer in each unit that contains layers."""
+        self._sends_states = sends_states and not self._ends
+        self._draws_later = bool(layout.drew) or not layout.names
+        self._of_stage: Stage | None = None
         self._received: Crossing = ((), Trace())
         self._n_received, self._n_names = 0, len(layout.names)
         self._as_recorded = True
@@ -108,6 +122,7 @@ class LazyStep(TracedStep):
         seed: Callable[[int], None] | None = None,
         rows: int = 0,
         why_once: str = "",
+        stage: Stage | None = None,
     ) -> Crossing | Any:
         """Run the part of the step that belongs to this stage.
 
@@ -116,10 +131,11 @@ class LazyStep(TracedStep):
             batch: the micro-batch.
             arguments: further arguments of the step.
             received: the message of the previous stage; None on the first stage.
-            seed: called with the number of a draw of random numbers before the draw.
+            seed: called with the number of a layer, or `AFTER_LAYERS`, to draw from its random stream from now on.
             rows: the number of samples of the micro-batch, for the trace.
             why_once: the reason why a change of weights by the step would differ from one process; empty if it would
                 not.
+            stage: the stage in the engine, which specifies the random generators; None for the generators of torch.
 
         Returns:
             The message to the next stage. On the last stage, the result of the step.
@@ -128,7 +144,7 @@ class LazyStep(TracedStep):
             PipelineError: the step takes another path than on the previous stage, needs weights of an earlier stage, or
                 changes weights although it must not.
         """
-        self._why_once, self._refusal = why_once, None
+        self._why_once, self._refusal, self._of_stage = why_once, None, stage
         self.begin(batch, seed)
         self._received, self._rows = received or ((), Trace()), rows
         self._n_received = len(self._received[1].units)
@@ -150,7 +166,7 @@ class LazyStep(TracedStep):
             raise
         finally:
             self._check_shared()
-            self.n_draws = self._draws
+            self.n_draws, self._of_stage = self._draws, None
             self.end()
         crossing, self._crossing, self._received = self._crossing, None, ((), Trace())  # these hold values and graphs
         return out if self._ends else crossing
@@ -206,7 +222,7 @@ class LazyStep(TracedStep):
                     "is in a checkpoint of torch.utils.checkpoint, and its weights are on another stage than those "
                     "before it. A checkpoint runs again as a whole: let it have weights of one stage",
                 )
-            self._crossing = self._pack()
+            self._crossing = self._pack(path)
             raise _Border
         ran = self.run_here(name, path, function, args, kwargs, given)
         if path is None and ran.written:
@@ -258,10 +274,7 @@ class LazyStep(TracedStep):
             raise EarlierStageError(str(refused))
         self._in_module = True  # only records of units need to know whether code in a function uses weights
         versions = versions_of(given) if path is None else []
-        if self.may_draw(name, path):
-            out = self._run_drawing(function, args, kwargs)
-        else:
-            out = function(*args, **kwargs)
+        out = self._compute(name, path, function, args, kwargs)
         if path is None and (written := find_written(given, versions)):
             self._check_weights(written)
         self.units.append(Done(name))
@@ -286,6 +299,10 @@ class LazyStep(TracedStep):
             if args[0].is_meta:  # the stage that has the weight assigns it
                 return None
         return super().change(name, function, args, kwargs)
+
+    def _start_stream(self, number: int) -> None:
+        if len(self.units) >= self._n_received:  # the units of earlier stages draw nothing here
+            super()._start_stream(number)
 
     def _check_weights(self, written: Sequence[torch.Tensor], how: str = "changes") -> None:
         """Refuse a change of weights that would differ from one process.
@@ -320,6 +337,9 @@ class LazyStep(TracedStep):
             raise self._other_way(f"it no longer holds a tensor that {done.name} returned again") from error
         self.units.append(done)
         self._draws += done.draws
+        if done.name in self._spans:
+            behind = self._spans[done.name][1] + 1
+            self._next_stream, self._called = max(self._next_stream, behind), max(self._called, behind)
         if self._own_generators is not None:
             self._own_generators.set_states(dict(done.generators))
         return out
@@ -329,7 +349,13 @@ class LazyStep(TracedStep):
         values, trace = self._received
         with torch.enable_grad():  # the border may be inside a block without gradients
             for key, value in zip(trace.keys, values, strict=True):
-                self._put(self.values.value(key), value)
+                if key not in STATES:
+                    self._put(self.values.value(key), value)
+        states = [value for key, value in zip(trace.keys, values, strict=True) if key in STATES]
+        if states and self._of_stage is not None:
+            self._of_stage.set_generators(states)
+        elif states:
+            set_generators(states, self._device)
         groups = [self.values.value(key) for group in trace.shared for key in group]
         self._watched = [(t, t._version) for t in groups]
 
@@ -356,8 +382,12 @@ class LazyStep(TracedStep):
                 "of another stage), or choose another border with PipelineStrategy(partition=[...])"
             ) from error
 
-    def _pack(self) -> Crossing:
-        """Return the message to the next stage: the values that the user's code holds, and the units so far."""
+    def _pack(self, path: str | None = None) -> Crossing:
+        """Return the message to the next stage: the values that the user's code holds, and the units so far.
+
+        Args:
+            path: the path of the module that the next stage begins with, if it is a unit.
+        """
         keys = tuple(self.values.alive())
         found = tuple(self.values.value_to_send(key, self._stage) for key in keys)
         memory: dict[int, list[int]] = defaultdict(list)
@@ -366,7 +396,10 @@ class LazyStep(TracedStep):
             if where is not None:
                 memory[where].append(key)
         shared = tuple(tuple(group) for group in memory.values() if len(group) > 1)
-        return found, self._make_trace(keys, shared)
+        states: list[torch.Tensor] = []
+        if self._must_send_states(path):
+            states = read_generators(self._device) if self._of_stage is None else self._of_stage.read_generators()
+        return (*found, *states), self._make_trace((*keys, *STATES[: len(states)]), shared)
 
     def _make_trace(self, keys: tuple[int, ...], shared: tuple[tuple[int, ...], ...]) -> Trace:
         """Return the trace up to here.
@@ -377,6 +410,19 @@ class LazyStep(TracedStep):
         if last is None or (last.keys, last.shared, last.rows) != ends or not _equal(last.units, self.units):
             self._sent = last = Trace(list(self.units), *ends)
         return last
+
+    def _must_send_states(self, path: str | None) -> bool:
+        """Return whether the next stage must continue with the states of torch's generators.
+
+        Args:
+            path: the path of the module that the next stage begins with, if it is a unit.
+        """
+        if not self._sends_states or self._seed is None or len(self.units) == self._seeded_at:
+            return False
+        if not self._draws and not (self._draws_later and self._module.training):
+            return False
+        begins_layer = path in self._numbers or path in self._slices
+        return not begins_layer or self._depth > 0 or self._spans[path or ""][0] < self._next_stream
 
     def _check_shared(self) -> None:
         """Refuse a change of a value that shared memory with other values on the previous stage."""
@@ -392,6 +438,16 @@ class LazyStep(TracedStep):
             f"Stage {self._stage} took another path through the step than the previous stage: {what}. The path may "
             "depend only on the batch, the weights, and torch's random numbers, which are the same on all ranks"
         )
+
+
+def _find_layers(layout: UnitLayout) -> dict[str, tuple[int, int]]:
+    """Return the numbers of the first and the last layer in each unit that contains layers, by path."""
+    found = {} if layout.slices is None else {name: (n[0], n[-1]) for name, n in layout.slices.units.items()}
+    for path in layout.atomic:
+        inside = [n for n, layer in enumerate(layout.streams) if f"{layer}.".startswith(f"{path}.")]
+        if inside:
+            found[path] = inside[0], inside[-1]
+    return found
 
 
 def explain_change(layout: UnitLayout, name: str, why_once: str) -> str:

@@ -124,6 +124,9 @@ class UnitMode(TorchFunctionMode, ABC):
         """Return whether the block that begins should run again in backward."""
         return True
 
+    def end_checkpoint(self) -> None:
+        """Called when a block that is not within another one has ended."""
+
     def __enter__(self) -> UnitMode:
         self._thread, self._inside = get_ident(), 0
         self._checkpoints, self._depth = 0, 0
@@ -131,7 +134,7 @@ class UnitMode(TorchFunctionMode, ABC):
         for path, module in self._atomic.items():
             name, call = (WHOLE_CALL, whole_call(module)) if path in whole else ("forward", module.forward)
             table = module.__dict__
-            self._replaced += ((table, name, table.get(name)),)
+            self._replaced.append((table, name, table.get(name)))
             table[name] = partial(self._call_module, path, call)
         self._apply = torch.autograd.Function.__dict__["apply"]  # it makes tensors, but is not a torch function
         before = self._apply
@@ -157,7 +160,7 @@ class UnitMode(TorchFunctionMode, ABC):
         self._thread = 0  # forwards that a checkpoint still holds then run unchanged
         torch.autograd.Function.apply = self._apply  # type: ignore[method-assign]
         replace_checkpoints(self._checkpoint_before)
-        for table, name, before in self._replaced:
+        for table, name, before in reversed(self._replaced):
             if before is None:
                 del table[name]
             else:
@@ -216,6 +219,8 @@ class UnitMode(TorchFunctionMode, ABC):
             yield self._depth > 1 or self.begin_checkpoint()
         finally:
             self._depth -= 1
+            if not self._depth:
+                self.end_checkpoint()
 
     def _run_checkpoint(self, make: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[None]:
         with self._open_checkpoint() as runs_again:

@@ -21,6 +21,7 @@ from lightning_pipes.engine.private_torch import BatchNorm, FakeTensor, TorchDis
 from lightning_pipes.ir import PipelineError, PlanError
 from lightning_pipes.trainer.cuts.units.fake_run import FakeRun, list_places
 from lightning_pipes.trainer.cuts.units.mode import Function, runs_as_whole
+from lightning_pipes.trainer.cuts.units.sequential_slices import SequentialSlices
 from lightning_pipes.trainer.cuts.units.trace import TemplateLeaf, map_leaves, tensors_of, tensors_of_call
 from lightning_pipes.trainer.cuts.units.traced_step import TracedStep, version_of, versions_of
 from lightning_pipes.trainer.cuts.units.values import has_attributes, storage_of
@@ -136,6 +137,7 @@ class Recorder(TracedStep):
         device: the device of the module.
         differentiates: whether the step may call backward.
         fake: runs units without values if weights are on `meta`. The module then keeps weights without values.
+        slices: the layers that run together as units; None if there are none.
     """
 
     def __init__(
@@ -145,8 +147,9 @@ class Recorder(TracedStep):
         device: torch.device,
         differentiates: bool = False,
         fake: FakeRun | None = None,
+        slices: SequentialSlices | None = None,
     ) -> None:
-        super().__init__(module, atomic, (), device)
+        super().__init__(module, atomic, (), device, slices=slices)
         self._differentiates = differentiates
         self._fake = fake
         self._names: dict[int, str] = {}
@@ -423,6 +426,7 @@ def record_step(
     choose: Callable[[Collection[str]], Mapping[str, nn.Module]] | None = None,
     differentiates: bool = False,
     fake: FakeRun | None = None,
+    slices: SequentialSlices | None = None,
 ) -> StepRecord:
     """Return the record of a step.
 
@@ -440,6 +444,7 @@ def record_step(
             default, `find_atomic` chooses them.
         differentiates: whether the step may call backward.
         fake: runs units without values if weights are on `meta`.
+        slices: layers that are units together, unless they store tensors; None if there are none.
 
     Raises:
         PipelineError: the step can't be divided into units.
@@ -448,10 +453,13 @@ def record_step(
     transformed: set[str] = set()
     for _ in range(_TRIES):
         atomic = choose(hidden) if choose is not None else find_atomic(module, hidden, transformed)
-        recorder = Recorder(module, atomic, device, differentiates, fake)
+        recorder = Recorder(module, atomic, device, differentiates, fake, slices)
         record = run(partial(_record, recorder, step, batch, arguments))
         if not recorder.hidden and not recorder.transformed:
             return record
+        if slices is not None and not recorder.hidden.isdisjoint(slices.units):
+            slices = None
+            continue
         closed = next((path for path in recorder.hidden if runs_as_whole(module.get_submodule(path))), None)
         if closed is not None:
             raise PipelineError(
@@ -551,6 +559,9 @@ class UnitLayout:
         parts_of: the parts that use a weight or buffer, by its name. Unused weights have no entry.
         clones: whether values are copied when they arrive, because units change some of them in place.
         layers: the paths of the layers of a container that are the parts. Empty if parts consist of recorded units.
+        drew: the names of the units that drew random numbers in the recorded step.
+        streams: the paths of the layers that have their own random streams.
+        slices: the layers that run together as units. None if there are none.
     """
 
     starts: tuple[int, ...]
@@ -560,6 +571,9 @@ class UnitLayout:
     parts_of: Mapping[str, tuple[int, ...]]
     clones: bool
     layers: tuple[str, ...] = ()
+    drew: frozenset[str] = frozenset()
+    streams: tuple[str, ...] = ()
+    slices: SequentialSlices | None = None
 
     @classmethod
     def from_layers(cls, module: nn.Module, container: str) -> UnitLayout:
@@ -578,11 +592,24 @@ class UnitLayout:
         names = (name for name, _ in (*module.named_parameters(), *module.named_buffers()))
         parts_of = {name: next((n for path, n in within.items() if name.startswith(path)), every) for name in names}
         atomic = tuple(find_atomic(module))
-        return cls(every, (), atomic, frozenset(atomic), parts_of, clones=True, layers=layers)
+        return cls(every, (), atomic, frozenset(atomic), parts_of, clones=True, layers=layers, streams=layers)
 
     @classmethod
-    def from_record(cls, record: StepRecord, starts: tuple[int, ...]) -> UnitLayout:
-        """Return the layout of a record that is cut in front of the units `starts`."""
+    def from_record(
+        cls,
+        record: StepRecord,
+        starts: tuple[int, ...],
+        slices: SequentialSlices | None = None,
+        streams: tuple[str, ...] = (),
+    ) -> UnitLayout:
+        """Return the layout of a record that is cut in front of the units `starts`.
+
+        Args:
+            record: the recorded step.
+            starts: the first unit of each part.
+            slices: the layers that run together as units; None if there are none.
+            streams: the paths of the layers that have their own random streams.
+        """
         stages: dict[str, set[int]] = defaultdict(set)
         for number, unit in enumerate(record.units):
             stage = max(s for s, start in enumerate(starts) if start <= number)
@@ -595,6 +622,9 @@ class UnitLayout:
             record.drawing | ({*record.atomic} - {unit.name for unit in record.units}),
             {name: tuple(sorted(found)) for name, found in stages.items()},
             record.changes_values,
+            drew=record.drawing,
+            streams=streams,
+            slices=slices,
         )
 
     @property

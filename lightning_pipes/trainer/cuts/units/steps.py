@@ -37,7 +37,7 @@ from lightning_pipes.trainer.results.weight_changes import WeightChangeCheck, ex
 class UnitSteps(UserSteps):
     """Runs the user's steps on every stage. Each stage skips the units of the other stages.
 
-    Every unit that draws random numbers has its own stream, so the random numbers do not depend on the borders.
+    Random numbers do not depend on the borders, because a stage continues with the random state of the previous one.
 
     Args:
         module: the user's module.
@@ -154,7 +154,11 @@ class UnitSteps(UserSteps):
     def _called_modules(self, number: int) -> dict[str, nn.Module]:
         """Return the modules that are units of a stage, by path."""
         layers, layout = self._holdings.layers[number], self._layout
-        units = {*layout.names[layout.starts[layers.start] : layout.border_of(layers.stop - 1)]} if layout.names else ()
+        stop = layout.border_of(layers.stop - 1) if layout.names else 0
+        units = {*layout.names[layout.starts[layers.start] : stop]}
+        if layout.slices is not None:
+            of_units = layout.slices.units.items()
+            units |= {layout.slices.layers[n] for name, numbers in of_units if name in units for n in numbers}
         return {path: self._module.get_submodule(path) for path in layout.atomic if path in units}
 
     @contextmanager
@@ -277,10 +281,12 @@ class UnitSteps(UserSteps):
         key = self._key(number, item)
         if key not in self._lazy:
             layout = self._end.layout(self._layout) if self._end is not None and key[2] else self._layout
-            self._lazy[key] = LazyStep(self._module, layout, number, self._device, key[1], self.state.generators)
+            carries = self._crossing_rows is None and not (key[2] and number >= self._stages - 1)
+            generators = self.state.generators
+            self._lazy[key] = LazyStep(self._module, layout, number, self._device, key[1], generators, carries)
         seed = partial(stage.seed_user_code, item, span)
         why_once = self._explain_once(stage, item, span)
-        return self._lazy[key].run(step, batch, item.data.arguments, received, seed, span.rows, why_once)
+        return self._lazy[key].run(step, batch, item.data.arguments, received, seed, span.rows, why_once, stage)
 
     def _key(self, number: int, item: Item) -> tuple[int, int, bool]:
         """Return the key of a stage's step.

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from lightning_pipes.engine.compute.rng import BEFORE_LAYERS
 from lightning_pipes.trainer.cuts.units.mode import Function
 from lightning_pipes.trainer.cuts.units.recording import UnitLayout
+from lightning_pipes.trainer.cuts.units.sequential_slices import SequentialSlices
 from lightning_pipes.trainer.cuts.units.trace import tensors_of_call
 from lightning_pipes.trainer.cuts.units.traced_step import TracedStep
 
@@ -22,12 +24,16 @@ class StreamUnits(NamedTuple):
         drawing: the names of the units that may draw random numbers.
         modules: paths of the modules among them that have weights, in the order in which the step calls them.
         end: the unit from which the step runs on whole batches; None if it never does.
+        streams: the paths of the layers that have their own random streams.
+        slices: the layers that run together as units; None if there are none.
     """
 
     atomic: tuple[str, ...]
     drawing: frozenset[str]
     modules: tuple[str, ...]
     end: int | None = None
+    streams: tuple[str, ...] = ()
+    slices: SequentialSlices | None = None
 
     @classmethod
     def from_layout(cls, layout: UnitLayout, end: int | None) -> StreamUnits:
@@ -40,8 +46,11 @@ class StreamUnits(NamedTuple):
         owners = {name.rpartition(".")[0] for name in layout.parts_of}
         weighed = (path for path in layout.atomic if any(f"{each}.".startswith(f"{path}.") for each in owners))
         places = {name: number for number, name in reversed([*enumerate(layout.names)])}
+        if layout.slices is not None:
+            layers, of_units = layout.slices.layers, layout.slices.units.items()
+            places |= {layers[n]: places[name] for name, numbers in of_units for n in numbers}
         modules = sorted(weighed, key=lambda path: places.get(path, len(places)))
-        return cls(layout.atomic, layout.drawing, tuple(modules), end)
+        return cls(layout.atomic, layout.drawing, tuple(modules), end, layout.streams, layout.slices)
 
     def number_modules(self, module: nn.Module) -> dict[int, nn.Module]:
         """Return the modules with weights, numbered in the order in which the step calls them."""
@@ -58,7 +67,8 @@ class WholeStep(TracedStep):
     """
 
     def __init__(self, module: nn.Module, units: StreamUnits, device: torch.device) -> None:
-        super().__init__(module, {path: module.get_submodule(path) for path in units.atomic}, units.drawing, device)
+        atomic = {path: module.get_submodule(path) for path in units.atomic}
+        super().__init__(module, atomic, units.drawing, device, streams=units.streams, slices=units.slices)
         self._end = units.end
         self._count = 0
         self._seed_end: Callable[[int], None] | None = None
@@ -71,7 +81,7 @@ class WholeStep(TracedStep):
         Args:
             step: runs the user's step.
             batch: the batch.
-            seed: called with the number of a draw before the draw, as on a stage.
+            seed: called with the number of a layer, or `AFTER_LAYERS`, to draw from its random stream, as on a stage.
             seed_end: called instead of `seed` in units that run on whole batches.
         """
         self.begin(batch, seed)
@@ -85,6 +95,8 @@ class WholeStep(TracedStep):
     def run_unit(self, name: str, path: str | None, function: Function, args: Any, kwargs: Any) -> Any:
         if self._count == self._end:
             self._seed = self._seed_end
+            if self._seed is not None:
+                self._seed(BEFORE_LAYERS)
         self._count += 1
         ran = self.run_here(name, path, function, args, kwargs, tensors_of_call(args, kwargs))
         self.values.prune()

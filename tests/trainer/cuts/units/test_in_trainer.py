@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.setup import prepare
 from tests.cases import selected_values
 from tests.trainer.cuts.units.lit_zoo import ALL, draws, read_result, settings_of, train_many, train_zoo
-from tests.trainer.lit import Lit, data, differences, plain_values, quiet
+from tests.trainer.lit import WIDTH, Lit, data, differences, plain_values, quiet
 from tests.trainer.refused import BareExcept, OwnForward, Penalty, Twice
 from tests.trainers import make_trainer
 
@@ -221,3 +222,53 @@ def test_units_are_chosen_where_a_step_misuses_its_container_or_works_around_it(
     assert [len(said) for said in logs] == [1, 1, 1, 1, 1, 1, 0]
     assert "Twice is cut by units, not in the layers of self.model: training_step calls" in logs[0][0]
     assert logs[5][0].endswith("not in the layers of self.model: only 17% of the operations of a step are in these")
+
+
+class Drawing(pl.LightningModule):
+    """Layers that draw random numbers, called at once or in a loop, between other code that does."""
+
+    def __init__(self, loop: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inlet, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.Tanh()) for _ in range(5)]
+        self.layers = nn.ModuleList(layers) if loop else nn.Sequential(*layers)
+        self.drop = nn.Dropout(0.2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x = self.drop(self.inlet(batch[0])) + 0.1 * torch.randn_like(batch[0])
+        if isinstance(self.layers, nn.Sequential):
+            x = self.layers(x)
+        else:
+            for layer in self.layers:
+                x = layer(x)
+        return nn.functional.cross_entropy(self.head(self.drop(self.drop(x))), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.5)
+
+
+def fit_drawing(rank: int, devices: int) -> list[dict[str, Any]]:
+    """Return the weights after training by layers and by units."""
+    quiet()
+    cuts: list[dict[str, Any]] = [{"module": "layers"}, {"module": "", "verify": 1}]
+    if devices > 1:
+        borders: list[Any] = [[2], [4], ["layers.2.1"], ["head"], "parameters"]
+        cuts = [{"partition": [2], **cuts[0]}, *({**cuts[1], "partition": border} for border in borders)]
+    found = []
+    for loop in (False, True):
+        for settings in cuts:
+            module = Drawing(loop).double()
+            strategy = PipelineStrategy("1f1b", microbatches=2, **settings)
+            make_trainer(devices=devices, max_epochs=1, strategy=strategy).fit(module, DataLoader(data(), 8))
+            found.append(plain_values(module.state_dict()))
+    return found
+
+
+def test_random_numbers_are_those_of_a_cut_in_layers_wherever_stages_begin() -> None:
+    (alone,), two = run_ranks(fit_drawing, 1, 1, timeout=300), run_ranks(fit_drawing, 2, 2, timeout=300)
+    for loop in (0, 1):
+        expected = alone[2 * loop]
+        others = [alone[2 * loop + 1], *(found for of_rank in two for found in of_rank[6 * loop : 6 * loop + 6])]
+        for number, found in enumerate(others):
+            assert differences(expected, found, 0.0, f"{'loop' if loop else 'call'}, run {number}") == []

@@ -13,18 +13,23 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils.checkpoint import checkpoint
 
+from lightning_pipes.engine.compute.rng import AFTER_LAYERS, BEFORE_LAYERS
 from lightning_pipes.ir import PipelineError
-from lightning_pipes.trainer.cuts.units.borders import Borders, match_starts, merge_units
+from lightning_pipes.trainer.cuts.units.borders import Borders, find_slices, match_starts, merge_units
 from lightning_pipes.trainer.cuts.units.fake_run import FakeRun
 from lightning_pipes.trainer.cuts.units.lazy_step import LazyStep
 from lightning_pipes.trainer.cuts.units.recording import StepRecord, UnitLayout, record_step
+from lightning_pipes.trainer.cuts.units.sequential_slices import SequentialSlices
 from lightning_pipes.trainer.cuts.units.timing import SavedByUnits, measure_units
 from lightning_pipes.trainer.cuts.units.trace import map_leaves, tensors_of
 from lightning_pipes.trainer.user.unchanged import keep_unchanged
 from lightning_pipes.trainer.weights.private_transformers import install_output_hooks
 from tests.trainer.cuts.units.library_zoo import HUGGING_FACE, VISION
-from tests.trainer.cuts.units.zoo import CASES, Case, Checkpoints, classify
+from tests.trainer.cuts.units.zoo import CASES, WIDTH, Case, Checkpoints, classify, numbers
 from tests.virtual_clock import VirtualClock
 
 CPU = torch.device("cpu")
@@ -41,10 +46,12 @@ def run_in(case: Case, work: Callable[[], Any]) -> Any:
         return work()
 
 
-def record(case: Case, choose: Any = None, fake: FakeRun | None = None) -> StepRecord:
+def record(
+    case: Case, choose: Any = None, fake: FakeRun | None = None, slices: SequentialSlices | None = None
+) -> StepRecord:
     """Record the step of a case."""
     step, batch = partial(case.step, case.model), partial(cloned, case.batch)
-    return record_step(case.model, partial(run_in, case), step, batch, (), CPU, choose, fake=fake)
+    return record_step(case.model, partial(run_in, case), step, batch, (), CPU, choose, fake=fake, slices=slices)
 
 
 def measure(case: Case, found: StepRecord) -> list[float] | None:
@@ -91,7 +98,7 @@ class Stages:
                 sent = (tuple(t.detach().requires_grad_(t.requires_grad) for t in sent[0]), sent[1])
                 entered.append(list(sent[0]))
             if seed is not None:
-                torch.seed()  # processes have separate streams of random numbers
+                seed(BEFORE_LAYERS)  # every process begins with this stream
             begun = time.thread_time()
             sent = lazy.run(lambda given, model=model: self.case.step(model, given), cloned(batch), (), sent, seed)
             self.seconds[stage] = time.thread_time() - begun
@@ -268,6 +275,96 @@ def test_checkpoints_are_parts_and_draw_what_they_draw_in_any_cut(reentrant: boo
         changed.append(float(stages.train(case.batch, torch.manual_seed)))
     slope = float(gradients[0]["inlet.bias"][0])
     assert (changed[0] - changed[1]) / 2e-6 == pytest.approx(slope, rel=1e-6)
+
+
+MODES: list[int] = []
+"""The number of modes of torch functions that were active in each call of a `NoisyBlock`."""
+
+
+class NoisyBlock(nn.Module):
+    """A layer that draws random numbers at several places, also in a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.join = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def run_inner(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(self.mix(x), 0.4).tanh()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        MODES.append(len(_get_current_function_mode_stack()))
+        x = F.dropout(x, 0.3)
+        x = x + checkpoint(self.run_inner, x, use_reentrant=False)
+        return F.dropout(self.join(x), 0.2) + checkpoint(self.run_inner, x, use_reentrant=False)
+
+
+class NoisyNet(nn.Module):
+    """Layers that draw random numbers, between other code that does.
+
+    Args:
+        kind: whether the layers are "called" at once, as an nn.Sequential, or in a "loop", or in "checkpoints".
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.depth = kind, 6
+        self.inlet, self.outlet, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+        layers = [NoisyBlock(), nn.Dropout(0.2), NoisyBlock(), NoisyBlock(), nn.Linear(WIDTH, WIDTH), NoisyBlock()]
+        self.layers = nn.Sequential(*layers) if kind == "called" else nn.ModuleList(layers)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(BEFORE_LAYERS)
+        x = F.dropout(self.inlet(F.dropout(x, 0.1)), 0.1)
+        if self.kind == "called":
+            x = self.layers(x)
+        else:
+            for layer in self.layers[: self.depth]:
+                x = layer(x) if self.kind == "loop" else checkpoint(layer, x, use_reentrant=False)
+                x = F.dropout(x * 1.5, 0.05)
+        return F.dropout(self.last(self.drop(F.dropout(self.outlet(self.drop(x)), 0.1))), 0.1)
+
+
+@pytest.mark.parametrize("kind", ["called", "loop", "checkpoints"])
+def test_random_numbers_are_those_of_layers_with_their_own_streams_in_any_cut(kind: str) -> None:
+    """The borders are between layers, inside a layer, and in the code around layers, where a stage passes its state."""
+
+    def make() -> Case:
+        torch.manual_seed(0)
+        return Case(NoisyNet(kind).double(), numbers(), lambda model, x: model(x).square().mean())
+
+    whole = make().model
+    for number, layer in enumerate(whole.layers):
+        layer.register_forward_pre_hook(lambda *_, number=number: torch.manual_seed(number) and None)
+    layer.register_forward_hook(lambda *_: torch.manual_seed(AFTER_LAYERS) and None)
+    expected = whole(make().batch).square().mean()
+    expected.backward()
+    found = record(make())
+    inside = [] if kind == "checkpoints" else ["layers.3.join"]
+    between = [["layers.2"], ["layers.5"], ["layers.2", "layers.3", "layers.4"]]
+    for names in ([], *between, ["layers.0"], ["outlet", "last"], [*inside, "last"], ["layers.2", *inside]):
+        starts, case = Borders(found).at(names), make()
+        streams = [f"layers.{n}" for n in range(6)]
+        slices, places = find_slices(case.model, found, starts, streams)
+        assert (slices is not None) is (kind == "called" and names in between)
+        choose = partial(merge_units, case.model, found, starts, layers=() if slices is None else streams)
+        merged = record(case, choose, slices=slices)
+        assert places.keys() <= {unit.name for unit in merged.units}
+        layout = UnitLayout.from_record(merged, match_starts(found, merged, starts, places), slices, tuple(streams))
+        stages = Stages(make(), layout)
+        for _ in range(2):  # the second trace is compared with the first one
+            MODES.clear()
+            for model in stages.models:
+                model.zero_grad()
+            assert torch.equal(stages.train(stages.case.batch, torch.manual_seed), expected.detach()), names
+            assert sum(MODES[:4]) <= 2 * ("layers.3.join" in names)  # only in a layer that a border divides
+        for name, gradient in stages.gradients().items():
+            assert torch.allclose(gradient, whole.get_parameter(name).grad, rtol=0, atol=1e-12), (names, name)
+        for model in (whole, *stages.models):
+            model.depth = 1  # a step that leaves out layers continues with the random numbers of the last one
+        if kind != "called":
+            assert torch.equal(stages.train(stages.case.batch, torch.manual_seed), whole(make().batch).square().mean())
+        whole.depth = 6
 
 
 @pytest.mark.parametrize("name", CASES)
