@@ -21,7 +21,11 @@ from lightning_pipes.ir import Span
 BEFORE_LAYERS = -1
 """The layer number of user code that runs before the first layer."""
 AFTER_LAYERS = -2
-"""The layer number of user code that runs after the last layer."""
+"""The layer number of user code that runs after the last layer.
+
+For stages that do not continue with the random state of the previous stage, the number of the code behind the first n
+units of a step is `AFTER_LAYERS - n`.
+"""
 
 _PLAIN = {int, float, str, type(None)}
 """The types in generator states that `==` can compare."""

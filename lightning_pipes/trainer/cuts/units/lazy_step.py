@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pipes.engine.compute.rng import read_generators, set_generators
+from lightning_pipes.engine.compute.rng import AFTER_LAYERS, read_generators, set_generators
 from lightning_pipes.engine.compute.sendable import check_sendable
 from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.engine.private_torch import set_versions
@@ -72,6 +72,8 @@ class LazyStep(TracedStep):
         last: the last part of the layout that the stage has; by default, the part with the number of the stage.
         generators: the module's own random generators.
         sends_states: whether the states of torch's generators may be sent to the next stage.
+        continues: whether the stage continues with the states of the previous stage. Otherwise, its micro-batches are
+            other ones, and it begins with its own random stream.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class LazyStep(TracedStep):
         last: int | None = None,
         generators: ModuleGenerators | None = None,
         sends_states: bool = True,
+        continues: bool = True,
     ) -> None:
         super().__init__(
             module, layout.modules(module), layout.drawing, device, generators, layout.streams, layout.slices
@@ -95,7 +98,7 @@ class LazyStep(TracedStep):
         self._border = layout.border_of(last)
         self._spans = _find_layers(layout)
         """The numbers of the first and the last layer in each unit that contains layers."""
-        self._sends_states = sends_states and not self._ends
+        self._sends_states, self._continues = sends_states and not self._ends, continues
         self._draws_later = bool(layout.drew) or not layout.names
         self._of_stage: Stage | None = None
         self._received: Crossing = ((), Trace())
@@ -356,6 +359,8 @@ class LazyStep(TracedStep):
             self._of_stage.set_generators(states)
         elif states:
             set_generators(states, self._device)
+        if not self._continues:
+            self._start_stream(AFTER_LAYERS - self._n_received)
         groups = [self.values.value(key) for group in trace.shared for key in group]
         self._watched = [(t, t._version) for t in groups]
 

@@ -281,9 +281,17 @@ class UnitSteps(UserSteps):
         key = self._key(number, item)
         if key not in self._lazy:
             layout = self._end.layout(self._layout) if self._end is not None and key[2] else self._layout
-            carries = self._crossing_rows is None and not (key[2] and number >= self._stages - 1)
-            generators = self.state.generators
-            self._lazy[key] = LazyStep(self._module, layout, number, self._device, key[1], generators, carries)
+            is_cut_alike, is_end = self._crossing_rows is None, number == self._stages
+            self._lazy[key] = LazyStep(
+                self._module,
+                layout,
+                number,
+                self._device,
+                key[1],
+                self.state.generators,
+                sends_states=is_cut_alike and not (key[2] and number >= self._stages - 1),
+                continues=is_cut_alike and not is_end,
+            )
         seed = partial(stage.seed_user_code, item, span)
         why_once = self._explain_once(stage, item, span)
         return self._lazy[key].run(step, batch, item.data.arguments, received, seed, span.rows, why_once, stage)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_pipes.engine.compute.rng import BEFORE_LAYERS
+from lightning_pipes.engine.compute.rng import AFTER_LAYERS
 from lightning_pipes.trainer.cuts.units.mode import Function
 from lightning_pipes.trainer.cuts.units.recording import UnitLayout
 from lightning_pipes.trainer.cuts.units.sequential_slices import SequentialSlices
@@ -93,11 +93,10 @@ class WholeStep(TracedStep):
             self.end()
 
     def run_unit(self, name: str, path: str | None, function: Function, args: Any, kwargs: Any) -> Any:
-        if self._count == self._end:
-            self._seed = self._seed_end
-            if self._seed is not None:
-                self._seed(BEFORE_LAYERS)
-        self._count += 1
         ran = self.run_here(name, path, function, args, kwargs, tensors_of_call(args, kwargs))
         self.values.prune()
+        self._count += 1
+        if self._count == self._end:  # as on a stage that does not continue with the states of the previous one
+            self._seed = self._seed_end
+            self._start_stream(AFTER_LAYERS - self._count)
         return ran.out

@@ -115,6 +115,19 @@ class Numbers(Prepares):
         return super().training_step(batch, batch_idx) + total
 
 
+class Draws(Prepares):
+    """A step that draws random numbers on both sides of a border in front of the recurrent layer."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        one = torch.rand(len(batch[0]), 1).to(batch[0])
+        h = self.recurrent((self.model[0](batch[0]) + one).unsqueeze(1))[0].squeeze(1)
+        two = torch.rand(len(batch[0]), 1).to(batch[0])
+        for layer in self.model[1:]:
+            h = layer(h)
+        self.log("repeated", (one == two).double().mean())
+        return F.cross_entropy(h + two, batch[1])
+
+
 class Recomputes(Lit):
     """A module whose layers run again in backward, with the weights that forward has used."""
 
@@ -198,7 +211,11 @@ def fit_unequal(rank: int) -> list[Any]:
     given = [(name, args, module) for module in (Prepares, Axes) for name, args in UNEQUAL]
     found = [fit(PipelineStrategy(name, schedule_args=args, **options), 2, module) for name, args, module in given]
     recomputed = PipelineStrategy("umpipe", schedule_args={"forward": (2, 4)}, recompute=True, **options)
-    return [*found, fit(recomputed, 2, Axes)]
+    found.append(fit(recomputed, 2, Axes))
+    links = {"forward": (2, 2), "forward_links": (4,)}  # the stages have the same micro-batches
+    drawing = PipelineStrategy("um1f1b", schedule_args=links, **options | {"partition": ["recurrent"]})
+    assert fit(drawing, 2, Draws)[0]["repeated"] == 0
+    return found
 
 
 def fit_late(rank: int, folder: str) -> list[Any]:
