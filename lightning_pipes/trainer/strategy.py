@@ -165,9 +165,10 @@ class PipelineStrategy(PipelineHost):
             formats with any number of stages and with either value of this argument.
         async_checkpoint: whether to write checkpoints in the background while training continues.
         gather: the ranks that have the whole module after `fit`: "all", "rank0", or "none", which leaves the layers on
+            their ranks. With "trained", rank 0 gets the parameters that train, such as adapters, and all others stay on
             their ranks. "auto" selects "all" if the hosts have enough free memory. Otherwise, it selects "rank0" if the
-            host of rank 0 has enough free memory, and "none" if it has not. Layers that were made on `meta` stay on
-            their ranks.
+            host of rank 0 has enough free memory, and "none" if it has not. For layers that were made on `meta`, it
+            selects "trained" if a part of the parameters trains, and "none" otherwise.
         replan: whether to move layers to other stages during training, away from devices that are slowed down, if the
             move is expected to save time. The trained weights do not change. The planner of "dynpipe" makes the
             decision, and a dict contains the settings of this planner, such as {"every": 50}. The schedule must flush

@@ -119,7 +119,7 @@ class PipelineSettings:
     shard_optimizer: bool = False  # across the replicas
     checkpoint: str = "full"  # or sharded
     async_checkpoint: bool = False
-    gather: str = "auto"  # the ranks that get the whole module after training: or all, rank0, none
+    gather: str = "auto"  # the ranks that get the whole module after training: or all, rank0, trained, none
     replan: Any = False  # whether layers move between ranks during training; or settings of dynpipe's planner
     relocation: str = "blocking"  # how layers move between ranks: or overlapped, buffered
     stages: Any = None  # or auto, or the batches until a target, by number of stages

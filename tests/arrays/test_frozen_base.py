@@ -67,13 +67,12 @@ class Tuned(pl.LightningModule):
             layer.base.weight.data.mul_(0.5)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 5:
-            sibling = current_sibling()
-            assert sibling is not None
+        sibling = current_sibling()
+        if batch_idx == 5 and sibling is not None:
             BASES[sibling.index] = addresses(self.net)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=self.job.lr)
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.job.lr)
 
 
 BASES: dict[int, list[int]] = {}
@@ -96,19 +95,22 @@ class Job:
     writes: bool = False
     folder: str = ""
     module: str = ""
+    epochs: int = 1
+    fits: int = 1
 
     def __call__(self) -> Any:
         torch.manual_seed(self.rank)
         x = torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(5))
         saving = [ModelCheckpoint(f"{self.folder}/{self.rank}", every_n_train_steps=2)] if self.folder else []
         module = Tuned(self)
-        trainer = make_trainer(
-            devices=int(os.environ["WORLD_SIZE"]),
-            strategy=PipelineStrategy("1f1b", microbatches=2, module=self.module or "net"),
-            max_epochs=1,
-            callbacks=saving,
-        )
-        trainer.fit(module, DataLoader(TensorDataset(x), 4))
+        for _ in range(self.fits):
+            trainer = make_trainer(
+                devices=int(os.environ["WORLD_SIZE"]),
+                strategy=PipelineStrategy("1f1b", microbatches=2, module=self.module or "net"),
+                max_epochs=self.epochs,
+                callbacks=saving,
+            )
+            trainer.fit(module, DataLoader(TensorDataset(x), 4))
         weights = {n: p.detach().clone() for n, p in module.named_parameters() if p.device.type != "meta"}
         return module.losses, weights
 
@@ -174,3 +176,24 @@ def test_states_are_swapped_without_the_base(base: str) -> None:
     for together, alone, _, bases in run_ranks(tune, 2, jobs, memory, timeout=120):
         assert_alike(together, alone)
         assert bases == DEPTH // 2
+
+
+def train_alone(rank: int, *jobs: Job) -> list[Any]:
+    quiet()
+    return [job() for job in jobs]
+
+
+@pytest.mark.parametrize("module", ["net", pytest.param("*", marks=pytest.mark.slow)])
+def test_rank_0_has_all_adapters_after_every_run(module: str, base: str) -> None:
+    """Check that the layers stay distributed, so that two runs of an epoch continue each other as two epochs do."""
+    jobs = [Job(base, 2, 0.1, module=module.strip("*"), epochs=3 - fits, fits=fits) for fits in (1, 2)]
+    (zero, one), (zero_twice, one_twice) = zip(*run_ranks(train_alone, 2, *jobs, timeout=120), strict=True)
+    assert_alike([zero, one], [zero_twice, one_twice])
+    zero_weights, one_weights = zero[1], one[1]
+    adapters = {f"net.{n}.{name}.weight" for n in range(DEPTH) for name in ("down", "up")}
+    assert adapters < zero_weights.keys()
+    assert len(zero_weights) == 2 * DEPTH + DEPTH // 2
+    assert len(one_weights) == 3 * DEPTH // 2
+    shared = zero_weights.keys() & one_weights.keys()
+    assert shared == {name for name in one_weights if "base" not in name}
+    assert all(torch.equal(zero_weights[name], one_weights[name]) for name in shared)

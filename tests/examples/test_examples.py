@@ -370,3 +370,25 @@ def test_lora(tmp_path: Path) -> None:
     saved = load_file(out / "adapter_model.safetensors")
     assert len(saved) == 2 * 2 * 2  # layers, projections, and the two matrices of each
     assert all(bool(value.any()) for value in saved.values())  # all have been trained
+
+
+def test_lora_sweep(tmp_path: Path) -> None:
+    """Check that plain peft reads the adapters of every trial, which have the ranks that the study has chosen."""
+    peft = pytest.importorskip("peft")
+    from transformers.models.llama import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    base = LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes))
+    base.save_pretrained(tmp_path / "base")
+    options = ["--trials", "3", "--epochs", "1", "--windows", "96", "--out", "out"]
+    found = run_in_ranks("lora_sweep.py", tmp_path, "--base", "base", *options)
+    assert found.returncode == 0, found.stdout + found.stderr
+    ranks = re.findall(r"^ +\d+ COMPLETE .*'rank': (\d+)", found.stdout, re.M)
+    assert len(ranks) == 3
+    for number, rank in enumerate(ranks):
+        plain = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+        tuned = peft.PeftModel.from_pretrained(plain, tmp_path / "out" / f"trial_{number}")
+        trained = [p for name, p in tuned.named_parameters() if ".lora_B." in name]
+        assert trained
+        assert all(p.shape[1] == int(rank) and bool(p.any()) for p in trained)
+    assert (tmp_path / "out" / "sweep.png").read_bytes().startswith(b"\x89PNG")

@@ -35,7 +35,7 @@ AUTO = "auto"
 """The name of the schedule, and of the partition, that is chosen when training starts."""
 PARAMETERS = "parameters"
 """The partition that balances the stages by their number of parameters."""
-Gather = Literal["auto", "all", "rank0", "none"]
+Gather = Literal["auto", "all", "rank0", "trained", "none"]
 """The ranks that have the whole module at the end of a run."""
 BATCH = "batch"
 """The value of `loss` for a loss that is computed once for a whole batch."""

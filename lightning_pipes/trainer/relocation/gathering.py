@@ -25,6 +25,8 @@ from lightning_pipes.trainer.user.remote_tensors import give_values
 Description = tuple[str, tuple[int, ...], str]
 """The key, shape and dtype of a tensor."""
 
+AUTO, TRAINED = "auto", "trained"
+"""Values of the setting `gather`."""
 _MESSAGE = 1 << 20
 """The number of bytes up to which small tensors are sent in one message."""
 
@@ -39,6 +41,7 @@ class RankInventory(NamedTuple):
         spread: whether these layers were created on `meta`, or left there by an earlier run.
         tensors: the key, shape and dtype of each tensor of the rank's layers, in the order in which they are sent.
         extra: the results of `get_extra_state` of the rank's layers, by name.
+        trained: the keys of the parameters among these tensors that train.
     """
 
     host: str
@@ -47,6 +50,7 @@ class RankInventory(NamedTuple):
     spread: bool
     tensors: Sequence[Description]
     extra: dict[str, Any]
+    trained: Sequence[str] = ()
 
 
 def gather_layers(local_layers: LocalLayers, pipeline: Control, gather: str) -> None:
@@ -60,27 +64,32 @@ def gather_layers(local_layers: LocalLayers, pipeline: Control, gather: str) -> 
     Args:
         local_layers: the layers of this rank.
         pipeline: the collectives of the pipeline.
-        gather: "all", "rank0", "none" or "auto"; see `choose_receivers`.
+        gather: "all", "rank0", "trained", "none" or "auto"; see `choose_receivers`. With "trained", only the parameters
+            that train are sent, and the module stays distributed otherwise.
 
     Raises:
         PipelineError: a rank has trained a tensor that another rank's copy of the layer does not have.
     """
     cut = local_layers.cut
     inventories = gather_inventories(cut, pipeline)
+    if gather == AUTO and _trains_few(inventories):
+        gather = TRAINED
     receivers = choose_receivers(gather, inventories)
     if len(receivers) < len(inventories):
         move_layers_back(local_layers)
         inventories = gather_inventories(cut, pipeline)
-    cut.stays_spread = pipeline.position not in receivers
+    receives = pipeline.position in receivers
+    cut.stays_spread = not receives or gather == TRAINED
     if not receivers or len(inventories) == 1:
         return
     own, gaps = dict(cut.tensors(cut.local)), cut.find_gaps()
     for source, inventory in zip(pipeline.ranks, inventories, strict=True):
         here = source == process_rank()
-        for group in group_tensors(inventory.tensors):
+        tensors = [each for each in inventory.tensors if gather != TRAINED or each[0] in inventory.trained]
+        for group in group_tensors(tensors):
             flat = pack_tensors([own[key] for key, *_ in group]) if here else _empty_bytes(group)
             pipeline.broadcast_tensor(flat, source)
-            if here or cut.stays_spread:
+            if here or not receives:
                 continue
             for (key, shape, _), values in zip(group, unpack_tensors(flat, group), strict=True):
                 for slot in gaps.get(key, ()):
@@ -113,7 +122,17 @@ def describe_inventory(cut: ModuleCut) -> RankInventory:
     with NoSubclassFunctions():  # stand-ins replace them, and their functions are slow
         missing = sum(t.nbytes for _, t in cut.tensors(foreign) if t.is_meta)
     available = int(psutil.virtual_memory().available)
-    return RankInventory(socket.gethostname(), available, missing, cut.stays_spread, tensors, extra)
+    trained = [key for key, tensor in cut.tensors(cut.local) if tensor.requires_grad]
+    return RankInventory(socket.gethostname(), available, missing, cut.stays_spread, tensors, extra, trained)
+
+
+def _trains_few(inventories: Sequence[RankInventory]) -> bool:
+    """Return whether layers that were created on `meta` have weights that don't train, and rank 0 has room for the
+    weights of other ranks that train, as with adapters of a large model."""
+    trained = [sum(_count_bytes(each) for each in i.tensors if each[0] in i.trained) for i in inventories]
+    whole = sum(_count_bytes(each) for i in inventories for each in i.tensors)
+    has_room = sum(trained[1:]) <= inventories[0].available // 2
+    return any(i.spread for i in inventories) and 0 < sum(trained) < whole and has_room
 
 
 def choose_receivers(gather: str, inventories: Sequence[RankInventory]) -> Sequence[int]:
@@ -124,12 +143,12 @@ def choose_receivers(gather: str, inventories: Sequence[RankInventory]) -> Seque
     on `meta`, "auto" chooses no rank, and the layers stay where they are.
 
     Args:
-        gather: "all", "rank0", "none" or "auto".
+        gather: "all", "rank0", "trained", "none" or "auto".
         inventories: the inventories of all ranks of the pipeline.
     """
     everywhere = range(len(inventories))
-    if gather != "auto":
-        return {"all": everywhere, "rank0": range(1), "none": range(0)}[gather]
+    if gather != AUTO:
+        return {"all": everywhere, "rank0": range(1), TRAINED: range(1), "none": range(0)}[gather]
     if any(inventory.spread for inventory in inventories):
         return range(0)
     needed: Counter[str] = Counter()

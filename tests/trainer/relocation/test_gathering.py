@@ -128,6 +128,7 @@ def side(host: str, available: int, missing: int, spread: bool = False) -> RankI
         ("all", [side("a", 1, 20), side("a", 1, 30, spread=True)], [0, 1]),
         ("rank0", [side("a", 1, 20), side("a", 1, 30)], [0]),
         ("none", [side("a", 100, 20), side("a", 100, 30)], []),
+        ("trained", [side("a", 1, 20), side("a", 1, 30)], [0]),
     ],
 )
 def test_by_default_as_memory_allows(gather: str, sides: list[RankInventory], receivers: list[int]) -> None:
