@@ -16,6 +16,7 @@ from torch import nn
 from lightning_pipes.engine.compute.rng import BEFORE_LAYERS, forked_rng
 from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.compute.stage import Body, Stage
+from lightning_pipes.engine.trees import tensors_in
 from lightning_pipes.ir import PipelineError, Plan, Span
 from lightning_pipes.trainer.cuts.layers.capture import named_step
 from lightning_pipes.trainer.cuts.steps import EvaluationBatch, StepResult, UserSteps, WholeBatch, loss_of
@@ -139,6 +140,7 @@ class UnitSteps(UserSteps):
                     out = self._run_lazily(stage.number, stage, item, span, step, part, received)
                 except Exception as error:
                     self._blame_states(error, item, span)
+                    note_cut_tensors(error, data.batch, item.rows, span)
                     raise
                 code = f"{type(self._module).__name__}.training_step, or the forward of a module in it,"
                 self._weight_changes.check(code, partial(self._explain_change, self._explain_once(stage, item, span)))
@@ -314,6 +316,26 @@ class UnitSteps(UserSteps):
         if is_replaced:
             return "Other stages and checkpoints would keep the parameter that was there before"
         return explain_change(self._layout, name, why_once)
+
+
+def note_cut_tensors(error: Exception, batch: Any, rows: int, span: Span) -> None:
+    """Add to an error of a training step the tensors of its batch that were cut, which may be its cause.
+
+    Args:
+        error: the error.
+        batch: the whole batch.
+        rows: the number of samples of the batch.
+        span: the samples with which the step ran.
+    """
+    if isinstance(error, PipelineError) or span.rows == rows:
+        return
+    shapes = ", ".join(str(tuple(t.shape)) for t in tensors_in(batch) if t.ndim and t.size(0) == rows)
+    error.add_note(
+        f"training_step ran with {span.rows} of the {rows} samples of a batch. Its tensors of shape {shapes} were cut "
+        "along axis 0. If one of them does not have an entry for each sample, such as weights of classes, a table or "
+        "the edges of graphs, it must not be cut: keep it in a buffer of the module, or set "
+        "PipelineStrategy(microbatches=1)"
+    )
 
 
 def stage_modules(module: nn.Module, layout: UnitLayout) -> list[nn.Module]:
