@@ -196,7 +196,7 @@ class HiddenState:
                 changes = {rank: changes[at][place] for rank, changes in by_rank.items() if place in changes[at]}
                 shape = next(iter(changes.values())).shape
                 if shared.outside and any(change.by_layer for change in changes.values()):
-                    continue  # it is sent to the code after the layers, see state/left_values.py
+                    continue  # it is sent to the code after the layers, see `LeftValues`
                 if not all(change.by_layer for change in changes.values()):
                     raise self._error(shared, place, shape, "the code around the layers")
                 if len({changes[rank].checksum if rank in changes else "" for rank in ranks}) > 1:
