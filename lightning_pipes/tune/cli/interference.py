@@ -56,8 +56,8 @@ COMMAND = Command(
     run,
     flags={
         "--data": (
-            "OBSERVATIONS_FILE",
-            f"the measurements, written to {OBSERVATIONS_FILE} by default; if OBSERVATIONS_FILE exists, it is read",
+            "FILE",
+            f"the measurements, written to {OBSERVATIONS_FILE} by default; if FILE exists, it is read",
         ),
         "--quick": ("", "fewer neighbors and stages"),
     },
