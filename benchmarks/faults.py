@@ -49,7 +49,7 @@ from benchmarks.harness import namespaces
 from benchmarks.harness.fault_job import Job, again
 from benchmarks.harness.report import make_parser
 from lightning_pipes.engine.watch.fault_points import Fault
-from lightning_pipes.engine.watch.trust import SECRET
+from lightning_pipes.engine.watch.trust import SECRET_VARIABLE
 from lightning_pipes.testing.ranks import (
     die_with_parent,
     end_all,
@@ -322,7 +322,7 @@ class Run:
                 for rank in range(self.case.ranks):
                     more = rank_environment(rank, self.case.ranks, namespaces.host_address(0), namespaces.PORT)
                     more |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": str(self.case.ranks)}
-                    more |= {"GROUP_RANK": str(rank), SECRET: self.token}
+                    more |= {"GROUP_RANK": str(rank), SECRET_VARIABLE: self.token}
                     command = [sys.executable, SCRIPT]
                     self.roots.append(self.hosts.start(rank, command, {**env, **more}, stdout=said, stderr=said))
             else:

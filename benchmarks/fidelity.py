@@ -40,7 +40,7 @@ from benchmarks.harness.report import describe_machine, make_parser
 from lightning_pipes.cost import Cluster, CostModel, Device, Link, ModelProfile
 from lightning_pipes.engine import Item, Stage, make_transport
 from lightning_pipes.engine.compute.profiler import profile_layers
-from lightning_pipes.engine.messages.channel import POSTED
+from lightning_pipes.engine.messages.channel import N_POSTED_RECEIVES
 from lightning_pipes.engine.messages.links import measure_links
 from lightning_pipes.ir import SEND_KINDS, Kind, Plan, Schedule, Span
 from lightning_pipes.ir.registry import make_schedule
@@ -177,7 +177,10 @@ class Cell:
             (kind, stage): tuple((rows, t + overheads.computation.get(kind, 0.0)) for rows, t in table)
             for (kind, stage), table in costs.seconds.items()
         }
-        slower = {pair: replace(link, latency=overheads.message, max_in_flight=POSTED) for pair, link in links.items()}
+        slower = {
+            pair: replace(link, latency=overheads.message, max_in_flight=N_POSTED_RECEIVES)
+            for pair, link in links.items()
+        }
         return replace(costs, seconds=seconds, links=slower, overhead=overheads.between)
 
     def predicted(self, links: Links, overheads: Overheads) -> float:

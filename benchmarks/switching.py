@@ -45,7 +45,7 @@ from lightning_pipes.arrays.memory_swap import Switching
 from lightning_pipes.ir import Kind
 from lightning_pipes.sim.timeline import Timeline
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer.watchers.same_batch import CHECKED_BATCHES
+from lightning_pipes.trainer.watchers.same_batch import N_CHECKED_BATCHES
 
 STAGES, SIBLINGS, SLOTS = 2, 5, 3
 FORWARD, BACKWARD = 0.060, 0.120
@@ -152,7 +152,7 @@ class Timed(MemorySwap):
 
     def release_sibling(self, index: int) -> None:
         """End the steady state when the first sibling ends."""
-        self._ended = self._ended or self._turns[index] > CHECKED_BATCHES
+        self._ended = self._ended or self._turns[index] > N_CHECKED_BATCHES
         super().release_sibling(index)
 
     def _begin(self, index: int, begin: Callable[[], None]) -> None:
@@ -160,7 +160,7 @@ class Timed(MemorySwap):
         started = time.perf_counter()
         begin()
         took = time.perf_counter() - started
-        enough = len(self._turns) == SIBLINGS and min(self._turns.values()) > CHECKED_BATCHES
+        enough = len(self._turns) == SIBLINGS and min(self._turns.values()) > N_CHECKED_BATCHES
         if enough and not self._ended:
             self._loaded = self.statistics.bytes_in if self._loaded is None else self._loaded
             self.loads = (self.statistics.bytes_in - self._loaded) / STATE
@@ -212,7 +212,7 @@ def step_seconds(timeline: Timeline) -> float:
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for e in timeline.computations:
-        if e.instruction.batch > CHECKED_BATCHES:
+        if e.instruction.batch > N_CHECKED_BATCHES:
             first.setdefault(e.instruction.job, e.start)
         last[e.instruction.job] = e.end
     start, stop = max(first.values()), min(last.values())

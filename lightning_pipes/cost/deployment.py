@@ -15,7 +15,10 @@ from lightning_pipes.ir import InputError, check_count, check_fields, check_type
 
 Array = npt.NDArray[np.float64]
 BUCKET_BYTES = 25 * 2**20
-"""The size of a bucket of gradients in bytes. The engine sends gradients in buckets of this size."""
+"""The size in bytes of the buckets in which the engine sends gradients, as in torch's DistributedDataParallel.
+
+The size is large enough to use the bandwidth, and small enough that the first bucket is sent early.
+"""
 
 
 @dataclass(frozen=True)

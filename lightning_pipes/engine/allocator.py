@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-STATUS = Path("/proc/self/status")
+STATUS_PATH = Path("/proc/self/status")
 """The file in which Linux reports the memory of the process that reads it."""
-VARIABLE = "LIGHTNING_PIPES_KEEP_HEAP"
+KEEP_HEAP_VARIABLE = "LIGHTNING_PIPES_KEEP_HEAP"
 """The name of the environment variable that prevents all changes of the allocator's settings if it is 0."""
 VARIABLES_OF_GLIBC = (
     "GLIBC_TUNABLES",
@@ -26,13 +26,13 @@ VARIABLES_OF_GLIBC = (
 """The environment variables with which users set the same options of glibc. If one is set, no option is changed."""
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8
 """The numbers of glibc's options, from malloc.h."""
-_KEEPING = {_MMAP_THRESHOLD: 32 << 20, _TRIM_THRESHOLD: (2 << 30) - 1, _TOP_PAD: 64 << 20}
+_KEEPING_OPTIONS = {_MMAP_THRESHOLD: 32 << 20, _TRIM_THRESHOLD: (2 << 30) - 1, _TOP_PAD: 64 << 20}
 """The options, in bytes, that keep free memory in the heap.
 
 Blocks up to the first size, which is the maximum that glibc accepts, are allocated in the heap. Up to the second size,
 free memory stays at the end of the heap. The heap grows by steps of the third size.
 """
-_USUAL = {_MMAP_THRESHOLD: 32 << 20, _TRIM_THRESHOLD: 64 << 20, _TOP_PAD: 128 << 10}
+_DEFAULT_OPTIONS = {_MMAP_THRESHOLD: 32 << 20, _TRIM_THRESHOLD: 64 << 20, _TOP_PAD: 128 << 10}
 """The options, in bytes, that glibc chooses automatically after a process has freed a block of 32 MiB."""
 
 
@@ -88,13 +88,13 @@ def kept_heap() -> Iterator[None]:
     """
     global _heaps_kept
     share_heap()
-    _set_options(_KEEPING)
+    _set_options(_KEEPING_OPTIONS)
     _heaps_kept += 1
     try:
         yield
     finally:
         _heaps_kept -= 1
-        if not _heaps_kept and _set_options(_USUAL):
+        if not _heaps_kept and _set_options(_DEFAULT_OPTIONS):
             release_free_memory()
 
 
@@ -113,7 +113,7 @@ def can_set_options() -> bool:
     given = any(os.environ.get(name) for name in VARIABLES_OF_GLIBC[1:]) or "glibc.malloc" in os.environ.get(
         VARIABLES_OF_GLIBC[0], ""
     )
-    return load_libc() is not None and not given and os.environ.get(VARIABLE) != "0"
+    return load_libc() is not None and not given and os.environ.get(KEEP_HEAP_VARIABLE) != "0"
 
 
 @cache
@@ -153,13 +153,13 @@ def find_library(function: str) -> str:
 def read_status_bytes(field: str) -> int | None:
     """Return a number of bytes that Linux reports for this process, such as VmHWM or VmRSS; None on other systems."""
     try:
-        lines = STATUS.read_text().splitlines()
+        lines = STATUS_PATH.read_text().splitlines()
     except OSError:
         return None
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:")), None)
 
 
-_IMPORTED = read_status_bytes("VmRSS") or 0
+_BYTES_AT_IMPORT = read_status_bytes("VmRSS") or 0
 """The bytes of this process when this module was imported, after torch and Lightning."""
 
 
@@ -173,4 +173,4 @@ def read_peak_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     peak = read_status_bytes("VmHWM") if device.type == "cpu" else None
-    return None if peak is None or peak <= _IMPORTED else peak - _IMPORTED
+    return None if peak is None or peak <= _BYTES_AT_IMPORT else peak - _BYTES_AT_IMPORT

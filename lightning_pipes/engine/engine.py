@@ -67,12 +67,12 @@ class Turns(Protocol):
         """Run the open window of `engine` to its end by calls of `Engine.advance`, then return."""
 
 
-AHEAD = 2
+MAX_BATCHES_AHEAD = 2
 """The number of batches that are injected ahead of their first task if layers are offloaded.
 
 The layers of the next batch can then be loaded while another batch runs.
 """
-_AFTER = SEND_KINDS | {Kind.STEP}
+_FOLLOWING_KINDS = SEND_KINDS | {Kind.STEP}
 """The kinds of instructions that run directly after a computation."""
 
 
@@ -357,7 +357,7 @@ class Engine:
         """
         window, computed = self._window, False
         assert window is not None, "nothing was injected"
-        while (i := self.next_ready()) is not None and not (computed and i.kind not in _AFTER):
+        while (i := self.next_ready()) is not None and not (computed and i.kind not in _FOLLOWING_KINDS):
             computed = computed or i.kind not in SEND_KINDS | RECEIVE_KINDS
             self._run(window, i)
 
@@ -447,7 +447,7 @@ class Engine:
         if self._memory is None:
             return StreamOrder(policy, plan, rank, sources)
         turns = {stage.number: stage.offload for stage in self._stages if stage.offload is not None}
-        settings = policy, plan, rank, sources, lambda stage, use: turns[stage].has_room(use), AHEAD
+        settings = policy, plan, rank, sources, lambda stage, use: turns[stage].has_room(use), MAX_BATCHES_AHEAD
         if self._predictor is None:
             order = StreamOrder(*settings)
         else:

@@ -51,7 +51,7 @@ class ObjectReference(NamedTuple):
     number: int
 
 
-_LEAVES = (
+_LEAF_TYPES = (
     *(torch.Tensor, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.Generator),
     *(nn.Module, np.ndarray, np.generic),
     *(str, bytes, int, float, complex, type(None), Enum, slice, range),
@@ -68,7 +68,7 @@ def open_objects(tree: Any) -> Any:
     if isinstance(tree, torch.Tensor):
         return tree
     leaves, spec = pytree.tree_flatten(tree, is_leaf=_is_packed)
-    if all(isinstance(leaf, _LEAVES) for leaf in leaves):
+    if all(isinstance(leaf, _LEAF_TYPES) for leaf in leaves):
         return tree
     opening = _Opening()
     return pytree.tree_unflatten([opening.open_leaf(leaf) for leaf in leaves], spec)
@@ -196,7 +196,7 @@ class _Opening:
         self._kept: list[Any] = []  # kept alive, so that no other object gets the same id
 
     def open_leaf(self, thing: Any) -> Any:
-        if isinstance(thing, _LEAVES):
+        if isinstance(thing, _LEAF_TYPES):
             return thing
         if id(thing) in self._numbers:
             return ObjectReference(self._numbers[id(thing)])

@@ -69,7 +69,7 @@ class Kind(StrEnum):
     __hash__ = str.__hash__  # faster than Enum.__hash__, which is written in Python
 
 
-_DESCRIPTIONS = {
+_KIND_DESCRIPTIONS = {
     Kind.F: "forward of stage {}",
     Kind.B: "backward of stage {}",
     Kind.I: "input gradients of stage {}",
@@ -117,7 +117,7 @@ class Instruction(NamedTuple):
     def describe(self) -> str:
         """Return the text form with its meaning, as in `instruction F0[0:4] (forward of stage 0, samples 0 to 3)`."""
         samples = "" if self.kind is Kind.STEP else f", samples {self.span.start} to {self.span.stop - 1}"
-        return f"instruction {self} ({_DESCRIPTIONS[self.kind].format(self.stage)}{samples})"
+        return f"instruction {self} ({_KIND_DESCRIPTIONS[self.kind].format(self.stage)}{samples})"
 
 
 def F(stage: int, span: Span, job: int = 0, batch: int = 0) -> Instruction:

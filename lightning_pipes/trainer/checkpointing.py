@@ -53,11 +53,11 @@ from lightning_pipes.trainer.weights.deferred import has_meta
 if TYPE_CHECKING:
     from lightning_pipes.trainer.checkpoint.sharded import ShardedCheckpoint
 
-KEY = "lightning_pipes"
+CHECKPOINT_KEY = "lightning_pipes"
 """The key of a checkpoint that holds values which other strategies do not use."""
-_NAMES = "names"
+_NAMES_KEY = "names"
 """The key, in the part of a failing rank, of the parameter names of each optimizer."""
-_MEETING = "meeting"
+_MEETING_KEY = "meeting"
 """The key of a text that only the parts of the same failure have in common."""
 _MEETING_SECONDS = 6.0
 """The time that a failing rank waits for other ranks before it writes its part. Blocked ranks have ended by then."""
@@ -82,7 +82,7 @@ class TrainingData:
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
         """Store the part of a checkpoint that `state` has made. Checkpoints of other strategies have no such part."""
-        own = checkpoint.get(KEY, {})
+        own = checkpoint.get(CHECKPOINT_KEY, {})
         self._loaded = to_native(own["data"]) if "data" in own else None
         self._waiting = list(self._loaded["loaders"]) if self._loaded is not None else []
 
@@ -344,7 +344,7 @@ class Checkpointing:
         self._add_place(checkpoint, trainer)
         grid, watch = self._ranks.grid, self._ranks.control.watch
         paths = [f"{path}.rank{rank}of{grid.size}" for rank in range(grid.size)]
-        part = complete_modules({**checkpoint, _NAMES: [layout.names for layout in layouts]}, cut)
+        part = complete_modules({**checkpoint, _NAMES_KEY: [layout.names for layout in layouts]}, cut)
         self._after_failure += 1
         topic, place = f"checkpoint {self._after_failure}", f"{step} {path}"
         written = f"{topic} written"
@@ -358,7 +358,7 @@ class Checkpointing:
             ]
             self.joins_parts = {where for _, _, where in texts} == {place}
             if self.joins_parts:
-                part[_MEETING] = texts[0][0]
+                part[_MEETING_KEY] = texts[0][0]
             else:  # other ranks may have received all texts just before this rank gave up
                 watch.exchange_texts(written, None, 0.0)
         if grid.position > 0 and self.joins_parts:
@@ -375,7 +375,7 @@ class Checkpointing:
         if grid.rank == 0 and is_joined:
             try:
                 own = [paths[rank] for rank in grid.pipeline]
-                self._join_parts(checkpoint, own, part[_MEETING], path, cut, layouts)
+                self._join_parts(checkpoint, own, part[_MEETING_KEY], path, cut, layouts)
             except Exception as error:  # the error of the run itself is more important
                 is_joined = False
                 _log.warning("%s is not written, and the parts of the ranks stay: %s", path, error)
@@ -407,13 +407,13 @@ class Checkpointing:
         """
         parts = [load(Path(name), map_location="cpu", mmap=True, weights_only=False) for name in paths]
         for name, part in zip(paths, parts, strict=True):
-            if part.get(_MEETING) != meeting:
+            if part.get(_MEETING_KEY) != meeting:
                 raise PipelineError(f"{name} on rank 0 is of an earlier failure; the ranks have no common file system")
         checkpoint["state_dict"] = cut.in_order([part["state_dict"] for part in parts])
         for number, (layout, local) in enumerate(zip(layouts, checkpoint.get("optimizer_states", []), strict=False)):
             states = [
                 {
-                    part[_NAMES][number][n]: state
+                    part[_NAMES_KEY][number][n]: state
                     for n, state in part["optimizer_states"][number].get("state", {}).items()
                 }
                 for part in reversed(parts)
@@ -424,10 +424,10 @@ class Checkpointing:
     def _add_place(self, checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:
         fault_point("checkpoint")
         if "optimizer_states" in checkpoint:  # absent if only weights are saved
-            checkpoint[KEY] = self.data.state(trainer)
-            checkpoint[KEY]["module"] = self.container
+            checkpoint[CHECKPOINT_KEY] = self.data.state(trainer)
+            checkpoint[CHECKPOINT_KEY]["module"] = self.container
             if self.placement is not None:
-                checkpoint[KEY]["placement"] = self.placement().data()
+                checkpoint[CHECKPOINT_KEY]["placement"] = self.placement().data()
 
     def remove(self, path: str | Path) -> None:
         """Remove a checkpoint after all pending writes."""
@@ -487,7 +487,7 @@ class Checkpointing:
             checkpoint = read(path, weights_only)
         if not running:
             self.data.load(checkpoint)
-            own = checkpoint.get(KEY, {})
+            own = checkpoint.get(CHECKPOINT_KEY, {})
             self._resumed = own.get("module")
             self._placed = Placement.from_data(own["placement"]) if "placement" in own else None
         return checkpoint

@@ -29,7 +29,7 @@ from lightning_pipes.trainer.private_lightning import callbacks, spectral_norms
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.replicas import Replicas
 from lightning_pipes.trainer.user.user_objects import is_packed
-from lightning_pipes.trainer.weights.spread import INCOMPLETE, SPREAD
+from lightning_pipes.trainer.weights.spread import INCOMPLETE_ATTRIBUTE, SPREAD_ATTRIBUTE
 
 
 def check_run(module: pl.LightningModule, trainer: pl.Trainer, background: bool) -> None:
@@ -86,7 +86,7 @@ def check_module(module: pl.LightningModule, fitting: bool) -> None:
                 "whose stage sees all samples of a micro-batch"
             )
     for name, parameter in module.named_parameters():
-        if parameter.is_meta and INCOMPLETE in vars(module):
+        if parameter.is_meta and INCOMPLETE_ATTRIBUTE in vars(module):
             raise PipelineError(
                 f"{owner}.{name} has no values: the last run with this object failed, and the layers of other ranks "
                 "could not be fetched back. Create a new module, and continue from a checkpoint with trainer.fit(..., "
@@ -193,9 +193,9 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join([*names[:5], *(["..."] if len(names) > 5 else [])])
 
 
-_CHUNK = 1 << 16
+_CHUNK_INTEGERS = 1 << 16
 """The number of 8-byte integers that are summed at a time, which fit into the cache of a processor."""
-_PRIME = (1 << 61) - 1
+_CHECK_MODULUS = (1 << 61) - 1
 
 
 def broadcast_random_state(control: Control, device: torch.device) -> None:
@@ -225,12 +225,12 @@ def equalize_weights(module: nn.Module, control: Control, replicas: Replicas | N
         PipelineError: the ranks have built different modules.
     """
     named = [*module.named_parameters(), *module.named_buffers()]
-    if replicas is not None and SPREAD not in vars(module):
+    if replicas is not None and SPREAD_ATTRIBUTE not in vars(module):
         for _, tensor in named:
             if is_distributed(tensor) and not tensor.is_meta:
                 replicas.share_shard(tensor)
     tensors = {name: tensor for name, tensor in named if not is_distributed(tensor)}
-    spread = SPREAD in vars(module)
+    spread = SPREAD_ATTRIBUTE in vars(module)
     if control.size == 1:
         return spread
     shapes = {name: (tuple(t.shape), str(t.dtype)) for name, t in tensors.items()}
@@ -247,19 +247,19 @@ def checksum_tensors(tensors: Iterable[torch.Tensor]) -> int:
     total = 1
     for tensor in tensors:
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        for chunk in torch.split(data, 8 * _CHUNK):
+        for chunk in torch.split(data, 8 * _CHUNK_INTEGERS):
             part = chunk if chunk.numel() % 8 == 0 else nn.functional.pad(chunk, (0, -chunk.numel() % 8))
             if part.data_ptr() % 8:
                 part = part.clone()
             numbers = part.view(torch.int64)
-            total = (total * _PRIME + int((numbers * _factors()[: numbers.numel()]).sum())) % 2**64
+            total = (total * _CHECK_MODULUS + int((numbers * _factors()[: numbers.numel()]).sum())) % 2**64
     return total
 
 
 @cache
 def _factors() -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
-    return torch.randint(-(2**62), 2**62, (_CHUNK,), generator=generator) * 2 + 1
+    return torch.randint(-(2**62), 2**62, (_CHUNK_INTEGERS,), generator=generator) * 2 + 1
 
 
 def _take_over(tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, object], control: Control) -> None:

@@ -29,15 +29,15 @@ from torch import nn
 
 from lightning_pipes.engine.watch.error_output import is_failure_remote, to_one_line
 from lightning_pipes.engine.watch.heartbeat import stop_heartbeat
-from lightning_pipes.engine.watch.launcher import GRACE_SECONDS, exit_with_parent, how_it_ended
+from lightning_pipes.engine.watch.launcher import LAUNCHER_GRACE_SECONDS, exit_with_parent, how_it_ended
 from lightning_pipes.engine.watch.trust import secret_for_children
 from lightning_pipes.ir import PipelineError, PlanError
 from lightning_pipes.trainer import private_lightning as private
 
 _log = logging.getLogger(__name__)
-_OF_MODULES = frozenset(vars(nn.Module()))
-_OF_LIGHTNING_MODULES = frozenset(vars(pl.LightningModule()))
-_OF_STRATEGY = ("_reported", "_decision", "schedule")
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+_LIGHTNING_MODULE_ATTRIBUTES = frozenset(vars(pl.LightningModule()))
+_STRATEGY_ATTRIBUTES = ("_reported", "_decision", "schedule")
 """The attributes of the strategy from which reports of a run are made."""
 
 
@@ -122,12 +122,12 @@ class ForkLauncher(private.BaseLauncher):
                 process = left.pop(sentinel)
                 process.join()
                 if process.exitcode:
-                    until = min(until, time.monotonic() + 2 * GRACE_SECONDS)
+                    until = min(until, time.monotonic() + 2 * LAUNCHER_GRACE_SECONDS)
 
     def _end_ranks(self) -> None:
         """End the remaining ranks, which no longer save anything. After Ctrl-C, they have some seconds to end."""
         self.kill(signal.SIGINT)
-        until = time.monotonic() + GRACE_SECONDS
+        until = time.monotonic() + LAUNCHER_GRACE_SECONDS
         for process in self._processes:
             process.join(max(0.0, until - time.monotonic()))
         self.kill(signal.SIGKILL)
@@ -198,7 +198,7 @@ class ForkLauncher(private.BaseLauncher):
             "attributes": {name: dict(_attributes(part, _skipped(part))) for name, part in module.named_modules()},
             "callbacks": [dict(_attributes(callback)) for callback in private.callbacks(trainer)],
             "loggers": [dict(_attributes(logger, {"_experiment"})) for logger in trainer.loggers],
-            "strategy": dict(_attributes(self._strategy, set(vars(self._strategy)) - set(_OF_STRATEGY))),
+            "strategy": dict(_attributes(self._strategy, set(vars(self._strategy)) - set(_STRATEGY_ATTRIBUTES))),
             "trainer": private.trainer_results(trainer),
         }
 
@@ -225,7 +225,7 @@ class ForkLauncher(private.BaseLauncher):
 
 
 def _skipped(part: nn.Module) -> frozenset[str]:
-    return _OF_LIGHTNING_MODULES if isinstance(part, pl.LightningModule) else _OF_MODULES
+    return _LIGHTNING_MODULE_ATTRIBUTES if isinstance(part, pl.LightningModule) else _MODULE_ATTRIBUTES
 
 
 def _attributes(owner: object, skip: frozenset[str] | set[str] = frozenset()) -> Iterator[tuple[str, Any]]:

@@ -136,7 +136,7 @@ WrappingCheckpointIO = _WrappingCheckpointIO
 
 Averaging: TypeAlias = WeightAveraging | StochasticWeightAveraging
 SignalHandler = Callable[[int, FrameType | None], None]
-_FRAMES = 10
+_MAX_FRAMES = 10
 """The largest number of calls between a Lightning function that reads a tensor and the method of the tensor."""
 
 
@@ -385,7 +385,7 @@ def in_grad_norm() -> bool:
     ranks.
     """
     frame: FrameType | None = sys._getframe(1)
-    for _ in range(_FRAMES):
+    for _ in range(_MAX_FRAMES):
         if frame is None or frame.f_globals is grad_norm.__globals__:
             return frame is not None
         frame = frame.f_back

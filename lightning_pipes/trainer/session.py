@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from lightning_pipes.engine.watch.failure import FailureWatch
 from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.engine.watch.launcher import (
-    LAUNCHER,
+    LAUNCHER_VARIABLE,
     StartupWatch,
     environment_for_children,
     exited_ranks,
@@ -296,7 +296,7 @@ class Launcher(private.SubprocessLauncher):
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if self.num_processes * self.num_nodes > 1 and not environment.creates_processes_externally:
-            variables = {LAUNCHER: str(os.getpid())}
+            variables = {LAUNCHER_VARIABLE: str(os.getpid())}
             if self.num_nodes == 1:
                 variables |= secret_for_children()
                 hold_port(
@@ -315,15 +315,16 @@ class Launcher(private.SubprocessLauncher):
         super().kill(signum)
 
 
-TESTED = (2, 14)
+NEWEST_TESTED_TORCH = (2, 14)
 """The newest version of torch that the tests use. A newer version may be installed."""
 
 
 @cache
 def warn_if_untested(version: str = torch.__version__) -> None:
     """Show one message on rank 0 if torch is newer than the tested version."""
-    if tuple(int(part) for part in version.split(".")[:2]) > TESTED:
+    if tuple(int(part) for part in version.split(".")[:2]) > NEWEST_TESTED_TORCH:
         rank_zero_info(
-            f"lightning_pipes was tested with torch {TESTED[0]}.{TESTED[1]} and older, and this is {version}; if "
-            f"something fails inside of torch, try torch {TESTED[0]}.{TESTED[1]}"
+            f"lightning_pipes was tested with torch {NEWEST_TESTED_TORCH[0]}.{NEWEST_TESTED_TORCH[1]} and older, and "
+            f"this is {version}; if "
+            f"something fails inside of torch, try torch {NEWEST_TESTED_TORCH[0]}.{NEWEST_TESTED_TORCH[1]}"
         )

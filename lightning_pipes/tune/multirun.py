@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from lightning_pipes.arrays.array import JobArray
 from lightning_pipes.arrays.memory_swap import AUTO, MemorySwap
 from lightning_pipes.arrays.siblings.sibling import ArrayCancelledError, current_sibling
-from lightning_pipes.engine.watch.trust import SECRET
+from lightning_pipes.engine.watch.trust import SECRET_VARIABLE
 from lightning_pipes.ir import InputError, PipelineError, check_count
 from lightning_pipes.tune.private_hydra import hydra_singletons
 from lightning_pipes.tune.studies.leader_store import LeaderStore
@@ -319,8 +319,8 @@ def check_names(received: tuple[str, str], own: tuple[str, str]) -> None:
         if _DIGITS_PATTERN.sub("0", theirs) != _DIGITS_PATTERN.sub("0", ours):
             raise InputError(
                 f"{what} is {theirs!r} on rank 0, and {ours!r} on this rank. The hosts of this run share no secret, so "
-                f"another user may have sent it. Set {SECRET} to the same long random text on all hosts, or {what} to "
-                "a value that differs between ranks by a time at most"
+                f"another user may have sent it. Set {SECRET_VARIABLE} to the same long random text on all hosts, or "
+                f"{what} to a value that differs between ranks by a time at most"
             )
 
 

@@ -65,15 +65,15 @@ def _torchrun_name(now: str) -> str:
         PipelineError: all processes are on one host, and have neither such a directory nor a secret.
     """
     from lightning_pipes.engine.watch.rendezvous import launcher_store
-    from lightning_pipes.engine.watch.trust import SECRET, SignedStore, seal_from_environment
+    from lightning_pipes.engine.watch.trust import SECRET_VARIABLE, SignedStore, seal_from_environment
 
     folder, seal = _launcher_folder(), seal_from_environment()
     one_host = os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE")
     if one_host and folder is None and seal is None:
         raise PipelineError(
             "the processes of this run need a place for its name that only their user can write to. torchrun's log "
-            f"directory is switched off, or open to others. Let torchrun choose it, set {SECRET} to a long random "
-            "text, or set hydra.run.dir to a directory without ${lightning_pipes.run_name:}"
+            f"directory is switched off, or open to others. Let torchrun choose it, set {SECRET_VARIABLE} to a long "
+            "random text, or set hydra.run.dir to a directory without ${lightning_pipes.run_name:}"
         )
     if one_host and folder is not None:
         now = _kept_in_folder(folder, now)
@@ -81,7 +81,7 @@ def _torchrun_name(now: str) -> str:
         _log.warning(
             "the hosts of this run share no secret, so other users with access to the store of torchrun can choose the "
             "time in the name of the run's directory. Set %s to the same long random text on all hosts",
-            SECRET,
+            SECRET_VARIABLE,
         )
     store: Any = launcher_store(_NAME_TIMEOUT)
     name = _kept_in_store(store if seal is None else SignedStore(store, seal), now)  # also for hosts that join later

@@ -211,7 +211,7 @@ def in_rounds(rank: int, jobs: list[Job], size: int) -> tuple[Any, ...]:
         after each block.
     """
     quiet()
-    layer_profiler.WORTH_MEASURING = 0.0  # layers as small as these count, in the process of this rank
+    layer_profiler.MIN_MEASURED_SECONDS = 0.0  # layers as small as these count, in the process of this rank
     asked = []
 
     def order(plan: Plan, costs: CostModel) -> Program:

@@ -99,7 +99,7 @@ def test_memory_stays_with_the_array_from_batch_to_batch() -> None:
     Without the setting, each thread has its own heap, which shrinks after each batch.
     """
     kept = run_ranks(count_faults_per_batch, 2)
-    off = run_ranks(count_faults_per_batch, 2, env={allocator.VARIABLE: "0"})
+    off = run_ranks(count_faults_per_batch, 2, env={allocator.KEEP_HEAP_VARIABLE: "0"})
     assert sum(kept) < 0.7 * sum(off), (kept, off)
 
 
@@ -109,7 +109,7 @@ def options(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     told: list[tuple[int, int]] = []
     libc = SimpleNamespace(mallopt=lambda *option: told.append(option), malloc_trim=lambda _: told.append((0, 0)))
     monkeypatch.setattr(allocator, "load_libc", lambda: libc)
-    for name in (allocator.VARIABLE, *allocator.VARIABLES_OF_GLIBC):
+    for name in (allocator.KEEP_HEAP_VARIABLE, *allocator.VARIABLES_OF_GLIBC):
         monkeypatch.delenv(name, raising=False)
     return told
 
@@ -127,7 +127,7 @@ def test_options_hold_while_the_array_runs(options: list[tuple[int, int]]) -> No
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        (allocator.VARIABLE, "0"),
+        (allocator.KEEP_HEAP_VARIABLE, "0"),
         ("MALLOC_ARENA_MAX", "4"),
         ("MALLOC_TRIM_THRESHOLD_", "1000000"),
         ("GLIBC_TUNABLES", "glibc.malloc.arena_max=2"),
@@ -159,8 +159,8 @@ def test_other_allocators_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 @needs_glibc
 def test_benchmarks_name_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check the description of the allocator with and without the setting."""
-    for name in (allocator.VARIABLE, *allocator.VARIABLES_OF_GLIBC):
+    for name in (allocator.KEEP_HEAP_VARIABLE, *allocator.VARIABLES_OF_GLIBC):
         monkeypatch.delenv(name, raising=False)
     assert describe_allocator() == "libc.so.6, one heap in arrays"
-    monkeypatch.setenv(allocator.VARIABLE, "0")
+    monkeypatch.setenv(allocator.KEEP_HEAP_VARIABLE, "0")
     assert describe_allocator() == "libc.so.6"

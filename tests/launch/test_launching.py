@@ -205,7 +205,7 @@ def test_a_terminated_rank_is_a_failure_for_torchrun(tmp_path):
 def test_process_started_by_a_rank_is_not_a_rank(monkeypatch):
     """A process that a rank has started is not treated as a rank, although it inherits the environment of the rank."""
     monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setenv(launcher.LAUNCHER, str(os.getpid()))
+    monkeypatch.setenv(launcher.LAUNCHER_VARIABLE, str(os.getpid()))
     code = "from lightning_pipes.engine.watch.launcher import _launcher; import os; print(_launcher() == os.getppid())"
     below = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
     for program, ours in ((code, "True\n"), (below, "False\n")):

@@ -13,7 +13,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from benchmarks.harness import namespaces
-from lightning_pipes.engine.watch.trust import SECRET, SignedStore, seal_from_environment
+from lightning_pipes.engine.watch.trust import SECRET_VARIABLE, SignedStore, seal_from_environment
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.tune.run_name import run_name
 
@@ -70,7 +70,7 @@ def test_another_user_of_another_host_does_not_name_a_run(tmp_path: Path) -> Non
     torchrun += [f"--master-addr={namespaces.host_address(0)}", f"--master-port={namespaces.PORT}", str(script)]
     with namespaces.Hosts(2) as hosts:
         hosts.start(1, [sys.executable, "-c", STRANGER], {})
-        env = {SECRET: "", "OMP_NUM_THREADS": "1"}
+        env = {SECRET_VARIABLE: "", "OMP_NUM_THREADS": "1"}
         run = hosts.start(0, torchrun, env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         said, _ = run.communicate(timeout=240)
     names = re.findall("^named (.*)$", said, re.MULTILINE)
@@ -89,7 +89,7 @@ def store() -> TCPStore:
 @pytest.fixture
 def torchrun(monkeypatch: pytest.MonkeyPatch, store: TCPStore, tmp_path: Path) -> pytest.MonkeyPatch:
     """The environment of one of two processes that torchrun has started on one host."""
-    for name in [name for name in os.environ if name.startswith(("TORCHELASTIC", "SLURM")) or name == SECRET]:
+    for name in [name for name in os.environ if name.startswith(("TORCHELASTIC", "SLURM")) or name == SECRET_VARIABLE]:
         monkeypatch.delenv(name)
     run = tmp_path / "torchelastic_x" / "none_y"
     (run / "attempt_0" / "1").mkdir(parents=True)
@@ -142,7 +142,7 @@ def test_without_such_a_folder_a_secret_keeps_the_name_in_the_store(
 ) -> None:
     """Without a log folder, the name is stored signed in the store, and names with a wrong signature are ignored."""
     torchrun.setenv("TORCHELASTIC_ERROR_FILE", "")
-    torchrun.setenv(SECRET, "long and random")
+    torchrun.setenv(SECRET_VARIABLE, "long and random")
     seal = seal_from_environment()
     assert seal is not None
     for planted in (*PLANTED, seal.sign(b"../planted", KEY)):  # an overwritten value is not accepted either
@@ -157,7 +157,7 @@ def test_without_such_a_folder_a_secret_keeps_the_name_in_the_store(
 def test_several_hosts_agree_and_each_remembers(torchrun: pytest.MonkeyPatch, store: TCPStore) -> None:
     """With a secret, a host reads the signed name of another host, and keeps it if the store is overwritten."""
     torchrun.setenv("WORLD_SIZE", "4")
-    torchrun.setenv(SECRET, "long and random")
+    torchrun.setenv(SECRET_VARIABLE, "long and random")
     SignedStore(store, seal_from_environment()).set(KEY, "2026-03-01/14-05-09")  # the name from another host
     assert run_name() == "2026-03-01/14-05-09"
     store.set(KEY, PLANTED[1])

@@ -165,7 +165,9 @@ def trained(rank: int, cases: dict[str, tuple[Case, dict[str, Any]]], folder: st
                 owner = decider if hasattr(decider, where) else profile_planner
                 patch.setattr(owner, where, partial(constant, value[rank] if isinstance(value, tuple) else value))
             if name == "tiny":
-                patch.setattr(layer_profiler, "WORTH_MEASURING", 600.0)  # a slow machine may need long for this case
+                patch.setattr(
+                    layer_profiler, "MIN_MEASURED_SECONDS", 600.0
+                )  # a slow machine may need long for this case
             if case.trainer.get("seconds"):
                 patch.setattr(layer_profiler.LayerProfiler, "profile", faked(case.trainer.pop("seconds"), rank))
                 patch.setattr(Trials, "run", as_predicted)
@@ -382,7 +384,7 @@ def watched(rank: int, strategies: list[dict[str, Any]], folder: str) -> list[An
             same.append(differences(self.before, after, 0.0) == [])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layer_profiler, "WORTH_MEASURING", 0.0)
+        patch.setattr(layer_profiler, "MIN_MEASURED_SECONDS", 0.0)
         patch.setattr(decider, "LayerProfiler", DrawingNothing)
         for settings in strategies:
             decider._profiles.clear()
@@ -560,7 +562,7 @@ class LitMeta(pl.LightningModule):
 def skipped(rank: int, folder: str) -> dict[str, str]:
     """Return, by case, the reason why the layers were not measured."""
     quiet()
-    layer_profiler.WORTH_MEASURING = 600.0  # on a slow machine, a step of small layers also takes long
+    layer_profiler.MIN_MEASURED_SECONDS = 600.0  # on a slow machine, a step of small layers also takes long
 
     def why(module: Any, loader: Any, **settings: Any) -> str:
         options = {"limit_train_batches": 2, "max_epochs": 1, **settings}

@@ -75,8 +75,8 @@ def phases(rank: int, width: int, rows: int, unit: int) -> dict[str, tuple[float
         watch(PipelineStrategy, "training_step", "batch")
         watch(PipelineStrategy, "optimizer_step", "step")
         watch(PipelineStrategy, "teardown", "end")
-        patch.setattr(layer_profiler, "WORTH_MEASURING", 0.0)
-        patch.setattr(layer_profiler, "SECONDS", 0.1)
+        patch.setattr(layer_profiler, "MIN_MEASURED_SECONDS", 0.0)
+        patch.setattr(layer_profiler, "LAYER_SECONDS", 0.1)
         patch.setattr(decider, "MEASURING_SECONDS", 0.3)
         patch.setattr("lightning_pipes.planning.balance.MIN_CUT_GAIN", 1.0)  # the cut stays even on a busy machine
         trainer = make_trainer(strategy=PipelineStrategy("1f1b", microbatches=2, gather="all"), max_epochs=1)

@@ -109,8 +109,8 @@ def corrected(rank: int, folder: str) -> tuple[dict[str, Any], list[list[int]], 
         _time.patch(patch)
         patch.setattr(LayerProfiler, "profile", faked)
         patch.setattr(Trials, "run", as_predicted)
-        patch.setattr(prediction, "FEWEST", 4)
-        patch.setattr(prediction, "MOST", 4)
+        patch.setattr(prediction, "MIN_COMPARED_STEPS", 4)
+        patch.setattr(prediction, "MAX_COMPARED_STEPS", 4)
         _slow["rank"], sees = -1, Sees()
         sees.on_train_batch_start = lambda *_: None  # type: ignore[method-assign]  # no rank is slowed down
         options = {"max_steps": BATCHES, "max_epochs": -1, "limit_val_batches": 0, "callbacks": [sees]}

@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lightning_pipes.engine.watch.shared_store import LOOPBACK
 from lightning_pipes.trainer import session
-from lightning_pipes.trainer.session import TESTED, Launcher, warn_if_untested
+from lightning_pipes.trainer.session import NEWEST_TESTED_TORCH, Launcher, warn_if_untested
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_the_port_is_held_where_nobody_else_is_to_reach_it(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher holds its port open for a run on one node, and leaves it free for a run on several nodes."""
-    for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", session.LAUNCHER):
+    for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", session.LAUNCHER_VARIABLE):
         monkeypatch.setenv(name, "")  # makes monkeypatch restore the variable at the end
         monkeypatch.delenv(name)
     monkeypatch.setattr("lightning_pipes.engine.watch.shared_store._held", None)
@@ -46,7 +46,7 @@ def test_the_port_is_held_where_nobody_else_is_to_reach_it(nodes: int, monkeypat
 def test_pages_name_the_versions_that_tests_run_on():
     """The table of versions and the README list the pinned and the newest tested versions.
 
-    `TESTED` is the newest version of torch in the table.
+    `NEWEST_TESTED_TORCH` is the newest version of torch in the table.
     """
     pins = dict(re.findall(r"^([a-z-]+)==([0-9.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     rows = re.findall(r"^\| (\S+) \| ([0-9.]+) \| ([0-9.]+) \|", (ROOT / "docs/versions.md").read_text(), re.MULTILINE)
@@ -55,7 +55,7 @@ def test_pages_name_the_versions_that_tests_run_on():
     for name in ("torch", "lightning", "hydra-core", "optuna"):
         assert table[name][0] == pins[name]
         assert all(version in readme for version in table[name])
-    assert tuple(map(int, table["torch"][1].split(".")[:2])) == TESTED
+    assert tuple(map(int, table["torch"][1].split(".")[:2])) == NEWEST_TESTED_TORCH
 
 
 def test_newer_ones_are_told_once(caplog):

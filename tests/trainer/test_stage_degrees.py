@@ -29,7 +29,7 @@ from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.ir.replication import list_shares
 from lightning_pipes.testing.ranks import RanksFailedError, run_ranks
 from lightning_pipes.trainer.plan.profile_cache import (
-    FOLDER,
+    PROFILE_FOLDER,
     MeasuredRun,
     ProfileCache,
     clear_profiles,
@@ -243,7 +243,7 @@ def test_stages_that_make_no_sense(settings: dict[str, Any], said: str) -> None:
 def test_a_run_keeps_what_it_has_measured_for_the_choice(tmp_path: Path) -> None:
     """The measurements of a run are found again for an equal module, but not for a different one."""
     run = MeasuredRun(lopsided(), 32, Link(latency=1e-5))
-    cache, module = ProfileCache(tmp_path / FOLDER), Lit()
+    cache, module = ProfileCache(tmp_path / PROFILE_FOLDER), Lit()
     cache.keep_run(describe_module(module), run)
     assert cache.find_run(describe_module(Lit())) == run
     assert cache.find_run(describe_module(Lit(layers=7))) is None

@@ -31,7 +31,7 @@ from lightning_pipes.planning.planner import Problem, solve_plan
 from lightning_pipes.planning.tuning import CandidateRanker
 from lightning_pipes.sim import load_kernel
 from lightning_pipes.sim.loops.kernel import SIMULATION_KERNELS
-from lightning_pipes.trainer.callbacks.schedule_tuner import FIRST
+from lightning_pipes.trainer.callbacks.schedule_tuner import FIRST_DECISION_BATCH
 from lightning_pipes.trainer.loop.adopting import adopt_candidate
 
 FORWARD, X = 0.005, 0.5
@@ -188,7 +188,7 @@ def tuner(batches: int) -> Output:
     yield f"decisions took {', '.join(f'{1e3 * seconds:.1f}' for _, seconds, _ in decisions)} ms"
     at = {batch - 2 for batch, _, _ in decisions[1:]}  # tuned[n] begins when batch n + 1 ends
     usual = statistics.median(
-        s for n, s in enumerate(tuned) if n > FIRST + WINDOW_STEPS and n not in at and n - 1 not in at
+        s for n, s in enumerate(tuned) if n > FIRST_DECISION_BATCH + WINDOW_STEPS and n not in at and n - 1 not in at
     )
     longer = [tuned[n] + tuned[n + 1] - 2 * usual for n in sorted(at) if n + 1 < len(tuned)]
     share = sum(longer) / sum(tuned)

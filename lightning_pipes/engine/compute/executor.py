@@ -37,7 +37,7 @@ Records = list[tuple[SavedForward, Sequence[Any]]]
 """Forwards, each with the gradients of its outputs."""
 
 _NOTHING = nullcontext()
-KEPT_EVENTS = 100_000
+MAX_STORED_EVENTS = 100_000
 """The maximum number of events that an executor stores. In an endless window the oldest events are dropped."""
 
 
@@ -67,7 +67,7 @@ class Executor:
         self.plan = plan
         self.rank = rank
         self.window = window
-        self.events: deque[Event] = deque(maxlen=KEPT_EVENTS)
+        self.events: deque[Event] = deque(maxlen=MAX_STORED_EVENTS)
         self.outputs: list[tuple[Span, Any]] = []
         """The outputs of the last stage in an evaluation, with their spans."""
         self._stages = {(stage.number, stage.job): stage for stage in stages}

@@ -27,12 +27,12 @@ from lightning_pipes.engine.compute.footprint import (
 )
 from lightning_pipes.engine.compute.rng import forked_rng
 from lightning_pipes.engine.compute.split import backward_inputs
-from lightning_pipes.engine.compute.stage import IN_PLACE, clone_leaf
+from lightning_pipes.engine.compute.stage import IN_PLACE_ERROR, clone_leaf
 from lightning_pipes.engine.trees import tensors_in
 from lightning_pipes.ir import InputError, Kind, Span
 from lightning_pipes.ir.clock import read_seconds
 
-REPEATS = 5
+N_LAYER_REPEATS = 5
 JOINED_BYTES = 2**21
 """The bytes of the tensor that is joined from two halves to measure the time per byte.
 
@@ -68,7 +68,7 @@ def profile_layers(
     call: CallLayer = lambda layer, x: layer(x),
     device: torch.device | None = None,
     split: bool = False,
-    repeats: int = REPEATS,
+    repeats: int = N_LAYER_REPEATS,
     seconds: float = float("inf"),
     entered: bool = False,
     progress: Progress = lambda what, done: None,
@@ -129,7 +129,7 @@ def joining_seconds(device: torch.device) -> float:
     """Return the measured seconds per byte for joining tensors on a device."""
     halves = [torch.zeros(JOINED_BYTES // 8, device=device) for _ in range(2)]
     times = []
-    for _ in range(REPEATS + 1):
+    for _ in range(N_LAYER_REPEATS + 1):
         wait_for_device(device)
         begun = read_seconds()
         torch.cat(halves)
@@ -235,7 +235,7 @@ def _measure_saved(
             try:
                 out = call(layer, _enter_layer(seen, x, flags, saved))
             except RuntimeError as error:
-                if IN_PLACE not in str(error):
+                if IN_PLACE_ERROR not in str(error):
                     raise
                 seen.in_place, saved = True, SavedForward(Span(0, rows), None)
                 out = call(layer, _enter_layer(seen, x, flags, saved))

@@ -13,15 +13,10 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
+from lightning_pipes.cost.deployment import BUCKET_BYTES
 from lightning_pipes.engine.residency.deliveries import NeedSource
 from lightning_pipes.engine.residency.mirrors import PendingTree, TreeTransport
 from lightning_pipes.ir import PipelineError, Reduction
-
-BUCKET_BYTES = 25 * 2**20
-"""The bytes of a bucket, as in torch's DistributedDataParallel.
-
-The size is large enough to use the bandwidth, and small enough that the first bucket is sent early.
-"""
 
 Tensor = TypeVar("Tensor", bound=torch.Tensor)
 Wait = Callable[[], object]

@@ -27,7 +27,7 @@ For stages that do not continue with the random state of the previous stage, the
 units of a step is `AFTER_LAYERS - n`.
 """
 
-_PLAIN = {int, float, str, type(None)}
+_COMPARABLE_TYPES = {int, float, str, type(None)}
 """The types in generator states that `==` can compare."""
 
 
@@ -106,7 +106,7 @@ def comparable_state(state: Any) -> Any:
     if isinstance(state, dict):
         return {name: comparable_state(part) for name, part in state.items()}
     if isinstance(state, tuple):  # the state of Python's generator has 625 numbers
-        return state if _PLAIN.issuperset(map(type, state)) else [comparable_state(part) for part in state]
+        return state if _COMPARABLE_TYPES.issuperset(map(type, state)) else [comparable_state(part) for part in state]
     if isinstance(state, torch.Tensor):
         return state.numpy().tobytes()
     return state.tobytes() if isinstance(state, np.ndarray) else state

@@ -13,9 +13,9 @@ from lightning_pipes.engine.compute.reducer import is_distributed
 from lightning_pipes.engine.trees import SentWhole
 from lightning_pipes.ir import PipelineError
 
-_PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.Size, SentWhole)
-_TENSORS = frozenset((torch.Tensor, nn.Parameter, nn.Buffer))
-_TRAVEL = "Between stages travel plain tensors, and objects that pickle."
+_SENDABLE_TYPES = (str, bytes, int, float, complex, type(None), torch.dtype, torch.Size, SentWhole)
+_TENSOR_TYPES = frozenset((torch.Tensor, nn.Parameter, nn.Buffer))
+_SENDABLE_WAY_OUT = "Between stages travel plain tensors, and objects that pickle."
 
 
 def check_sendable(leaf: Any, where: str) -> None:
@@ -30,11 +30,11 @@ def check_sendable(leaf: Any, where: str) -> None:
             object with tensors that require gradients and can't be sent separately.
     """
     if isinstance(leaf, torch.Tensor):
-        if type(leaf) not in _TENSORS:
+        if type(leaf) not in _TENSOR_TYPES:
             _refuse_subclass(leaf, where)
         if vars(leaf) and not isinstance(leaf, nn.Parameter | nn.Buffer):
             _refuse_attributes(leaf, where)
-    elif not isinstance(leaf, _PLAIN):
+    elif not isinstance(leaf, _SENDABLE_TYPES):
         _check_object(leaf, where)
 
 
@@ -46,7 +46,8 @@ def _refuse_subclass(tensor: torch.Tensor, where: str) -> None:
         )
     kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
     raise PipelineError(
-        f"{where} a tensor of the subclass {kind}, which the next stage would get as a plain torch.Tensor. {_TRAVEL} "
+        f"{where} a tensor of the subclass {kind}, which the next stage would get as a plain torch.Tensor. "
+        f"{_SENDABLE_WAY_OUT} "
         "Return x.as_subclass(torch.Tensor), and convert it again in the layer that needs the subclass"
     )
 
@@ -55,7 +56,8 @@ def _refuse_attributes(tensor: torch.Tensor, where: str) -> None:
     names = ", ".join(repr(name) for name in sorted(vars(tensor)))
     raise PipelineError(
         f"{where} a tensor of shape {tuple(tensor.shape)} with the attribute {names}, which the next stage would not "
-        f"get. {_TRAVEL} Return the attribute's value next to the tensor, as in `return y, scale`, or in a dataclass"
+        f"get. {_SENDABLE_WAY_OUT} Return the attribute's value next to the tensor, as in `return y, scale`, or in a "
+        "dataclass"
     )
 
 
@@ -80,12 +82,12 @@ def _check_object(thing: Any, where: str) -> None:
         finder.dump(thing)
     except Exception as error:
         raise PipelineError(
-            f"{where} a {kind}, which can't be pickled ({type(error).__name__}: {error}). {_TRAVEL} Define its class "
-            "at the top of a module, or return the tensors in a tuple or dict"
+            f"{where} a {kind}, which can't be pickled ({type(error).__name__}: {error}). {_SENDABLE_WAY_OUT} Define "
+            "its class at the top of a module, or return the tensors in a tuple or dict"
         ) from error
     if finder.trained:
         raise PipelineError(
             f"{where} a {kind} that holds a tensor with a gradient, which can't be sent apart from it. The gradient "
-            f"would be lost, and the stages before would not be trained. {_TRAVEL} Return the tensors in a tuple, dict "
-            "or dataclass"
+            f"would be lost, and the stages before would not be trained. {_SENDABLE_WAY_OUT} Return the tensors in a "
+            "tuple, dict or dataclass"
         )

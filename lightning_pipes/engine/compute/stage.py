@@ -42,7 +42,7 @@ from lightning_pipes.engine.residency.upcoming import PredictorChoice
 from lightning_pipes.ir import Kind, LayerUse, PlanError, Span
 from lightning_pipes.ir.clock import read_seconds
 
-MIXING = (BatchNorm,)
+MIXING_LAYERS = (BatchNorm,)
 """Layers in which the output for a sample depends on the other samples during training."""
 
 
@@ -97,7 +97,7 @@ class SampleIndependenceCheck:
             PlanError: the layer contains such a module.
         """
         for part in layer.modules():
-            if isinstance(part, MIXING) and part.training:
+            if isinstance(part, MIXING_LAYERS) and part.training:
                 self._refuse(f"layer {number} holds a {type(part).__name__}, which looks at all samples at once")
 
     @contextmanager
@@ -134,7 +134,7 @@ def layers_only(stage: Stage, item: Item, span: Span, received: Any) -> Any:
     return stage.run_layers(item, span, received)
 
 
-IN_PLACE = "a leaf Variable that requires grad"
+IN_PLACE_ERROR = "a leaf Variable that requires grad"
 """The autograd error for layers that work in place on received tensors, which are graph leaves only within a stage."""
 
 
@@ -444,7 +444,7 @@ class Stage:
                     x = self._time_layer(seed, item, span, number, layer, x)
                     continue
                 except RuntimeError as error:
-                    if IN_PLACE not in str(error):
+                    if IN_PLACE_ERROR not in str(error):
                         raise
                 self._changes_input = True
                 self.seed_generators(number, seed)

@@ -319,7 +319,7 @@ class LateWeights:
                     copies.popleft()
 
 
-SMALL = 4096
+MAX_COPIED_ELEMENTS = 4096
 """The number of elements up to which a buffer is always copied, whether or not a forward has changed it before."""
 
 
@@ -346,7 +346,7 @@ class BuffersBefore:
         copies = {
             name: buffer.clone()
             for name, (buffer, _) in now.items()
-            if known is None or name in known or buffer.numel() <= SMALL
+            if known is None or name in known or buffer.numel() <= MAX_COPIED_ELEMENTS
         }
         yield
         changed = {

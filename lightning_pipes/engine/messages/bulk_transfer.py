@@ -5,7 +5,7 @@
 
 Chunks have a group of their own for each pair and direction; the next one is packed while others travel. The more of
 the link is left by training, the more chunks are in flight (DynPipe, S V-C3), so that it never idles. They get smaller
-then: a message of training waits for SECONDS at most.
+then: a message of training waits for MAX_FLIGHT_SECONDS at most.
 
 A pair of ranks connects when one sends and the other receives for the first time. A thread at each end waits for that;
 no other thread does.
@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 from lightning_pipes.engine import trees
 from lightning_pipes.engine.messages.channel import RECEIVER, SENDER, StageIn
 from lightning_pipes.engine.messages.chunks import (
-    MAX_CHUNK,
+    MAX_CHUNK_BYTES,
     MAX_IN_FLIGHT,
     ByteLayout,
     ChunkSizer,
@@ -37,7 +37,7 @@ from lightning_pipes.engine.messages.chunks import (
     limit_queue,
 )
 from lightning_pipes.engine.messages.links import SocketQueues
-from lightning_pipes.engine.messages.transport import IDLE
+from lightning_pipes.engine.messages.transport import RECEIVE_TIMEOUT
 from lightning_pipes.engine.watch.failure import FailureWatch
 from lightning_pipes.engine.watch.trust import Seal, dumps, loads
 from lightning_pipes.ir import InputError, PipelineError
@@ -47,19 +47,19 @@ Key = str | int | tuple[Any, ...]
 
 GATE_SECONDS = 0.1
 """Seconds after which a chunk leaves although messages of training wait, so that transfers never stall."""
-POLL_SECONDS = 0.001
+CHUNK_POLL_SECONDS = 0.001
 RATE_SECONDS = 0.1
 """Seconds over which the rates of training and of chunks are measured."""
 CLOSE_SECONDS = 10.0
-_CHUNK = struct.Struct(
+_CHUNK_HEADER = struct.Struct(
     "<8s q q q q q"
 )  # magic, number of the tree, bytes of its description, bytes in all, first byte, and last
 _MAGIC = b"LPARC02\0"
-_FRONT = 64
-_OVERHEAD = 256
+_CHUNK_HEADER_BYTES = 64
+_MAX_CHUNK_OVERHEAD_BYTES = 256
 """Bytes that a chunk has in the network beside its own, at most."""
 _HELLO, _GOODBYE = -1, -2
-_HELLOS = 3
+_N_HELLOS = 3
 _DATA, _ARRIVED = 0, 1
 """Tags of a group's two directions."""
 
@@ -289,7 +289,7 @@ class BulkTransfer:
         """Wait until a chunk may leave."""
         begun = now = time.monotonic()
         while now < begun + GATE_SECONDS and self._busy() and self.watch.error is None:
-            time.sleep(POLL_SECONDS)
+            time.sleep(CHUNK_POLL_SECONDS)
             now = time.monotonic()
         with self.changed:
             self.traffic.held_back += now - begun
@@ -333,12 +333,12 @@ class BulkTransfer:
         store, mine = self._connection(), int(self.rank == destination)
         self._stores.append(store)
         store.set(f"{source}-{destination}/{mine}", "")
-        pause = POLL_SECONDS
+        pause = CHUNK_POLL_SECONDS
         while not store.check([f"{source}-{destination}/{1 - mine}"]):
             if self.closing.wait(pause) or self.watch.error is not None:
                 return None
             pause = min(2 * pause, 0.05)
-        return ProcessGroupGloo(PrefixStore(f"{source}-{destination}/group", store), mine, 2, IDLE)
+        return ProcessGroupGloo(PrefixStore(f"{source}-{destination}/group", store), mine, 2, RECEIVE_TIMEOUT)
 
     def _check(self, rank: int) -> None:
         if rank not in self._ranks:
@@ -371,7 +371,7 @@ class BulkTransfer:
             while not store.check([f"closed/{peer}-{self.rank}"]):
                 if self.watch.error is not None or time.monotonic() > until:
                     return
-                time.sleep(POLL_SECONDS)
+                time.sleep(CHUNK_POLL_SECONDS)
 
 
 def pack_tree(tree: Any, seal: Seal | None) -> tuple[bytes, list[torch.Tensor]]:
@@ -506,13 +506,15 @@ class _Sender:
             if group is None:
                 return
             self.connected = True
-            buffers = deque(torch.empty(_FRONT + MAX_CHUNK, dtype=torch.uint8) for _ in range(MAX_IN_FLIGHT + 1))
-            self._quickest = min(self._exchange(group, buffers[0], _HELLO) for _ in range(_HELLOS))
+            buffers = deque(
+                torch.empty(_CHUNK_HEADER_BYTES + MAX_CHUNK_BYTES, dtype=torch.uint8) for _ in range(MAX_IN_FLIGHT + 1)
+            )
+            self._quickest = min(self._exchange(group, buffers[0], _HELLO) for _ in range(_N_HELLOS))
             while self._has_work():
                 with transfer.changed:
                     number, start, stop = self._queue.next_chunk(self._sizer.size)
                 leaving, begun = self._trees[number], time.monotonic()
-                leaving.copy(start, stop, buffers[0][_FRONT:])  # while what is before it travels
+                leaving.copy(start, stop, buffers[0][_CHUNK_HEADER_BYTES:])  # while what is before it travels
                 self._packing = (stop - start) / max(1e-9, time.monotonic() - begun)
                 while len(self._in_flight) >= min(self._sizer.limit, transfer.max_in_flight):
                     self._wait_for_oldest()
@@ -539,12 +541,12 @@ class _Sender:
 
     def _start(self, group: Any, buffer: torch.Tensor, number: int, *sizes: int) -> None:
         """Send a chunk."""
-        _CHUNK.pack_into(buffer.numpy().data, 0, _MAGIC, number, *sizes)
+        _CHUNK_HEADER.pack_into(buffer.numpy().data, 0, _MAGIC, number, *sizes)
         answer = torch.empty(1, dtype=torch.uint8)
         arrived, (start, stop) = group.recv([answer], RECEIVER, _ARRIVED), sizes[2:]
-        sent = group.send([buffer[: _FRONT + stop - start]], RECEIVER, _DATA)
+        sent = group.send([buffer[: _CHUNK_HEADER_BYTES + stop - start]], RECEIVER, _DATA)
         self._in_flight.append(_Chunk(number, start, stop, time.monotonic(), (sent, arrived, answer)))
-        self._transfer.count_in_flight(_OVERHEAD + stop - start, len(self._in_flight))
+        self._transfer.count_in_flight(_MAX_CHUNK_OVERHEAD_BYTES + stop - start, len(self._in_flight))
 
     def _end(self) -> float:
         """Wait for the oldest chunk in flight, and return its seconds, from its start or from the arrival of the chunk
@@ -554,7 +556,7 @@ class _Sender:
         sent.wait()
         arrived.wait()
         self._in_flight.popleft()
-        self._transfer.count_in_flight(chunk.start - chunk.stop - _OVERHEAD, 0)
+        self._transfer.count_in_flight(chunk.start - chunk.stop - _MAX_CHUNK_OVERHEAD_BYTES, 0)
         before, self._last = self._last, time.monotonic()
         return self._last - max(before, chunk.begun)
 
@@ -649,7 +651,7 @@ class _Receiver:
             while left:
                 buffer, work = posted.popleft()
                 work.wait()
-                magic, number, description, size, start, stop = _CHUNK.unpack_from(buffer.numpy().data, 0)
+                magic, number, description, size, start, stop = _CHUNK_HEADER.unpack_from(buffer.numpy().data, 0)
                 if magic != _MAGIC:
                     raise PipelineError(
                         f"received {magic!r} instead of a bulk transfer: do all ranks run the same version?"
@@ -667,14 +669,14 @@ class _Receiver:
 
     @staticmethod
     def _posted(group: Any, buffer: torch.Tensor | None = None) -> tuple[torch.Tensor, Any]:
-        buffer = torch.empty(_FRONT + MAX_CHUNK, dtype=torch.uint8) if buffer is None else buffer
+        buffer = torch.empty(_CHUNK_HEADER_BYTES + MAX_CHUNK_BYTES, dtype=torch.uint8) if buffer is None else buffer
         return buffer, group.recv([buffer], SENDER, _DATA)
 
     def _take(self, buffer: torch.Tensor, number: int, description: int, size: int, start: int, stop: int) -> bool:
         """Store a chunk, and return whether the tree is complete."""
         if start == 0:
             self._trees[number] = _IncomingTree(description, size, self._transfer.watch.seal)
-        self._trees[number].put(start, stop, buffer[_FRONT : _FRONT + stop - start])
+        self._trees[number].put(start, stop, buffer[_CHUNK_HEADER_BYTES : _CHUNK_HEADER_BYTES + stop - start])
         return stop == size
 
     def _deliver(self, number: int, size: int) -> None:

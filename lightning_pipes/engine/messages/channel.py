@@ -71,16 +71,16 @@ class StageIn:
         return there
 
 
-POSTED = 4
+N_POSTED_RECEIVES = 4
 """Number of receives that are posted in advance. With fewer, steps took up to 1.9 times as long on slow links; more
 did not help."""
-FIRST_SLOT = 4096
+FIRST_RECEIVE_BYTES = 4096
 """Size in bytes of the first receives, which are posted before the sizes of messages are known."""
 RELEASE_SECONDS = 0.01
 """How long a sent tensor may be kept alive after its delivery, in seconds."""
 
 # Bytes of the slot that replaces this one, bytes of the whole message, offset of this piece, bytes of this piece.
-_PIECE = struct.Struct("<q q q q")
+_PIECE_HEADER = struct.Struct("<q q q q")
 _GOODBYE = -1
 SENDER, RECEIVER = 0, 1
 """Ranks of the two ends within the process group of a channel."""
@@ -114,8 +114,10 @@ class Outbox:
     ):
         self._group, self._lost = group, lost
         self._encoder = Encoder(pinned_bytes if device.type == "cuda" else pageable_bytes, seal=seal)
-        self._slots = deque([FIRST_SLOT] * POSTED)  # sizes of the receives that the peer has posted or will post next
-        self._slot = FIRST_SLOT
+        self._slots = deque(
+            [FIRST_RECEIVE_BYTES] * N_POSTED_RECEIVES
+        )  # sizes of the receives that the peer has posted or will post next
+        self._slot = FIRST_RECEIVE_BYTES
         self._stager = _StageOut(device, self._post, lost) if device.type == "cuda" else None
         self._unfinished: deque[tuple[Work, torch.Tensor, Wire | None]] = deque()
         self._has_work = threading.Event()
@@ -141,7 +143,7 @@ class Outbox:
         if self._stager is not None:
             self._stager.close(failed)
         if not failed:
-            for _ in range(POSTED):
+            for _ in range(N_POSTED_RECEIVES):
                 empty = torch.empty(FRONT_BYTES, dtype=torch.uint8)
                 self._post_piece(empty, empty.numpy().data, _GOODBYE, 0, None)
         self._closed = True
@@ -153,7 +155,7 @@ class Outbox:
         buffer = wire.buffer
         size = buffer.numel() - FRONT_BYTES
         if buffer.numel() > self._slot:
-            self._slot = -(-buffer.numel() // FIRST_SLOT) * FIRST_SLOT
+            self._slot = -(-buffer.numel() // FIRST_RECEIVE_BYTES) * FIRST_RECEIVE_BYTES
         if buffer.numel() <= self._slots[0]:
             self._post_piece(buffer, wire.bytes, size, 0, wire)
             return
@@ -166,7 +168,7 @@ class Outbox:
     def _post_piece(self, buffer: torch.Tensor, view: memoryview, size: int, offset: int, wire: Wire | None) -> None:
         self._slots.popleft()
         self._slots.append(self._slot)
-        _PIECE.pack_into(view, 0, self._slot, size, offset, len(view) - FRONT_BYTES)
+        _PIECE_HEADER.pack_into(view, 0, self._slot, size, offset, len(view) - FRONT_BYTES)
         try:
             work: Work = self._group.send([buffer], RECEIVER, 0)  # type: ignore[attr-defined]
         except RuntimeError as error:
@@ -251,8 +253,8 @@ class Inbox:
         self._decoder = Decoder(seal)
         self._stage_in = StageIn(device)
         self._posted: deque[tuple[Work, torch.Tensor, int]] = deque()
-        for _ in range(POSTED):
-            self._post(FIRST_SLOT)
+        for _ in range(N_POSTED_RECEIVES):
+            self._post(FIRST_RECEIVE_BYTES)
         self._thread = threading.Thread(target=self._run, name=f"lightning_pipes receive from {peer}", daemon=True)
         self._thread.start()
 
@@ -272,7 +274,7 @@ class Inbox:
                 work, buffer, posted = self._posted.popleft()
                 work.wait()
                 arrived = read_nanoseconds()
-                successor, size, offset, piece = _PIECE.unpack_from(buffer.numpy().data, 0)
+                successor, size, offset, piece = _PIECE_HEADER.unpack_from(buffer.numpy().data, 0)
                 if size == _GOODBYE:  # each of the other posted receives gets an end mark too
                     continue
                 if piece < size:

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-FIRST_CHUNK, MIN_CHUNK, MAX_CHUNK = 2**16, 2**14, 2**20
+FIRST_CHUNK_BYTES, MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 2**16, 2**14, 2**20
 """Bytes of the first chunk, and the smallest and largest size of later ones."""
-SECONDS = 0.005
+MAX_FLIGHT_SECONDS = 0.005
 """Seconds that the chunks in flight may take, and so delay a message of training that follows them."""
 MAX_IN_FLIGHT = 4
 """Chunks from a rank to another at a time, at most; the receiver has a buffer for each."""
@@ -49,12 +49,12 @@ class ChunkSizer:
     """Chooses the size of chunks from the times of earlier ones.
 
     Attributes:
-        limit: how many may be in flight; together they take SECONDS.
+        limit: how many may be in flight; together they take MAX_FLIGHT_SECONDS.
         size: bytes of the next chunk, at most.
     """
 
     limit: int = 1
-    size: int = FIRST_CHUNK
+    size: int = FIRST_CHUNK_BYTES
     _speeds: deque[float] = field(default_factory=lambda: deque(maxlen=9))
 
     @property
@@ -66,14 +66,14 @@ class ChunkSizer:
         """Record the seconds of a chunk. The size doubles at most, because one chunk may have been fast by chance."""
         if size == self.size:  # a shorter chunk is not representative
             self._speeds.append(size / max(seconds, 1e-6))
-            fitting = MAX_CHUNK if seconds <= 0 else int(size * SECONDS / self.limit / seconds)
-            self.size = max(MIN_CHUNK, min(MAX_CHUNK, fitting, 2 * size))
+            fitting = MAX_CHUNK_BYTES if seconds <= 0 else int(size * MAX_FLIGHT_SECONDS / self.limit / seconds)
+            self.size = max(MIN_CHUNK_BYTES, min(MAX_CHUNK_BYTES, fitting, 2 * size))
 
     def set_limit(self, limit: int) -> None:
         """Share the bytes in flight among so many chunks, or fewer where these would be too small."""
-        limit = max(1, min(limit, int(SECONDS * self.speed) // MIN_CHUNK))
+        limit = max(1, min(limit, int(MAX_FLIGHT_SECONDS * self.speed) // MIN_CHUNK_BYTES))
         if limit != self.limit:
-            self.size = max(MIN_CHUNK, min(MAX_CHUNK, self.size * self.limit // limit))
+            self.size = max(MIN_CHUNK_BYTES, min(MAX_CHUNK_BYTES, self.size * self.limit // limit))
             self.limit = limit
 
 

@@ -30,17 +30,17 @@ from lightning_pipes.engine.watch.identity import read_boot_id, read_namespace
 from lightning_pipes.ir import Instruction, Kind, Plan
 from lightning_pipes.ir.clock import read_nanoseconds, read_seconds
 
-SIZES = (2**12, 2**16, 2**18, 2**20, 2**22)
-REPEATS = 9
-_SMALL = 64
+PROBED_BYTES = (2**12, 2**16, 2**18, 2**20, 2**22)
+N_LINK_REPEATS = 9
+_SMALL_MESSAGE_BYTES = 64
 
 
 def measure_links(
     plan: Plan,
     rank: int,
     transport: Transport,
-    sizes: Sequence[int] = SIZES,
-    repeats: int = REPEATS,
+    sizes: Sequence[int] = PROBED_BYTES,
+    repeats: int = N_LINK_REPEATS,
     device: torch.device | None = None,
 ) -> dict[tuple[int, int], Link]:
     """Measure the links from this rank to its neighbors.
@@ -118,12 +118,12 @@ class _Exchange:
             self.transport.mailbox.wait((-number, self.back))
             trips.setdefault(size, []).append(read_seconds() - begun)
             self.transport.mailbox.take_message((-number, self.back))
-        small = median(trips[_SMALL]) / 2
-        return {_SMALL: small, **{size: median(trips[size]) - small for size in self.sizes}}
+        small = median(trips[_SMALL_MESSAGE_BYTES]) / 2
+        return {_SMALL_MESSAGE_BYTES: small, **{size: median(trips[size]) - small for size in self.sizes}}
 
     def answer_trips(self, peer: int) -> None:
         """Answer all messages that `measure_trips` sends on the peer."""
-        reply = self._message(_SMALL)
+        reply = self._message(_SMALL_MESSAGE_BYTES)
         for number, _ in self._rounds():
             self.transport.mailbox.wait((-number, self.there))
             self.transport.mailbox.take_message((-number, self.there))
@@ -134,7 +134,7 @@ class _Exchange:
 
     def _rounds(self) -> list[tuple[int, int]]:
         """Return the number and size of each message. Sizes alternate, so that a disturbance affects all of them."""
-        return list(enumerate((_SMALL, *self.sizes) * self.repeats, 1))
+        return list(enumerate((_SMALL_MESSAGE_BYTES, *self.sizes) * self.repeats, 1))
 
 
 def clock_id() -> str:
@@ -148,7 +148,7 @@ def clock_id() -> str:
 
 
 def measure_offsets(
-    plan: Plan, rank: int, transport: Transport, repeats: int = REPEATS, name: str | None = None
+    plan: Plan, rank: int, transport: Transport, repeats: int = N_LINK_REPEATS, name: str | None = None
 ) -> dict[int, int]:
     """Measure the offset between the clock of this rank and the clocks of its neighbors.
 

@@ -33,7 +33,7 @@ from lightning_pipes.ir.clock import read_nanoseconds
 
 _RING = struct.Struct("<i i q q")  # kind of notice, number of the slot, bytes of the slot, time on the sender's clock
 _FRESH, _AGAIN, _DROP, _GOODBYE = range(4)
-HELLO = struct.Struct("<i")  # global rank of the sender
+HELLO_FORMAT = struct.Struct("<i")  # global rank of the sender
 _FREE, _TAKEN = 0, 1
 GREETING_SECONDS = 60.0
 """Maximum time for a listening peer to accept a connection, and for a connected peer to send its rank, in seconds."""
@@ -130,7 +130,7 @@ def connect_to(name: str, rank: int) -> socket.socket:
         made.connect(name)
         if not same_user(made):
             raise ForgedError(f"{name!r} is not a socket of this run's user")
-        made.sendall(HELLO.pack(rank))
+        made.sendall(HELLO_FORMAT.pack(rank))
         made.setblocking(False)
     except BaseException:
         made.close()
@@ -276,7 +276,7 @@ class LocalInbox:
             self._lost(error)
 
 
-_RECEIVED = {Kind.SF: Kind.RF, Kind.SB: Kind.RB}
+_RECEIVE_OF_SEND = {Kind.SF: Kind.RF, Kind.SB: Kind.RB}
 
 
 def host_id() -> str:
@@ -325,7 +325,7 @@ class PeerListener:
                 connection.close()
                 continue
             connection.settimeout(GREETING_SECONDS)
-            (rank,) = HELLO.unpack(connection.recv(HELLO.size, socket.MSG_WAITALL))
+            (rank,) = HELLO_FORMAT.unpack(connection.recv(HELLO_FORMAT.size, socket.MSG_WAITALL))
             return rank, connection
 
     def close(self) -> None:
@@ -354,7 +354,9 @@ class LocalTransport:
             if rank == source:
                 peer = global_ranks[destination]
                 address = watch.wait_for_values(store, {peer: f"address/{peer}"})[peer]
-                self._out[destination, _RECEIVED[kind]] = LocalOutbox(address, mine, mailbox, make_lost_handler(peer))
+                self._out[destination, _RECEIVE_OF_SEND[kind]] = LocalOutbox(
+                    address, mine, mailbox, make_lost_handler(peer)
+                )
             elif rank == destination:
                 expected.append(global_ranks[source])
         while expected:

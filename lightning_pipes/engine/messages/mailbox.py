@@ -9,7 +9,7 @@ from typing import Protocol
 from lightning_pipes.engine.messages.message import Message
 from lightning_pipes.ir import Instruction
 
-POLL_SECONDS = 1.0
+INTERRUPT_POLL_SECONDS = 1.0
 """Longest uninterrupted wait, in seconds. Ctrl-C takes effect between two waits."""
 Key = tuple[int, Instruction]
 """The number of a window, and the instruction that receives the message."""
@@ -91,7 +91,7 @@ class Mailbox:
             PeerFailure: a rank has failed.
         """
         while key not in self._messages:
-            self.wait_any(POLL_SECONDS)
+            self.wait_any(INTERRUPT_POLL_SECONDS)
 
     def wait_new(self, window: int) -> list[Instruction]:
         """Wait until a new message of the window or a notification arrives, and return the result of `take_new`.
@@ -103,7 +103,7 @@ class Mailbox:
             PeerFailure: a rank has failed.
         """
         while not (found := self.take_new(window)) and not self._notified:
-            self.wait_any(POLL_SECONDS)
+            self.wait_any(INTERRUPT_POLL_SECONDS)
         self._notified = False
         return found
 

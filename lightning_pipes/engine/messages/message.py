@@ -18,20 +18,20 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from lightning_pipes.engine.watch.trust import TRUSTED, Seal, dumps, loads
+from lightning_pipes.engine.watch.trust import TRUSTED_SEAL, Seal, dumps, loads
 from lightning_pipes.ir import Instruction, Kind, PipelineError, Span
 
-KINDS = tuple(Kind)
-_KIND_NUMBER = {kind: n for n, kind in enumerate(KINDS)}
+INSTRUCTION_KINDS = tuple(Kind)
+_KIND_NUMBER = {kind: n for n, kind in enumerate(INSTRUCTION_KINDS)}
 _HEADER = struct.Struct("<8s q q 6i i i q")  # magic, window, sent_ns, instruction, signature, spec bytes, value bytes
 HEADER_BYTES = _HEADER.size
 _MAGIC = b"LPIPE01\0"
-ALIGN = 64
+ALIGNMENT_BYTES = 64
 """Alignment of tensors in a message, in bytes. It allows the receiver to use the tensors in place."""
-FRONT_BYTES = ALIGN
+FRONT_BYTES = ALIGNMENT_BYTES
 """Number of bytes in front of each message that are reserved for the channel."""
 _EXTRA = FRONT_BYTES + HEADER_BYTES
-_SPARE, _POOLS = 8, 8
+_MAX_SPARE_WIRES, _MAX_WIRE_POOLS = 8, 8
 """Maximum number of spare wires for each kind of message, and maximum number of kinds for which spare wires are
 kept."""
 MAX_SIGNATURES = 1024
@@ -104,7 +104,7 @@ class Signature:
         at, starts = 0, []
         for shape, dtype in filter(None, self.leaves):
             starts.append(at)
-            at += -(-shape.numel() * dtype.itemsize // ALIGN) * ALIGN
+            at += -(-shape.numel() * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         return starts, at
 
 
@@ -164,7 +164,7 @@ class Encoder:
         self,
         allocate: Callable[[int], torch.Tensor] = pageable_bytes,
         drop: Callable[[Wire], None] = lambda wire: None,
-        seal: Seal | None = TRUSTED,
+        seal: Seal | None = TRUSTED_SEAL,
     ) -> None:
         self._seal = seal
         self._allocate = allocate
@@ -209,7 +209,7 @@ class Encoder:
                 del self._known[next(iter(self._known))]
         number, signature = known
         extra = spec_bytes + values
-        wire = self._wire((number, -(-(_EXTRA + len(extra)) // ALIGN) * ALIGN), signature)
+        wire = self._wire((number, -(-(_EXTRA + len(extra)) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES), signature)
         window, (kind, stage, job, batch, span) = key
         sizes = (number, len(spec_bytes), len(values))
         _HEADER.pack_into(
@@ -236,7 +236,7 @@ class Encoder:
         """Keep a delivered wire for another message, or drop it if enough spare wires of its kind exist."""
         with self._lock:
             pool = self._pools.get(wire.kind)
-            keep = pool is not None and len(pool) < _SPARE
+            keep = pool is not None and len(pool) < _MAX_SPARE_WIRES
             if pool is not None and keep:
                 pool.append(wire)
         if not keep:
@@ -251,7 +251,7 @@ class Encoder:
         with self._lock:
             pool = self._pools.setdefault(kind, [])
             self._pools.move_to_end(kind)
-            if len(self._pools) > _POOLS:  # bounds the memory if shapes change all the time
+            if len(self._pools) > _MAX_WIRE_POOLS:  # bounds the memory if shapes change all the time
                 evicted = self._pools.popitem(last=False)[1]
             wire = pool.pop() if pool else None  # the most recently used wire may still be in the CPU caches
         for old in evicted:
@@ -280,7 +280,7 @@ class Decoder:
         seal: verifies the origin of objects.
     """
 
-    def __init__(self, seal: Seal | None = TRUSTED) -> None:
+    def __init__(self, seal: Seal | None = TRUSTED_SEAL) -> None:
         self._seal = seal
         self._signatures: dict[int, Signature] = {}
         self._last_frozen: tuple[bytes, Sequence[Any]] = b"", ()
@@ -327,7 +327,7 @@ class Decoder:
         key = (window, _instruction(kind, stage, job, batch, start, stop))
         tensors = None if n_spec or n_values else slot.views.get(number)
         if tensors is None:
-            body = -(-(at + n_values) // ALIGN) * ALIGN
+            body = -(-(at + n_values) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
             described = filter(None, signature.leaves)
             tensors = [
                 _view(slot.buffer, body + s, *d) for s, d in zip(signature.tensor_offsets, described, strict=True)
@@ -356,7 +356,7 @@ class Decoder:
 
 @lru_cache(maxsize=4096)  # every batch uses the same instructions
 def _instruction(kind: int, stage: int, job: int, batch: int, start: int, stop: int) -> Instruction:
-    return Instruction(KINDS[kind], stage, job, batch, Span(start, stop))
+    return Instruction(INSTRUCTION_KINDS[kind], stage, job, batch, Span(start, stop))
 
 
 def _view(buffer: torch.Tensor, at: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

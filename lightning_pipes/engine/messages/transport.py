@@ -183,7 +183,7 @@ class DirectInbox:
         self._deliver(header._replace(tree=tree, arrived=read_nanoseconds()))
 
 
-IDLE = timedelta(days=30)
+RECEIVE_TIMEOUT = timedelta(days=30)
 """Timeout of posted receives. It is long because a validation that does not use the pipeline may take hours, and
 because the failure watch detects dead ranks."""
 
@@ -232,7 +232,7 @@ class GlooTransport:
             name = f"{global_ranks[source]}-{global_ranks[destination]}-{kind}"
             end = int(rank == destination)
             fault_point("transport.told")
-            group = ProcessGroupGloo(PrefixStore(name, self._store), end, 2, IDLE)
+            group = ProcessGroupGloo(PrefixStore(name, self._store), end, 2, RECEIVE_TIMEOUT)
 
             def report_lost(error: BaseException, peer: int = peer) -> None:
                 watch.report_lost_peer(peer, error)
@@ -293,7 +293,7 @@ class LoopbackTransport:
         pass
 
 
-KINDS = ("auto", "local", "gloo", "nccl")
+TRANSPORT_KINDS = ("auto", "local", "gloo", "nccl")
 """The values that `make_transport` accepts as `kind`."""
 
 
@@ -337,7 +337,7 @@ def make_transport(
             raise InputError(f"transport 'nccl' needs tensors on a GPU, not on {device}; choose 'gloo'")
         return GlooTransport(plan, rank, global_ranks, device, watch, store, nccl_group)
     if kind != "gloo":
-        raise InputError(f"there is no transport {kind!r}; choose one of {', '.join(KINDS)}")
+        raise InputError(f"there is no transport {kind!r}; choose one of {', '.join(TRANSPORT_KINDS)}")
     return GlooTransport(plan, rank, global_ranks, device, watch, store)
 
 

@@ -24,14 +24,14 @@ from lightning_pipes.ir import check_number
 from lightning_pipes.ir.clock import read_seconds
 from lightning_pipes.sim.records.training_record import Curves
 
-OVERHEAD = 0.005
+MAX_SAMPLING_SHARE = 0.005
 """The share of a core that sampling may take. If a sample costs more, samples are taken less often."""
 MAX_HERTZ = 10.0
 """Maximum sampling rate. GPUs do not update their values more often than every 100 ms."""
-MIN_SECONDS = 1e-9
+MIN_SAMPLE_SECONDS = 1e-9
 """Shortest time that a sample stands for, in seconds. It is necessary because two readings of the clock may be
 equal."""
-_SETTLING = 0.9
+_SMOOTHING_FACTOR = 0.9
 _STOP_SECONDS = 5.0
 _log = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ class Monitor:
         """Take one sample."""
         sample = _joined([self._read(source) for source in self._sources])
         now = read_seconds()
-        covers, self._ticked = max(MIN_SECONDS, now - self._ticked), now
+        covers, self._ticked = max(MIN_SAMPLE_SECONDS, now - self._ticked), now
         with self._lock:
             self._window.add(sample, covers)
             self._unasked += 1
@@ -195,8 +195,8 @@ class Monitor:
             before = time.thread_time()
             self.take_sample()
             took = time.thread_time() - before
-            self.cost = _SETTLING * self.cost + (1 - _SETTLING) * took if self.cost else took
-            due = read_seconds() + max(self._period - took, self.cost / OVERHEAD)
+            self.cost = _SMOOTHING_FACTOR * self.cost + (1 - _SMOOTHING_FACTOR) * took if self.cost else took
+            due = read_seconds() + max(self._period - took, self.cost / MAX_SAMPLING_SHARE)
         self.close()
 
     def _read(self, source: Source) -> Sample:
@@ -220,7 +220,7 @@ class Monitor:
         while source.lost:
             _log.info("%s: %s has no %s", self._label, source.name, source.lost.pop())
         values = found if found.shape == missing.shape else missing
-        return _sample(values, max(MIN_SECONDS, self._read_at[source] - last))
+        return _sample(values, max(MIN_SAMPLE_SECONDS, self._read_at[source] - last))
 
 
 def _sample(values: Sequence[float] | Row, seconds: float) -> Sample:

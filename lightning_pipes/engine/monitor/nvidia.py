@@ -106,7 +106,7 @@ class CudaSource(Source):
 _PCIE_TX, _PCIE_RX, _POWER = 197, 198, 186
 """Fields that can be read without waiting: two counters of bytes, and milliwatts. In contrast,
 nvmlDeviceGetPcieThroughput measures for 20 ms."""
-_SLOWED = 0x4 | 0x8 | 0x20 | 0x40 | 0x80
+_SLOWDOWN_REASONS = 0x4 | 0x8 | 0x20 | 0x40 | 0x80
 """Reasons for a reduced clock: the power cap, slowdowns by hardware, temperature, and the brake of the power supply."""
 _SM, _MEMORY = 1, 2
 _MEGA = 1e6
@@ -185,7 +185,7 @@ def _utilisation(api: Any, handle: Any) -> list[float]:
 
 
 def _slowed(api: Any, handle: Any) -> list[float]:
-    return [float(bool(api.nvmlDeviceGetCurrentClocksEventReasons(handle) & _SLOWED))]
+    return [float(bool(api.nvmlDeviceGetCurrentClocksEventReasons(handle) & _SLOWDOWN_REASONS))]
 
 
 def _value(field: Any) -> float:
@@ -197,7 +197,7 @@ def _value(field: Any) -> float:
 
 
 MEBI = 2.0**20
-LEAST_SECONDS = 0.1
+MIN_DEVICE_SECONDS = 0.1
 """Shortest interval between two samples that the device supports, in seconds."""
 
 
@@ -207,7 +207,7 @@ class _Metric(NamedTuple):
     scale: float  # converts the values of the library, which are percentages or MiB/s
 
 
-_ASKED = (
+_REQUESTED_METRICS = (
     _Metric(1, "graphics_active_share", 0.01),
     _Metric(2, "sm_active_share", 0.01),
     _Metric(3, "sm_occupancy_share", 0.01),
@@ -224,8 +224,8 @@ _ASKED = (
     _Metric(174, "context_switch_active_share", 0.01),
 )
 _ACTIVE, _OCCUPANCY = 1, 2
-"""Indices in `_ASKED`. Their difference is the most informative counter of the paper: the unallocated warps in
-active multiprocessors."""
+"""Indices in `_REQUESTED_METRICS`. Their difference is the most informative counter of the paper: the unallocated warps
+in active multiprocessors."""
 
 
 class GpmSource(Source):
@@ -238,7 +238,7 @@ class GpmSource(Source):
     """
 
     name: ClassVar[str] = "gpm"
-    metrics = (*(f"gpu.{m.name}" for m in _ASKED), "gpu.unallocated_warps_share")
+    metrics = (*(f"gpu.{m.name}" for m in _REQUESTED_METRICS), "gpu.unallocated_warps_share")
 
     def __init__(self, uuid: str | None) -> None:
         super().__init__()
@@ -260,13 +260,13 @@ class GpmSource(Source):
             self.close()
             raise SourceError(_reason(api, error)) from error
         asked = self._asked = api.c_nvmlGpmMetricsGet_t()  # created only once, because its size is 19 KB
-        asked.version, asked.numMetrics = api.NVML_GPM_METRICS_GET_VERSION, len(_ASKED)
-        for place, metric in enumerate(_ASKED):
+        asked.version, asked.numMetrics = api.NVML_GPM_METRICS_GET_VERSION, len(_REQUESTED_METRICS)
+        for place, metric in enumerate(_REQUESTED_METRICS):
             asked.metrics[place].metricId = metric.number
 
     def read(self) -> list[float]:
         api, asked = self._device.api, self._asked
-        if read_seconds() - self._at < LEAST_SECONDS:
+        if read_seconds() - self._at < MIN_DEVICE_SECONDS:
             return len(self.metrics) * [math.nan]
         before, now = self._samples
         api.nvmlGpmSampleGet(self._device.handle, now)
@@ -276,7 +276,7 @@ class GpmSource(Source):
         api.nvmlGpmMetricsGet(asked)
         found = [
             asked.metrics[place].value * metric.scale if asked.metrics[place].nvmlReturn == 0 else math.nan
-            for place, metric in enumerate(_ASKED)
+            for place, metric in enumerate(_REQUESTED_METRICS)
         ]
         return [*found, found[_ACTIVE] - found[_OCCUPANCY]]
 

@@ -91,10 +91,10 @@ class Rates:
         return np.where(grown < 0, math.nan, grown / seconds)
 
 
-_TASKS = "/proc/self/task"
+_TASKS_PATH = "/proc/self/task"
 _NANO = 1e-9
-_TICK = 1 / os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 0.01
-_GROUPS = Path("/sys/fs/cgroup")
+_TICK_SECONDS = 1 / os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 0.01
+_CGROUP_PATH = Path("/sys/fs/cgroup")
 
 
 class SchedulerSource(Source):
@@ -128,16 +128,16 @@ class SchedulerSource(Source):
         self._of_threads = np.zeros(2)  # cumulative, including threads that have ended
 
     def open(self) -> None:
-        _readable(f"{_TASKS}/{self._compute}/schedstat")
+        _readable(f"{_TASKS_PATH}/{self._compute}/schedstat")
 
     def read(self) -> Row:
         own = str(threading.get_native_id())
         compute, read_at = [math.nan] * 3, read_seconds()
-        for name in os.listdir(_TASKS):
+        for name in os.listdir(_TASKS_PATH):
             if name == own:
                 continue  # the cost of sampling is not part of the training
             try:
-                run, wait, slices = map(int, _text(f"{_TASKS}/{name}/schedstat").split())
+                run, wait, slices = map(int, _text(f"{_TASKS_PATH}/{name}/schedstat").split())
             except (OSError, ValueError):
                 continue  # the thread has ended
             if name == self._compute:
@@ -182,7 +182,7 @@ class MachineSource(Source):
         for line in _text("/proc/stat").splitlines():
             if line.startswith("cpu") and line[3] != " ":
                 name, *ticks = line.split()
-                cores[int(name[3:])] = [float(t) * _TICK for t in ticks[:8]]
+                cores[int(name[3:])] = [float(t) * _TICK_SECONDS for t in ticks[:8]]
             elif line.startswith("procs_running"):
                 runnable = float(line.split()[1])
         table = np.array([cores[core] for core in sorted(cores)])
@@ -309,7 +309,7 @@ def _statistics() -> Iterable[Path]:
         number, controllers, path = line.split(":", 2)
         inside = path.lstrip("/")
         if number == "0" and not controllers:
-            yield _GROUPS / inside / "cpu.stat"
+            yield _CGROUP_PATH / inside / "cpu.stat"
         elif "cpu" in controllers.split(","):
-            yield _GROUPS / controllers / inside / "cpu.stat"
-            yield _GROUPS / "cpu" / inside / "cpu.stat"
+            yield _CGROUP_PATH / controllers / inside / "cpu.stat"
+            yield _CGROUP_PATH / "cpu" / inside / "cpu.stat"

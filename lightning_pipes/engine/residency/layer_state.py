@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.private_torch import unsaved_buffers
 
-_BLOCK, _PRIME, _MODULUS = 2**18, 2**31 - 1, 2**61 - 1
+_BLOCK_WORDS, _PRIME, _MODULUS = 2**18, 2**31 - 1, 2**61 - 1
 """Constants of checksums: the number of words that are summed at a time, the factor between sums, and the modulus."""
 _STRIDE = 0x1E3779B97F4A7C15
 """The distance between the factors of a checksum. Multiples of the golden ratio are far apart from each other."""
@@ -149,9 +149,9 @@ def tensor_checksum(tensor: torch.Tensor) -> int:
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     words = plain[: len(plain) // 4 * 4].view(torch.int32)
     # Factors are odd, so that no bit is lost, and far apart, so that changes of two words do not cancel out.
-    factors = (torch.arange(min(len(words), _BLOCK), device=words.device) * _STRIDE & _MODULUS >> 1) | 1
+    factors = (torch.arange(min(len(words), _BLOCK_WORDS), device=words.device) * _STRIDE & _MODULUS >> 1) | 1
     total = zlib.crc32(bytes(plain[4 * len(words) :].tolist()))
-    for part in torch.split(words, _BLOCK) if len(words) else ():
+    for part in torch.split(words, _BLOCK_WORDS) if len(words) else ():
         total = (total * _PRIME + int((part * factors[: len(part)]).sum())) % _MODULUS
     return total
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-ALIGNMENT = 512
+SLAB_ALIGNMENT_BYTES = 512
 """The alignment of tensors in a slab, in bytes.
 
 The allocators of torch use the same alignment, so that kernels choose the same code.
@@ -44,7 +44,7 @@ class SlabLayout:
             nbytes = tensor.numel() * tensor.element_size()
             stride = torch.empty_like(tensor, device="meta").stride()
             places[name] = _Slice(offset, nbytes, tensor.dtype, tuple(tensor.shape), stride)
-            offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
+            offset += -(-nbytes // SLAB_ALIGNMENT_BYTES) * SLAB_ALIGNMENT_BYTES
         return SlabLayout(places, offset)
 
     def view_tensors(self, slab: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -25,7 +25,7 @@ PREDICTORS = ("in_turn", "algorithm_3", "simulated")
 "in_turn" uses only the batches that the rank has begun and the instructions that are ready. "algorithm_3" is Algorithm
 3 of NASPipe. "simulated" simulates the order of the policy with estimated times.
 """
-CONTEXTS = 8
+MAX_CONTEXTS = 8
 """The number of batches that a simulated order is followed ahead. Layers without room are not loaded."""
 Queue = Callable[[int], Sequence[WaitingSubnet]]
 """Returns the batches that wait for their forward on a stage, in order."""
@@ -129,7 +129,7 @@ class UpcomingTasks:
                 for _, i in events
                 if i.stage == stage
             ]
-            self._predictors[stage] = SimulatedPredictor(order, CONTEXTS, self._ran)
+            self._predictors[stage] = SimulatedPredictor(order, MAX_CONTEXTS, self._ran)
 
 
 class _LayerCosts:

@@ -12,9 +12,9 @@ import sys
 from types import TracebackType
 from typing import Protocol
 
-TRACEBACKS = "LIGHTNING_PIPES_TRACEBACKS"
+TRACEBACKS_VARIABLE = "LIGHTNING_PIPES_TRACEBACKS"
 """The environment variable that makes all ranks print their tracebacks."""
-_TRACEBACK = "Traceback (most recent call last):"
+_TRACEBACK_LINE = "Traceback (most recent call last):"
 
 
 class RemoteError(Exception):
@@ -54,7 +54,7 @@ def is_failure_remote() -> bool:
 
 def shows_all_tracebacks() -> bool:
     """Return whether all ranks print their tracebacks."""
-    return os.environ.get(TRACEBACKS, "0") not in ("", "0")
+    return os.environ.get(TRACEBACKS_VARIABLE, "0") not in ("", "0")
 
 
 def shorten_traceback(error: BaseException) -> None:
@@ -69,7 +69,7 @@ def shorten_traceback(error: BaseException) -> None:
 def to_one_line(text: str) -> str:
     """Return the first line of a message, followed by the last line if the message contains a traceback."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if len(lines) > 1 and any(_TRACEBACK in line for line in lines):
+    if len(lines) > 1 and any(_TRACEBACK_LINE in line for line in lines):
         return f"{lines[0]} {lines[-1]}"
     return next(iter(lines), "")
 

@@ -33,8 +33,8 @@ from lightning_pipes.ir import PipelineError
 
 _log = logging.getLogger(__name__)
 
-POLL_SECONDS = 0.2
-REASON_SECONDS = 5 * POLL_SECONDS
+WATCH_POLL_SECONDS = 0.2
+REASON_SECONDS = 5 * WATCH_POLL_SECONDS
 SETUP_SECONDS = 1800.0
 """Default for the time that ranks wait for each other while they connect, in seconds."""
 GRACE_SECONDS = 7.0
@@ -46,9 +46,9 @@ LOG_SECONDS = 30.0
 HEARTBEAT_TIMEOUT = 120.0
 """Default timeout of heartbeats in seconds. It is longer than any call that holds the GIL, such as loading a large
 pickle."""
-WAIT_SECONDS = 3.0
+EVENT_SECONDS = 3.0
 """How long a rank waits for the same event before it publishes the reason for other ranks, in seconds."""
-_REFUSED = "refused"
+_REFUSED_KEY = "refused"
 """Key that marks an exchange of texts in which a rank has given up."""
 T = TypeVar("T")
 
@@ -215,7 +215,7 @@ class FailureWatch:
         """
         if self._closed.is_set():
             return
-        if self._store is not None and self._closed.wait(2 * POLL_SECONDS):
+        if self._store is not None and self._closed.wait(2 * WATCH_POLL_SECONDS):
             return
         if self.error is None:
             lost = f"rank {self._rank} lost the connection to it{self._while_doing()} ({error})"
@@ -305,8 +305,8 @@ class FailureWatch:
         waiting, looked = dict.fromkeys(self._others, ""), time.monotonic()
         while missing := [other for other in self._others if not store.check([str(other)])]:
             self.check()
-            time.sleep(POLL_SECONDS / 20)
-            if time.monotonic() > looked + 2 * WAIT_SECONDS:
+            time.sleep(WATCH_POLL_SECONDS / 20)
+            if time.monotonic() > looked + 2 * EVENT_SECONDS:
                 looked = time.monotonic()
                 found = {other: self._find_wait(other) for other in missing}
                 if all(found.values()) and all(waiting.get(other) == text for other, text in found.items()):
@@ -337,14 +337,14 @@ class FailureWatch:
     def _publish_wait(self) -> None:
         """Publish the reason why this rank waits, and clear it when the wait is over."""
         doing, looks = self.doing, self._waits_for[1] + 1
-        published = looks * POLL_SECONDS > WAIT_SECONDS
+        published = looks * WATCH_POLL_SECONDS > EVENT_SECONDS
         if doing is None or doing is not self._waits_for[0]:
             if published:
                 self._heartbeat.connection.set(f"{self._prefix}/wait/{self._rank}", "")
             self._waits_for = doing, 0
             return
         self._waits_for = doing, looks
-        if not published and (looks + 1) * POLL_SECONDS > WAIT_SECONDS:
+        if not published and (looks + 1) * WATCH_POLL_SECONDS > EVENT_SECONDS:
             self._heartbeat.connection.set(f"{self._prefix}/wait/{self._rank}", f"{self._polls} {doing}")
 
     def missing_ranks(self) -> list[int]:
@@ -367,7 +367,7 @@ class FailureWatch:
         """
         started = time.monotonic()
         why = explain_missing_tasks()
-        logged = started - LOG_SECONDS + POLL_SECONDS if why else started
+        logged = started - LOG_SECONDS + WATCH_POLL_SECONDS if why else started
         while missing := self.missing_ranks():
             self.check()
             check()
@@ -381,7 +381,7 @@ class FailureWatch:
             if now > started + timeout:
                 late = f"{_ranks(missing)} did not connect to the other ranks within {timeout:.0f} s"
                 self._publish_failure(late + why)
-            time.sleep(POLL_SECONDS / 4)
+            time.sleep(WATCH_POLL_SECONDS / 4)
         self.check()
 
     def wait_for_values(self, store: Any, keys: Mapping[int, str]) -> dict[int, str]:
@@ -399,7 +399,7 @@ class FailureWatch:
             self.check()
             if time.monotonic() > deadline:
                 self.report_late_ranks(missing)
-            time.sleep(POLL_SECONDS / 40)
+            time.sleep(WATCH_POLL_SECONDS / 40)
         return {rank: store.get(key).decode() for rank, key in keys.items()}
 
     def report_late_ranks(self, ranks: Sequence[int]) -> None:
@@ -428,7 +428,7 @@ class FailureWatch:
         if self._store is not None:
             thread = threading.Thread(target=self._exchange, args=(topic, text, timeout, found), daemon=True)
             thread.start()  # a separate thread, because a stopped store would block this one
-            thread.join(timeout + POLL_SECONDS)
+            thread.join(timeout + WATCH_POLL_SECONDS)
         return list(found)
 
     def _exchange(self, topic: str, text: str | None, timeout: float, found: list[str]) -> None:
@@ -437,14 +437,14 @@ class FailureWatch:
             store = sub_store_of(self._store, f"{self._prefix}/{topic}")
             if text is not None:
                 store.set(str(self._rank), text)
-            while not store.check([_REFUSED]):
+            while not store.check([_REFUSED_KEY]):
                 if text is not None and store.check(keys):
                     found.extend(store.get(key).decode() for key in keys)
                     return
                 if text is None or time.monotonic() > until or any(map(self.has_ended, self._others)):
-                    store.set(_REFUSED, "")
+                    store.set(_REFUSED_KEY, "")
                     return
-                time.sleep(POLL_SECONDS / 10)
+                time.sleep(WATCH_POLL_SECONDS / 10)
 
     def raise_reason(self) -> None:
         """Raise the failure of the run that explains another error, waiting for it if necessary.
@@ -458,7 +458,7 @@ class FailureWatch:
         # A failing rank first writes to the store, and then closes its connections.
         while time.monotonic() < until:
             self.check()
-            time.sleep(POLL_SECONDS / 4)
+            time.sleep(WATCH_POLL_SECONDS / 4)
 
     def close(self) -> None:
         """Stop watching. This process does not need the heartbeats of other ranks any longer.
@@ -480,9 +480,9 @@ class FailureWatch:
 
         The calls of this thread block if the store is stopped.
         """
-        silence, looks = StallTimer(2 * BEAT_SECONDS), round(BEAT_SECONDS / POLL_SECONDS)
+        silence, looks = StallTimer(2 * BEAT_SECONDS), round(BEAT_SECONDS / WATCH_POLL_SECONDS)
         try:
-            while self.error is None and not self._closed.wait(POLL_SECONDS):
+            while self.error is None and not self._closed.wait(WATCH_POLL_SECONDS):
                 self._polls += 1
                 self._publish_wait()
                 if self._heartbeat.connection.check([self._key]):
@@ -516,7 +516,7 @@ class FailureWatch:
                     self.has_ended(rank) or self._has_left(rank) or connection.check([self._acknowledged_key(rank)])
                 )
             }
-            time.sleep(POLL_SECONDS / 4)
+            time.sleep(WATCH_POLL_SECONDS / 4)
 
     def _check_process(self, other: int) -> None:
         """Publish a failure if the process of another rank is known to have ended during this run."""
@@ -556,8 +556,8 @@ class FailureWatch:
 
     def _run_watchdog(self) -> None:
         """Detect a store that does not answer, and end this process if it is blocked. This thread does not block."""
-        silence = StallTimer(2 * POLL_SECONDS)
-        while not self._closed.wait(POLL_SECONDS):
+        silence = StallTimer(2 * WATCH_POLL_SECONDS)
+        while not self._closed.wait(WATCH_POLL_SECONDS):
             now = time.monotonic()
             if self.error is None:
                 seconds = silence.stalled_seconds(self._polls, now)

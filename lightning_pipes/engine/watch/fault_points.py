@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
-VARIABLE = "LIGHTNING_PIPES_FAULT"
+FAULT_VARIABLE = "LIGHTNING_PIPES_FAULT"
 """The environment variable that contains a `Fault` as JSON."""
 
-POINTS = {
+FAULT_POINTS = {
     "rendezvous": "a rank is about to look for the other ranks in the launcher's store",
     "rendezvous.asked": "a rank other than 0 has requested the name of this attempt",
     "rendezvous.answered": "rank 0 has answered another rank",
@@ -75,7 +75,7 @@ class Fault:
 
     Attributes:
         rank: the rank of the process, as numbered by its launcher.
-        point: a key of `POINTS`.
+        point: a key of `FAULT_POINTS`.
         file: the path to which the time of the fault, on the monotonic clock, is written. If the file already exists,
             for example because the process was restarted, the fault is not injected.
         nth: the number of the pass of the point that triggers the fault, starting at 1.
@@ -91,14 +91,14 @@ class Fault:
     delay: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.point not in POINTS:
+        if self.point not in FAULT_POINTS:
             raise ValueError(f"there is no point {self.point!r}; lightning_pipes.engine.watch.fault_points lists them")
         if self.act not in ("kill", "stop", "wait"):
             raise ValueError(f"a fault can kill, stop or wait, not {self.act!r}")
 
     def to_environment(self) -> Mapping[str, str]:
         """Return the environment variables that request this fault. They may be set for all ranks."""
-        return {VARIABLE: json.dumps(asdict(self))}
+        return {FAULT_VARIABLE: json.dumps(asdict(self))}
 
     def trigger(self) -> None:
         """Trigger the fault in this process immediately, unless `file` exists."""
@@ -138,7 +138,7 @@ class _PassCounter:
 
 @cache
 def _requested_fault() -> _PassCounter | None:
-    text = os.environ.get(VARIABLE)
+    text = os.environ.get(FAULT_VARIABLE)
     if not text:
         return None
     fault = Fault(**json.loads(text))
@@ -147,7 +147,7 @@ def _requested_fault() -> _PassCounter | None:
 
 
 def fault_point(name: str) -> None:
-    """Mark a point of `POINTS`. If a fault is requested for it, the fault is triggered here."""
+    """Mark a point of `FAULT_POINTS`. If a fault is requested for it, the fault is triggered here."""
     count = _requested_fault()
     if count is not None:
         count.count_pass(name)

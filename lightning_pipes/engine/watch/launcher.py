@@ -30,22 +30,22 @@ from lightning_pipes.ir import PipelineError
 
 _log = logging.getLogger(__name__)
 
-LAUNCHER = "LIGHTNING_PIPES_LAUNCHER"
+LAUNCHER_VARIABLE = "LIGHTNING_PIPES_LAUNCHER"
 """The environment variable that contains the process ID of the launcher."""
-TERMINATED = 128 + 15
+TERMINATED_STATUS = 128 + 15
 """Exit status of a process that exits in order after SIGTERM."""
-GRACE_SECONDS = failure.GRACE_SECONDS - 1.0
+LAUNCHER_GRACE_SECONDS = failure.GRACE_SECONDS - 1.0
 """How long a process continues after its launcher has ended, or a rank that it has started has failed, in seconds. In
 this time, the process may end with a more specific error. It is shorter than the time after which the watchdog of
 `failure` ends the process, because the watchdog does not end the ranks that the process has started."""
-_REASON_SECONDS = 1.0
+_RANK_REASON_SECONDS = 1.0
 """How long to wait for a failure of the run that explains the end of a started rank, before that end is logged, in
 seconds."""
-_WAIT_SECONDS = 4.0
+_EXIT_WAIT_SECONDS = 4.0
 """How long a failed process waits for the ranks that it has started when it exits, in seconds."""
-_POLL_SECONDS = 0.3
+_LAUNCHER_POLL_SECONDS = 0.3
 _CHECK_SECONDS = 1.0
-_TORCHRUN = "TORCHELASTIC_RUN_ID"
+_TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
 _first_pids = os.getpid(), os.getppid()
 """The process IDs of this process and its parent at import. They differ from the current ones in a forked process."""
 
@@ -81,8 +81,8 @@ class _Launcher:
 
     def _watch(self) -> None:
         while not self._look():
-            time.sleep(_POLL_SECONDS)
-        time.sleep(GRACE_SECONDS)
+            time.sleep(_LAUNCHER_POLL_SECONDS)
+        time.sleep(LAUNCHER_GRACE_SECONDS)
         _end_process(f"process {self.pid}, which has started this one, has ended; so does this one")
 
 
@@ -122,20 +122,20 @@ class _Launched:
             if not self._should_watch:
                 return
             for rank, code in codes.items():
-                if code not in (None, 0, TERMINATED):
-                    time.sleep(_REASON_SECONDS)
+                if code not in (None, 0, TERMINATED_STATUS):
+                    time.sleep(_RANK_REASON_SECONDS)
                     if not process_exit.has_given_up():  # otherwise, the cause is already known and logged
                         _log.error("rank %d, process %d, %s", rank, self.processes[rank].pid, how_it_ended(code))
-                    time.sleep(GRACE_SECONDS - _REASON_SECONDS)
+                    time.sleep(LAUNCHER_GRACE_SECONDS - _RANK_REASON_SECONDS)
                     self._kill()
                     _end_process(f"rank {rank}, which this process has started, {how_it_ended(code)}; so does this one")
             if None not in codes.values():
                 return
-            time.sleep(_POLL_SECONDS)
+            time.sleep(_LAUNCHER_POLL_SECONDS)
 
     def _wait_at_exit(self) -> None:
         """Wait for the started processes, because they are ranks of the job that ends with this process."""
-        until = time.monotonic() + _WAIT_SECONDS
+        until = time.monotonic() + _EXIT_WAIT_SECONDS
         while any(process.poll() is None for process in self.processes.values()):
             if process_exit.has_given_up() and time.monotonic() > until:
                 self._kill()
@@ -268,7 +268,7 @@ def _host_processes() -> Iterator[tuple[str, int]]:
         yield f"rank {rank}", process.pid
     if not _launcher_watch.pid or _launcher_watch.gone:
         return
-    if os.environ.get(LAUNCHER) == str(_launcher_watch.pid):
+    if os.environ.get(LAUNCHER_VARIABLE) == str(_launcher_watch.pid):
         yield "local rank 0", _launcher_watch.pid
     with suppress(psutil.Error):
         for child in psutil.Process(_launcher_watch.pid).children():
@@ -287,11 +287,11 @@ def _launcher() -> int:
 
     The result is 0 if there is no such process, for example if this process is not a rank but was started by a rank.
     """
-    if os.environ.get("LOCAL_RANK", "0") != "0" and LAUNCHER in os.environ:
-        pid = int(os.environ[LAUNCHER])
+    if os.environ.get("LOCAL_RANK", "0") != "0" and LAUNCHER_VARIABLE in os.environ:
+        pid = int(os.environ[LAUNCHER_VARIABLE])
         return pid if os.getppid() == pid or has_ended(pid) else 0
     parent = _first_pids[1] if _first_pids[0] == os.getpid() else os.getppid()
-    if _TORCHRUN in os.environ and _in_environment(parent, _TORCHRUN) is None:
+    if _TORCHRUN_VARIABLE in os.environ and _in_environment(parent, _TORCHRUN_VARIABLE) is None:
         return parent
     return 0
 

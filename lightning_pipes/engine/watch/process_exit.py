@@ -22,8 +22,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
-_POLL_SECONDS = 0.2
-_MAX_SECONDS = 20
+_EXIT_POLL_SECONDS = 0.2
+_MAX_EXIT_SECONDS = 20
 """Longest time that the exit of the interpreter may take, in seconds."""
 _given_up = threading.Event()
 _waits = threading.Lock()
@@ -51,7 +51,7 @@ def claim_final_wait() -> bool:
 def wait_for_main_thread() -> None:
     """Wait until the main thread has ended, so that only the shutdown of the interpreter remains."""
     while threading.main_thread().is_alive():  # `join` would interfere with the shutdown of the main thread
-        time.sleep(_POLL_SECONDS)
+        time.sleep(_EXIT_POLL_SECONDS)
 
 
 def leak_until_exit(things: Iterable[object]) -> None:
@@ -89,7 +89,7 @@ def _pause_on_terminate(library: ctypes.CDLL) -> None:
     except (OSError, AttributeError):  # another C++ library
         return
     if signal.getsignal(signal.SIGALRM) is signal.SIG_DFL and not any(signal.getitimer(signal.ITIMER_REAL)):
-        signal.alarm(_MAX_SECONDS)
+        signal.alarm(_MAX_EXIT_SECONDS)
         set_terminate(library.pause)
 
 

@@ -22,7 +22,7 @@ from lightning_pipes.engine.watch.identity import Process
 from lightning_pipes.engine.watch.process_exit import SerialCaller
 
 _ASK_SECONDS = 0.02
-_POLL_SECONDS = 0.1
+_RENDEZVOUS_POLL_SECONDS = 0.1
 
 
 def launcher_hosts_store() -> bool:
@@ -81,7 +81,7 @@ def wait_for_host(address: str, port: int, timeout: timedelta, check: Callable[[
                 raise TimeoutError(
                     f"rank 0 did not connect within {seconds:.0f} s: no process listens at {address}:{port} ({error})"
                 ) from error
-        time.sleep(_POLL_SECONDS)
+        time.sleep(_RENDEZVOUS_POLL_SECONDS)
 
 
 def launcher_store(timeout: timedelta, check: Callable[[], None] = lambda: None) -> TCPStore:

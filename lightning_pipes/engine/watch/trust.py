@@ -29,15 +29,15 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from lightning_pipes.engine.watch import plain
 from lightning_pipes.ir import PipelineError
 
-SECRET = "LIGHTNING_PIPES_SECRET"
+SECRET_VARIABLE = "LIGHTNING_PIPES_SECRET"
 """The environment variable that contains the secret, which is any text that is hard to guess. All processes of a run
 need the same value."""
 _CODE_BYTES = 32
-_POLL_SECONDS = 0.05
+_TRUST_POLL_SECONDS = 0.05
 _EXCHANGE_SECONDS = 60.0
-_TIMEOUT = timedelta(minutes=30)
-_PEER = struct.Struct("3i")  # IDs of the process, the user and the group at the other end of a socket
-_SOCKET_KEY, _PROOF = "lightning_pipes/door", "lightning_pipes/proofs"
+_TRUST_TIMEOUT = timedelta(minutes=30)
+_PEER_FORMAT = struct.Struct("3i")  # IDs of the process, the user and the group at the other end of a socket
+_SOCKET_KEY, _PROOF_KEY = "lightning_pipes/door", "lightning_pipes/proofs"
 _SOCKET_PREFIX = "\0lightning_pipes-"
 """Prefix of the names of our Unix sockets. They are abstract names, which do not exist as files."""
 MAX_LOGGED_KEYS = 100
@@ -106,7 +106,7 @@ class TrustedPeerSeal(Seal):
         return bytes(signed)
 
 
-TRUSTED = TrustedPeerSeal()
+TRUSTED_SEAL = TrustedPeerSeal()
 
 
 def dumps(thing: Any, seal: Seal | None, aside: Any = None) -> bytes:
@@ -144,7 +144,7 @@ def loads(data: bytes | memoryview, seal: Seal | None, aside: Iterable[Any] = ()
         raise plain.NotPlainError(
             f"another rank sent an object that can't be accepted without a secret: {error}; give all processes of the "
             f"run the "
-            f"same {SECRET} in their environment, a long random text"
+            f"same {SECRET_VARIABLE} in their environment, a long random text"
         ) from None
 
 
@@ -187,7 +187,7 @@ class SignedStore(Store):
                 return found
             if time.monotonic() > until:
                 raise ForgedError(f"{name} in the store of this run was not written by one of its ranks")
-            time.sleep(_POLL_SECONDS)
+            time.sleep(_TRUST_POLL_SECONDS)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         return [self.get(key) for key in keys]
@@ -268,13 +268,13 @@ def secret_for_children() -> dict[str, str]:
     The environment of this process is not changed.
     """
     global _own_secret
-    _own_secret = os.environ.get(SECRET) or _own_secret or secrets.token_hex(32)
-    return {SECRET: _own_secret}
+    _own_secret = os.environ.get(SECRET_VARIABLE) or _own_secret or secrets.token_hex(32)
+    return {SECRET_VARIABLE: _own_secret}
 
 
 def seal_from_environment() -> Seal | None:
     """Return the seal for the secret in the environment, or None if the environment does not contain a secret."""
-    text = os.environ.get(SECRET)
+    text = os.environ.get(SECRET_VARIABLE)
     return Seal(_secret(text)) if text else None
 
 
@@ -287,7 +287,7 @@ def seal_store(
     rank: int,
     one_host: bool,
     size: int = 1,
-    timeout: timedelta = _TIMEOUT,
+    timeout: timedelta = _TRUST_TIMEOUT,
     check: Callable[[], None] = lambda: None,
 ) -> Any:
     """Wrap a store so that only values written by ranks of this run are accepted.
@@ -314,10 +314,10 @@ def seal_store(
             check()
             if time.monotonic() > until:
                 raise TimeoutError(f"rank 0 did not connect within {timeout.total_seconds():.0f} s")
-            time.sleep(_POLL_SECONDS)
+            time.sleep(_TRUST_POLL_SECONDS)
         return bytes(store.get(key))
 
-    text = os.environ.get(SECRET) or _own_secret
+    text = os.environ.get(SECRET_VARIABLE) or _own_secret
     if text:
         secret = _secret(text)
     elif one_host and sys.platform == "linux":
@@ -329,7 +329,7 @@ def seal_store(
                 "the ranks of this run are on several hosts and share no secret. Any process that reaches their "
                 "ports can send them data, but not run code. Give all processes the same %s in their environment, a "
                 "long random text",
-                SECRET,
+                SECRET_VARIABLE,
             )
     _check_same(store, rank, secret, wait)
     return SignedStore(store, Seal(secret)) if secret else store
@@ -337,13 +337,13 @@ def seal_store(
 
 def _check_same(store: Any, rank: int, secret: bytes, wait: Callable[[str], bytes]) -> None:
     """Raise PipelineError if rank 0 has a different secret."""
-    proof = hmac.digest(secret, _PROOF.encode(), "sha256").hex()
+    proof = hmac.digest(secret, _PROOF_KEY.encode(), "sha256").hex()
     if rank == 0:
-        store.set(_PROOF, proof)
-    elif not hmac.compare_digest(wait(_PROOF), proof.encode()):
+        store.set(_PROOF_KEY, proof)
+    elif not hmac.compare_digest(wait(_PROOF_KEY), proof.encode()):
         raise PipelineError(
-            f"rank {rank} and rank 0 have different secrets: set {SECRET} to the same text for the processes of all "
-            "hosts, or for none"
+            f"rank {rank} and rank 0 have different secrets: set {SECRET_VARIABLE} to the same text for the processes "
+            "of all hosts, or for none"
         )
 
 
@@ -366,7 +366,7 @@ def _serve_secret(store: Any, size: int) -> bytes:
                             connection.sendall(secret)
                             left -= 1
                 except OSError:  # the peer may have ended
-                    time.sleep(_POLL_SECONDS)
+                    time.sleep(_TRUST_POLL_SECONDS)
 
     threading.Thread(target=accept_ranks, name="lightning_pipes secret", daemon=True).start()
     store.set(_SOCKET_KEY, name)
@@ -388,7 +388,7 @@ def _request_secret(store: Any, wait: Callable[[str], bytes]) -> bytes:
             raise PipelineError(
                 f"rank 0 does not answer with the secret of this run ({error}). Another user wrote into the run's "
                 f"store, or the processes are in different containers or belong to different users. Give all of them "
-                f"the same {SECRET} in their environment, a long random text"
+                f"the same {SECRET_VARIABLE} in their environment, a long random text"
             ) from error
     if len(secret) != 32:
         raise PipelineError("rank 0 has ended")
@@ -397,5 +397,5 @@ def _request_secret(store: Any, wait: Callable[[str], bytes]) -> bytes:
 
 def same_user(connection: socket.socket) -> bool:
     """Return whether the process at the other end of a Unix socket belongs to the user of this process."""
-    _, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    _, uid, _ = _PEER_FORMAT.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_FORMAT.size))
     return bool(uid == os.getuid())

@@ -17,11 +17,11 @@ from lightning_pipes.trainer.loop.host import PipelineCallback
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.ranks.notices import Notices
 
-SAID_EVERY = 1.0
+MIN_PUBLICATION_SECONDS = 1.0
 """Minimum time between two publications of a rank's state, in seconds."""
-_FORWARD, _BACKWARD = "pipeline.forward_seconds", "pipeline.backward_seconds"
-_BACKWARDS = {Kind.B, Kind.I, Kind.W}
-_WHERE = "on_train_batch_end"
+_FORWARD_METRIC, _BACKWARD_METRIC = "pipeline.forward_seconds", "pipeline.backward_seconds"
+_BACKWARD_KINDS = {Kind.B, Kind.I, Kind.W}
+_HOOK_NAME = "on_train_batch_end"
 
 
 class StageTimes(NamedTuple):
@@ -84,7 +84,7 @@ class InterferenceMonitor(PipelineCallback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         strategy = self.pipeline(trainer)
         device = strategy.root_device
-        name, computations = f"rank {strategy.global_rank}", (_FORWARD, _BACKWARD)
+        name, computations = f"rank {strategy.global_rank}", (_FORWARD_METRIC, _BACKWARD_METRIC)
         monitor = self._monitor = Monitor(
             sources_for(device), self.hertz, self.window, name, computations, free_metrics(device)
         )
@@ -102,7 +102,7 @@ class InterferenceMonitor(PipelineCallback):
         self._batches += 1
         due = self._batches % self.every_n_steps == 0
         now = read_nanoseconds()
-        if due or now - self._said >= SAID_EVERY * 1e9:
+        if due or now - self._said >= MIN_PUBLICATION_SECONDS * 1e9:
             self._said = now
             self._say(self.pipeline(trainer).current_run, self._monitor)
         if due and trainer.loggers and trainer.is_global_zero:
@@ -133,7 +133,7 @@ class InterferenceMonitor(PipelineCallback):
         events = list(self._fresh(run))
         self._until = max((e.end for e in events), default=self._until)
         stages = stage_times(events)
-        for name, place in ((_FORWARD, 0), (_BACKWARD, 1)):
+        for name, place in ((_FORWARD_METRIC, 0), (_BACKWARD_METRIC, 1)):
             known = [times[place] for times in stages.values() if not math.isnan(times[place])]
             if known:
                 monitor.record_values({name: sum(known)})
@@ -155,7 +155,7 @@ class InterferenceMonitor(PipelineCallback):
             if state is not None:
                 found |= _named(rank, state)
         for logger in trainer.loggers:
-            prefix = f"{type(self).__qualname__}.{_WHERE}{logger.group_separator}"
+            prefix = f"{type(self).__qualname__}.{_HOOK_NAME}{logger.group_separator}"
             logger.log_metrics({prefix + name: value for name, value in found.items()}, step=trainer.global_step)
 
 
@@ -172,14 +172,14 @@ def stage_times(events: Iterable[Event]) -> dict[int, StageTimes]:
     """
     took: dict[tuple[int, Kind], list[int]] = {}
     for _, i, start, end in events:
-        if i.kind is Kind.F or i.kind in _BACKWARDS:
+        if i.kind is Kind.F or i.kind in _BACKWARD_KINDS:
             took.setdefault((i.stage, i.kind), []).append(end - start)
     means = {key: fmean(times) / 1e9 for key, times in took.items()}
     stages = sorted({stage for stage, _ in means})
     return {
         stage: StageTimes(
             means.get((stage, Kind.F), math.nan),
-            sum(means[stage, kind] for kind in _BACKWARDS if (stage, kind) in means) or math.nan,
+            sum(means[stage, kind] for kind in _BACKWARD_KINDS if (stage, kind) in means) or math.nan,
         )
         for stage in stages
     }

@@ -37,19 +37,19 @@ from lightning_pipes.trainer.plan.profile_planner import device_memory
 from lightning_pipes.trainer.reports.report import Window
 from lightning_pipes.trainer.reports.stage_bytes import StageBytes, with_bytes
 
-OVERHEAD = 0.005
+MAX_DECISION_SHARE = 0.005
 """The share of time that decisions may take. If they take more, they are made less often."""
-PROBED, PROBES = (2**12, 2**17), 5
+PROBE_BYTES, N_PROBES = (2**12, 2**17), 5
 """Sizes of the messages that probe links, in bytes, and the number of messages of each size."""
-RARER = 20
+MAX_INTERVAL_FACTOR = 20
 """Maximum factor by which decisions are made less often because of their cost. It is limited because the first
 decision includes setup work."""
 
-FIRST = 2
+FIRST_DECISION_BATCH = 2
 """Number of batches before the first decision, because the very first batch includes work that is done only once.
 The second decision follows after a full window of steps."""
 
-LARGE = 3000
+MAX_PYTHON_FORWARDS = 3000
 """Number of forwards of all stages, in all candidates, above which compiled code is loaded in advance. Without it,
 evaluating all candidates would take about 10 ms."""
 
@@ -186,7 +186,7 @@ class ScheduleTuner(PipelineCallback):
         decision = strategy.decision
         self._averages = Averages(self.window, parts=parts_of(decision.profile, decision.layers))
         self._batches, self._read = 0, 0
-        self._next = FIRST
+        self._next = FIRST_DECISION_BATCH
         self.decisions.clear()
         strategy.current_run.engine.measure_clock_offsets()
 
@@ -214,7 +214,7 @@ class ScheduleTuner(PipelineCallback):
         """
         nothing_known = CostModel.uniform(plan.n_stages, forward=1.0, backward=2.0)
         candidates = self._source.list_candidates(plan, nothing_known, None, self.sizes)
-        if sum(c.n_microbatches for c in candidates) * plan.n_stages > LARGE:
+        if sum(c.n_microbatches for c in candidates) * plan.n_stages > MAX_PYTHON_FORWARDS:
             load_kernel()
         self._chooser.prepare(candidates, nothing_known)
 
@@ -226,7 +226,7 @@ class ScheduleTuner(PipelineCallback):
         fresh = min(len(windows) - 1, self._batches - self._read, self.window)
         self._read = self._batches
         steps = [sample_of(*pair) for pair in pairwise(windows[-fresh - 1 :])]
-        links = run.engine.probe_links(PROBED, PROBES) if self.probe else {}
+        links = run.engine.probe_links(PROBE_BYTES, N_PROBES) if self.probe else {}
         position = run.global_ranks.index(strategy.global_rank)
         mine = _Report(
             steps, run.stage_bytes(strategy.optimizers), position, device_memory(strategy.root_device), links
@@ -267,7 +267,7 @@ class ScheduleTuner(PipelineCallback):
         self.decisions.append(tuned)
         _log.log(logging.INFO if decision.has_change else logging.DEBUG, "batch %d: %s", self._batches, decision)
         change = decision.chosen.candidate if decision.has_change else None
-        wait = self.window if self._batches == FIRST else self._wait(step, tuned)
+        wait = self.window if self._batches == FIRST_DECISION_BATCH else self._wait(step, tuned)
         jumped = self._averages.impossible > 0
         return _Order(change, wait, jumped, _metrics(tuned))
 
@@ -289,8 +289,8 @@ class ScheduleTuner(PipelineCallback):
             batches = round(self.interval.total_seconds() / step) if step else 1
         else:
             batches = self.interval
-        cheap = -(-tuned.seconds // (OVERHEAD * step)) if step else 0
-        return max(1, batches, min(int(cheap), RARER * max(1, batches)))
+        cheap = -(-tuned.seconds // (MAX_DECISION_SHARE * step)) if step else 0
+        return max(1, batches, min(int(cheap), MAX_INTERVAL_FACTOR * max(1, batches)))
 
 
 def _probe_links(

@@ -25,12 +25,12 @@ from typing import IO, Any, NamedTuple
 
 from lightning_pipes.ir import PipelineError
 
-_SEAL = b"\nlightning_pipes crc32 %08x\n"
-_SEALED = re.compile(rb"\nlightning_pipes crc32 ([0-9a-f]{8})\n")
-_LENGTH = len(_SEAL % 0)
-_ZIP = b"PK\x03\x04"
-_CHUNK = 2**20
-WAY_OUT = "Use an earlier checkpoint, or another copy of this one"
+_SEAL_FORMAT = b"\nlightning_pipes crc32 %08x\n"
+_SEAL_PATTERN = re.compile(rb"\nlightning_pipes crc32 ([0-9a-f]{8})\n")
+_SEAL_BYTES = len(_SEAL_FORMAT % 0)
+_ZIP_MAGIC = b"PK\x03\x04"
+_READ_BYTES = 2**20
+CHECKPOINT_WAY_OUT = "Use an earlier checkpoint, or another copy of this one"
 
 
 class Sum(NamedTuple):
@@ -91,13 +91,13 @@ class SealedZip(ChecksumWriter):
         if self._last != bytes(2):
             super().write(self._last)
             return
-        super().write(_LENGTH.to_bytes(2, "little"))
-        super().write(_SEAL % self.sum.crc32)
+        super().write(_SEAL_BYTES.to_bytes(2, "little"))
+        super().write(_SEAL_FORMAT % self.sum.crc32)
 
 
 def seal(file: ChecksumWriter) -> None:
     """Write the seal of a file in a format that marks its own end, such as a pickle."""
-    file.write(_SEAL % file.sum.crc32)
+    file.write(_SEAL_FORMAT % file.sum.crc32)
 
 
 def check(path: Path, sealed: bool = False) -> None:
@@ -113,10 +113,10 @@ def check(path: Path, sealed: bool = False) -> None:
     if size == 0:
         raise damage_error(path, "it is empty")
     with open(path, "rb") as file:
-        is_zip = file.read(len(_ZIP)) == _ZIP
-        content = max(0, size - _LENGTH)
+        is_zip = file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC
+        content = max(0, size - _SEAL_BYTES)
         file.seek(content)
-        found = _SEALED.fullmatch(file.read())
+        found = _SEAL_PATTERN.fullmatch(file.read())
         if found is None and sealed:
             raise damage_error(path, "it does not end with its checksum")
         if found is not None:
@@ -130,11 +130,11 @@ def check(path: Path, sealed: bool = False) -> None:
 def _check_zip(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as whole:
-            broken = 0 < len(whole.comment) <= _LENGTH  # a seal that was changed or cut off
+            broken = 0 < len(whole.comment) <= _SEAL_BYTES  # a seal that was changed or cut off
             for record in whole.infolist():
                 if record.CRC and not broken:  # 0 with torch.serialization.set_crc32_options(False)
                     with whole.open(record) as file:
-                        while file.read(_CHUNK):
+                        while file.read(_READ_BYTES):
                             pass
     except Exception as error:  # any error, because the file may contain anything
         raise damage_error(path, f"{type(error).__name__}: {error}") from error
@@ -144,24 +144,24 @@ def _check_zip(path: Path) -> None:
 
 def _crc_of(file: IO[bytes], size: int) -> int:
     crc = 0
-    while size and (data := file.read(min(size, _CHUNK))):
+    while size and (data := file.read(min(size, _READ_BYTES))):
         crc, size = zlib.crc32(data, crc), size - len(data)
     return crc
 
 
 def damage_error(path: str | os.PathLike[str], how: str) -> PipelineError:
     """Return an error with the damage and a way out."""
-    return PipelineError(f"the checkpoint {os.fspath(path)} is damaged: {how}. {WAY_OUT}")
+    return PipelineError(f"the checkpoint {os.fspath(path)} is damaged: {how}. {CHECKPOINT_WAY_OUT}")
 
 
-INDEX = ".metadata"
+INDEX_FILE = ".metadata"
 """The name of the index, which is written last."""
-_SUMS = "lightning_pipes_sums"
+_CHECKSUMS_KEY = "lightning_pipes_sums"
 
 
 def is_sharded(path: Path) -> bool:
     """Return whether the path is a folder with a sharded checkpoint."""
-    return (path / INDEX).is_file()
+    return (path / INDEX_FILE).is_file()
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class Index:
         Raises:
             PipelineError: there is no index, it is damaged, or it has unexpected content.
         """
-        path = folder / INDEX
+        path = folder / INDEX_FILE
         if not folder.exists():
             raise PipelineError(f"there is no {folder}; name the folder that checkpoint='sharded' has written")
         if folder.is_file():
@@ -214,13 +214,14 @@ class Index:
             )
         if not path.is_file():
             raise PipelineError(
-                f"{folder} is not a complete sharded checkpoint: it has no {INDEX}, which is written last. {WAY_OUT}"
+                f"{folder} is not a complete sharded checkpoint: it has no {INDEX_FILE}, which is written last. "
+                f"{CHECKPOINT_WAY_OUT}"
             )
         check(path)
         try:
             with open(path, "rb") as file:
                 found = _Reader(file).load()
-            sums = (found.state["planner_data"] or {}).get(_SUMS)
+            sums = (found.state["planner_data"] or {}).get(_CHECKSUMS_KEY)
             tensors = {name: each.state for name, each in found.state["state_dict_metadata"].items()}
             shapes = {name: _numbers(each["size"]) for name, each in tensors.items()}
             parts = {
@@ -243,7 +244,7 @@ class Index:
 
 def with_sums(sums: Mapping[str, Sum]) -> dict[str, Any]:
     """Return the `planner_data` of an index that contains the checksums, so that `Index.read` finds them."""
-    return {_SUMS: {name: tuple(found) for name, found in sums.items()}}
+    return {_CHECKSUMS_KEY: {name: tuple(found) for name, found in sums.items()}}
 
 
 def _numbers(size: Any) -> tuple[int, ...]:

@@ -15,8 +15,8 @@ from lightning_pipes.trainer.checkpoint.files import AtomicCheckpointIO, find_ex
 from lightning_pipes.trainer.checkpoint.sharded import ShardedCheckpoint
 from lightning_pipes.trainer.weights import private_transformers as private
 
-FILE = "model.safetensors"
-_SHOWN = 5
+SAFETENSORS_FILE = "model.safetensors"
+_MAX_NAMED_PARTS = 5
 
 
 def export_weights(
@@ -64,13 +64,13 @@ def export_weights(
         temporary.mkdir()
         table: dict[str, str] = {}
         for number, names in enumerate(files, 1):
-            file = FILE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+            file = SAFETENSORS_FILE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
             save_file({name: _copy(found[name]) for name in names}, temporary / file, metadata={"format": "pt"})
             table.update(dict.fromkeys(names, file))
         if len(files) > 1:
             size = sum(tensor.nbytes for tensor in found.values())
             index = {"metadata": {"total_size": size}, "weight_map": table}
-            (temporary / f"{FILE}.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+            (temporary / f"{SAFETENSORS_FILE}.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
         if model is not None:
             private.save_configuration(model, temporary)
 
@@ -94,7 +94,7 @@ def _select(state: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
     start = f"{prefix.rstrip('.')}." if prefix else ""
     keys = [key for key in state if key.startswith(start)]
     if not keys:
-        parts = ", ".join(list(dict.fromkeys(key.split(".")[0] for key in state))[:_SHOWN]) or "nothing"
+        parts = ", ".join(list(dict.fromkeys(key.split(".")[0] for key in state))[:_MAX_NAMED_PARTS]) or "nothing"
         raise InputError(
             f"no weight of the checkpoint has a name that begins with {start!r}. Choose a prefix from the names of "
             f"the weights, which begin with {parts}"

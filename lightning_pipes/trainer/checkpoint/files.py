@@ -26,7 +26,7 @@ from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.engine.watch.identity import Process
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer import private_lightning as private
-from lightning_pipes.trainer.checkpoint.checksums import WAY_OUT, SealedZip, Sum, check
+from lightning_pipes.trainer.checkpoint.checksums import CHECKPOINT_WAY_OUT, SealedZip, Sum, check
 
 _AT_CWD, _EXCHANGE = -100, 2  # of Linux
 
@@ -103,7 +103,7 @@ def load(path: Path, **options: Any) -> Any:
     if path.is_dir():
         raise PipelineError(
             f"{path} is a folder, and no complete checkpoint that checkpoint='sharded' has written: those have an "
-            f"index, .metadata. {WAY_OUT}"
+            f"index, .metadata. {CHECKPOINT_WAY_OUT}"
         )
     check(path)
     try:
@@ -111,7 +111,9 @@ def load(path: Path, **options: Any) -> Any:
     except Exception as error:
         if isinstance(error, OSError) or zipfile.is_zipfile(path):  # the file is complete: keep the error of torch
             raise
-        raise PipelineError(f"{path} is damaged, or no checkpoint. {WAY_OUT}. torch.load says: {error}") from error
+        raise PipelineError(
+            f"{path} is damaged, or no checkpoint. {CHECKPOINT_WAY_OUT}. torch.load says: {error}"
+        ) from error
 
 
 @contextmanager

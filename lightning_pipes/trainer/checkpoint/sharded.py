@@ -31,7 +31,7 @@ from lightning_pipes.engine.compute.reducer import is_distributed
 from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.ir import PipelineError, check_type, short_repr
 from lightning_pipes.trainer.checkpoint.checksums import (
-    INDEX,
+    INDEX_FILE,
     ChecksumWriter,
     Index,
     Place,
@@ -57,14 +57,14 @@ from lightning_pipes.trainer.private_lightning import storage_info
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.replicas import own_box, shard_from_local
 
-REST = "checkpoint.pt"
+REST_FILE = "checkpoint.pt"
 """The file with everything except the tensors of the model and the optimizers."""
-_TENSORS = "lightning_pipes_tensors"
-"""The key in `REST` for the place of each tensor in the checkpoint, by its name in the index."""
-_ORDER = "lightning_pipes_order"
-"""The key in `REST` for the keys of the whole state dict."""
-_POLL_SECONDS = 0.02
-_GRACE_SECONDS = 3.0
+_TENSORS_KEY = "lightning_pipes_tensors"
+"""The key in `REST_FILE` for the place of each tensor in the checkpoint, by its name in the index."""
+_ORDER_KEY = "lightning_pipes_order"
+"""The key in `REST_FILE` for the keys of the whole state dict."""
+_WRITER_POLL_SECONDS = 0.02
+_REPORT_SECONDS = 3.0
 """The time after a failure for which to wait for the report of a rank on another host, which may be gone."""
 
 
@@ -79,7 +79,7 @@ class Part:
         plan: the tensors that this rank writes.
         planner: the planner, which holds the tensors.
         metadata: the metadata of the whole checkpoint, on the first rank only.
-        rest: the content of the file `REST`, on the first rank only.
+        rest: the content of the file `REST_FILE`, on the first rank only.
     """
 
     number: int
@@ -114,8 +114,8 @@ def plan_part(checkpoint: Mapping[str, Any], order: Sequence[str], path: Path, n
         temporary = temporary_for(path)
         temporary.mkdir()
         rest = _without_tensors(checkpoint)
-        rest[_ORDER] = list(order)
-        rest[_TENSORS] = {name: place for _, places, _ in found for name, place in places.items()}
+        rest[_ORDER_KEY] = list(order)
+        rest[_TENSORS_KEY] = {name: place for _, places, _ in found for name, place in places.items()}
         for _, _, values in reversed(found):  # if several ranks have a value, the value of the first rank is used
             for place, value in values.items():
                 _set(rest, place, value)
@@ -144,7 +144,7 @@ def write_part(part: Part, control: Control, store: Any) -> None:
     fault_point("checkpoint.write")
     try:
         if own == 0:
-            files.sums[REST] = save(part.rest, part.temporary / REST)
+            files.sums[REST_FILE] = save(part.rest, part.temporary / REST_FILE)
         with raise_os_error():
             written = writer.write_data(part.plan, part.planner)
             written.wait()
@@ -197,7 +197,7 @@ class _Files(FileSystem):
         with open(path, mode.replace("w", "x")) as file:
             made = ChecksumWriter(file)
             yield made
-            if name.startswith(INDEX):
+            if name.startswith(INDEX_FILE):
                 seal(made)
                 file.flush()
                 os.fsync(file.fileno())
@@ -212,9 +212,9 @@ def _receive_report(position: int, part: Part, control: Control, store: Any) -> 
     while not store.check([key]):
         if control.watch.error is not None and failed_at is None:
             failed_at = time.monotonic()
-        if control.ended(position) or (failed_at is not None and time.monotonic() > failed_at + _GRACE_SECONDS):
+        if control.ended(position) or (failed_at is not None and time.monotonic() > failed_at + _REPORT_SECONDS):
             raise PipelineError(f"rank {rank} has ended before its part was written")
-        time.sleep(_POLL_SECONDS)
+        time.sleep(_WRITER_POLL_SECONDS)
     content: str | bytes = store.get(key)
     store.delete_key(key)
     return content
@@ -264,20 +264,20 @@ class ShardedCheckpoint:
         self._whole = set[str]()
         """The files whose checksums were verified."""
         files = (place.file for places in self._index.places.values() for place in places)
-        for name in {REST, *files, *(self._index.sums or ())}:
+        for name in {REST_FILE, *files, *(self._index.sums or ())}:
             if not (path / name).is_file():
                 raise damage_error(path, f"{name} is missing")
-        self._check(REST)
-        self._rest = load(path / REST, map_location="cpu", weights_only=weights_only)
+        self._check(REST_FILE)
+        self._rest = load(path / REST_FILE, map_location="cpu", weights_only=weights_only)
         try:
-            self._tensors: dict[str, Any] = self._rest.pop(_TENSORS)
-            self._order: list[str] = self._rest.pop(_ORDER)
+            self._tensors: dict[str, Any] = self._rest.pop(_TENSORS_KEY)
+            self._order: list[str] = self._rest.pop(_ORDER_KEY)
         except (AttributeError, KeyError, TypeError) as error:
-            raise damage_error(path, f"{REST} does not have the format of a sharded checkpoint") from error
+            raise damage_error(path, f"{REST_FILE} does not have the format of a sharded checkpoint") from error
         unknown = sorted(set(self._tensors) - set(self._index.places))
         if unknown:
             raise damage_error(
-                path, f"{INDEX} does not know {unknown[0]}, which {REST} names: they are of different saves"
+                path, f"{INDEX_FILE} does not know {unknown[0]}, which {REST_FILE} names: they are of different saves"
             )
 
     def checkpoint(self, into: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -348,13 +348,13 @@ class ShardedCheckpoint:
         except Exception as error:  # an older version has written no sums
             raise damage_error(self._path, f"{name} in {place.file}: {type(error).__name__}: {error}") from error
         if tuple(found.shape) != place.shape:
-            raise damage_error(self._path, f"{name} in {place.file} has not the shape that {INDEX} has")
+            raise damage_error(self._path, f"{name} in {place.file} has not the shape that {INDEX_FILE} has")
         return found
 
     def _check(self, file: str) -> None:
         if self._index.sums is not None and file not in self._whole:
             if file not in self._index.sums:
-                raise damage_error(self._path, f"{INDEX} has no checksum of {file}")
+                raise damage_error(self._path, f"{INDEX_FILE} has no checksum of {file}")
             self._index.sums[file].check(self._path / file)
             self._whole.add(file)
 

@@ -19,7 +19,7 @@ from torch import nn
 from lightning_pipes.trainer.cuts.cut import ModuleCut
 from lightning_pipes.trainer.user.remote_tensors import RemoteTensor
 
-_WITHOUT_MODULES = ("state_dict", "optimizer_states")
+_ENTRIES_WITHOUT_MODULES = ("state_dict", "optimizer_states")
 """Entries of a checkpoint that contain many tensors and no modules."""
 
 
@@ -76,7 +76,9 @@ def complete_modules(checkpoint: dict[str, Any], cut: ModuleCut, share: bool = T
         proxies = cut.replaced_modules()
         wanted = {**named, **{id(proxy): proxy for proxy, _ in proxies}}
         entries = {
-            key: value for key, value in checkpoint.items() if key not in _WITHOUT_MODULES and _holds_any(value, wanted)
+            key: value
+            for key, value in checkpoint.items()
+            if key not in _ENTRIES_WITHOUT_MODULES and _holds_any(value, wanted)
         }
         if not entries:
             return checkpoint

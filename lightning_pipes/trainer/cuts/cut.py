@@ -15,7 +15,7 @@ from lightning_pipes.engine.private_torch import unsaved_buffers
 from lightning_pipes.engine.residency.layer_state import LayerState
 from lightning_pipes.trainer.cuts.layers.proxy import Layers
 from lightning_pipes.trainer.user.remote_tensors import HookScope, ParameterSlot, RemoteParameters
-from lightning_pipes.trainer.weights.spread import INCOMPLETE, SPREAD, on_meta
+from lightning_pipes.trainer.weights.spread import INCOMPLETE_ATTRIBUTE, SPREAD_ATTRIBUTE, on_meta
 
 
 class ModuleCut(ABC):
@@ -122,7 +122,7 @@ class ModuleCut(ABC):
 
     @abstractmethod
     def _describe_spread(self) -> tuple[Any, ...]:
-        """Return the value of the module's attribute `SPREAD` if the layers stay distributed."""
+        """Return the value of the module's attribute `SPREAD_ATTRIBUTE` if the layers stay distributed."""
 
     @abstractmethod
     def _join(self) -> None:
@@ -146,14 +146,14 @@ class ModuleCut(ABC):
         """
         self._join()
         self._absent.put_back()
-        vars(self.module).pop(SPREAD, None)
+        vars(self.module).pop(SPREAD_ATTRIBUTE, None)
         for slot in self._absent.slots:
             whole = ended and not (self.stays_spread and slot.tensor.untyped_storage().nbytes() == 0)
             self._put_back(slot, slot.tensor if whole else on_meta(slot.table[slot.name]))
         if ended and self.stays_spread:
-            self.module.__dict__[SPREAD] = self._describe_spread()
+            self.module.__dict__[SPREAD_ATTRIBUTE] = self._describe_spread()
         elif not ended and self._absent.slots:
-            self.module.__dict__[INCOMPLETE] = True
+            self.module.__dict__[INCOMPLETE_ATTRIBUTE] = True
 
     def _put_back(self, slot: ParameterSlot, tensor: torch.Tensor) -> None:
         """Put a tensor into its slot of the whole module."""

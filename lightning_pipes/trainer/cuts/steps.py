@@ -43,7 +43,7 @@ from lightning_pipes.trainer.results.weight_changes import WeightChangeCheck
 
 Context = Callable[[], AbstractContextManager[Any]]
 _NOTHING = nullcontext()
-HOST = torch.device("cpu")
+HOST_DEVICE = torch.device("cpu")
 
 
 @dataclass
@@ -97,10 +97,10 @@ class BatchCopy:
 
     def _with_samples_first(self, tensor: torch.Tensor) -> torch.Tensor:
         moved = self.axis and tensor.is_floating_point() and tensor.ndim > self.axis
-        return (tensor.movedim(self.axis, 0) if moved else tensor).to(HOST, copy=True)
+        return (tensor.movedim(self.axis, 0) if moved else tensor).to(HOST_DEVICE, copy=True)
 
 
-def why_no_room(needed: int, device: torch.device = HOST) -> str:
+def why_no_room(needed: int, device: torch.device = HOST_DEVICE) -> str:
     """Return the reason why a device, or the host, has no room for `needed` bytes, or an empty text if it has."""
     available = psutil.virtual_memory().available
     if device.type == "cuda":
@@ -180,7 +180,7 @@ class TrainingBatch:
 
     def keep_copy(self) -> None:
         """Keep a copy of the batch for a check of the whole batch."""
-        self.kept = BatchCopy(move_batch(copy_batch(self.batch), HOST), self.rows)
+        self.kept = BatchCopy(move_batch(copy_batch(self.batch), HOST_DEVICE), self.rows)
 
     def select_samples(self, span: Span) -> Any:
         """Return the samples `span` of the batch."""

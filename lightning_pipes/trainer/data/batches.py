@@ -23,7 +23,7 @@ from lightning_pipes.ir import PipelineError, Span
 Path = tuple[int, ...]
 """The position of an entry in a nested batch: its number at each level."""
 
-_PLAIN = (str, bytes, int, float, bool, complex, type(None))
+_PLAIN_TYPES = (str, bytes, int, float, bool, complex, type(None))
 
 
 def rows_of(batch: Any, cut: bool = True) -> int:
@@ -183,7 +183,7 @@ def _are_samples(entries: Sequence[Any]) -> bool:
     They can if all are plain values or all have the same structure. The shapes of tensors may differ on axis 0 only, as
     for boxes, or on all other axes, as for images.
     """
-    if all(isinstance(e, _PLAIN) for e in entries):
+    if all(isinstance(e, _PLAIN_TYPES) for e in entries):
         return True
     first = entries[0]
     if any(type(e) is not type(first) for e in entries):
@@ -243,7 +243,7 @@ def map_batch(change: Callable[[Any], Any], batch: Any, kinds: type[Any] | tuple
     """
     if isinstance(batch, kinds):
         return change(batch)
-    if isinstance(batch, _PLAIN):
+    if isinstance(batch, _PLAIN_TYPES):
         return batch
     if isinstance(batch, defaultdict):
         return defaultdict(batch.default_factory, {key: map_batch(change, part, kinds) for key, part in batch.items()})
@@ -404,7 +404,7 @@ def _dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [tensor.resolve_conj().resolve_neg()]
 
 
-SAMPLED_VALUES = 1024
+N_SAMPLED_VALUES = 1024
 """The approximate number of values that `sample_fingerprint` reads of a tensor. Of a small tensor, it reads all."""
 
 
@@ -427,9 +427,9 @@ def sample_fingerprint(batch: Any) -> int:
 def _sampling_step(shape: tuple[int, ...]) -> int:
     """Return a step through a flattened tensor that does not stay within one row or column of the tensor."""
     size = torch.Size(shape).numel()
-    if size <= 2 * SAMPLED_VALUES:
+    if size <= 2 * N_SAMPLED_VALUES:
         return 1
-    step = size // SAMPLED_VALUES
+    step = size // N_SAMPLED_VALUES
     while gcd(step, size) > 1:
         step += 1
     return step

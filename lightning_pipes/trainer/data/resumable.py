@@ -26,7 +26,7 @@ from lightning_pipes.trainer.private_lightning import LoaderOfSamples
 State = dict[str, Any]
 
 _CPU = torch.device("cpu")
-_AHEAD = 2
+_MAX_LOADED_AHEAD = 2
 """The number of batches that can be loaded but not used for training.
 
 These are the batch that Lightning prefetches, and a batch whose step failed.
@@ -110,7 +110,7 @@ class ResumableLoader(LoaderOfSamples):
         """Return the wrapper of the sampler or of the batch sampler."""
         if self._samples is None:
             in_flight = self.num_workers * (self.prefetch_factor or 0)
-            self.__dict__["_samples"] = Samples(sampler, _AHEAD + in_flight)
+            self.__dict__["_samples"] = Samples(sampler, _MAX_LOADED_AHEAD + in_flight)
         assert self._samples is not None
         return self._samples
 
@@ -200,7 +200,7 @@ class LoaderPass(Iterator[Any]):
         self._exhausted = False
         self._began: State | None = None  # the start of the sampler with workers
         self._first: State | None = None  # the start of the sampler without workers
-        self._before: deque[State] = deque(maxlen=_AHEAD)
+        self._before: deque[State] = deque(maxlen=_MAX_LOADED_AHEAD)
         self._workers: bool = loader.has_workers or loader.had_workers
         if start is None:
             self._begin()

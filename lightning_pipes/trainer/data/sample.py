@@ -18,11 +18,11 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 
-_PATIENCE = 60.0
+_LOADING_TIMEOUT = 60.0
 """The seconds within which a few samples must be loaded."""
 
 
-_TRIED = 8
+_MAX_LOADED_BATCHES = 8
 """The number of batches that are loaded if the first ones are None, which Lightning skips."""
 
 
@@ -186,7 +186,7 @@ def is_of_batches(loader: Any) -> bool:
 def _load(loader: DataLoader[Any], rows: int | None) -> Any:
     """Return the first batch of `rows` samples that is not None, or the first item if `rows` is None."""
     forks = "fork" in multiprocessing.get_all_start_methods()
-    for tried in (1, _TRIED):
+    for tried in (1, _MAX_LOADED_BATCHES):
         data: Any = loader.dataset
         if not isinstance(data, IterableDataset):
             data = Subset(data, range(min(tried * (rows or 1), len(data))))
@@ -195,7 +195,7 @@ def _load(loader: DataLoader[Any], rows: int | None) -> Any:
             batch_size=rows,
             collate_fn=loader.collate_fn,
             num_workers=1,
-            timeout=_PATIENCE,
+            timeout=_LOADING_TIMEOUT,
             worker_init_fn=loader.worker_init_fn if loader.num_workers else None,
             multiprocessing_context=loader.multiprocessing_context or ("fork" if forks else None),
         )

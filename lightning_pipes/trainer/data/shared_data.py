@@ -20,7 +20,7 @@ would load different batches.
 """
 
 _CPU = torch.device("cpu")
-_END = "the pass has ended"
+_END_MARK = "the pass has ended"
 
 
 class SharedLoader(DataLoader[Any]):
@@ -78,7 +78,7 @@ class BatchSharing:
             try:
                 batch = next(batches)
             except StopIteration:
-                message = (_END, None, None)
+                message = (_END_MARK, None, None)
             except Exception as error:
                 self.control.broadcast((f"{type(error).__name__}: {error}", None, None), self._source)
                 raise
@@ -86,7 +86,7 @@ class BatchSharing:
                 state = random_state(_CPU)
                 message = ("", batch, state if is_first or not same_random_state(before, state) else None)
         failed, batch, state = self.control.broadcast(message, self._source)
-        if failed == _END:
+        if failed == _END_MARK:
             raise StopIteration
         if failed:
             raise PipelineError(f"rank {self._source} loads the data of all ranks, and failed: {failed}")
@@ -96,9 +96,9 @@ class BatchSharing:
 
     def _compare(self, batches: Iterator[Any]) -> Any:
         """Return the first batch, and decide whether one rank loads for all by comparing the batches of all ranks."""
-        batch = next(batches, _END)
-        found = self.control.all_gather(_END if batch is _END else checksum_batch(batch))
-        self.is_shared = len(set(found)) > 1 and _END not in found
+        batch = next(batches, _END_MARK)
+        found = self.control.all_gather(_END_MARK if batch is _END_MARK else checksum_batch(batch))
+        self.is_shared = len(set(found)) > 1 and _END_MARK not in found
         if self.is_shared and self.loads:
             warnings.warn(
                 f"the ranks of one pipeline load different batches, so from now on rank {self._source} loads the "
@@ -110,7 +110,7 @@ class BatchSharing:
         if self.is_shared:
             batch, state = self.control.broadcast((batch, random_state(_CPU)), self._source)
             set_random_state(state, _CPU)
-        if batch is _END:
+        if batch is _END_MARK:
             raise StopIteration
         return batch
 

@@ -25,9 +25,10 @@ from lightning_pipes.trainer.optimizers.optimizers import settings_of
 from lightning_pipes.trainer.user.hooks import select_hooks
 from lightning_pipes.trainer.user.patches import Patches
 
-LOOKED_AT, EVERY = 20, 50
-"""Values are compared, and all gradients are checked, in the first `LOOKED_AT` batches and then in every `EVERY`-th."""
-FEW = 500
+N_FIRST_COMPARED_BATCHES, COMPARISON_INTERVAL = 20, 50
+"""Values are compared, and all gradients are checked, in the first `N_FIRST_COMPARED_BATCHES` batches and then in every
+`COMPARISON_INTERVAL`-th."""
+MAX_ALWAYS_CHECKED = 500
 """The largest number of parameters whose gradients are checked in every batch."""
 
 BATCH_HOOKS = select_hooks(lambda hook: hook.is_between_batches)
@@ -133,7 +134,7 @@ class BetweenSteps:
             PipelineError: another parameter has a gradient.
         """
         every = self._parameters([None])
-        if not (thorough or self._looks() or len(every) <= FEW):
+        if not (thorough or self._looks() or len(every) <= MAX_ALWAYS_CHECKED):
             return
         ids = {id(p) for p in named}
         wrong = [p for at, p in every.items() if p.grad is not None and at not in ids]
@@ -154,7 +155,7 @@ class BetweenSteps:
         self._parts.clear()
 
     def _looks(self) -> bool:
-        return self._batches <= LOOKED_AT or self._batches % EVERY == 0
+        return self._batches <= N_FIRST_COMPARED_BATCHES or self._batches % COMPARISON_INTERVAL == 0
 
     def _compare(self, marks: ChangeMarks, when: str) -> None:
         found = marks.find_change()

@@ -36,7 +36,7 @@ from lightning_pipes.trainer.plan.plans import Plans
 from lightning_pipes.trainer.ranks.ranks import Ranks
 from lightning_pipes.trainer.relocation.local_layers import LocalLayers
 from lightning_pipes.trainer.relocation.relocation import LayerRelocation
-from lightning_pipes.trainer.reports.report import KEPT_WINDOWS, Window
+from lightning_pipes.trainer.reports.report import MAX_REPORTED_WINDOWS, Window
 from lightning_pipes.trainer.reports.stage_bytes import SavedBytes, StageBytes
 from lightning_pipes.trainer.results.logs import LogReplay, MetricState
 from lightning_pipes.trainer.results.loss_weights import LossWeights, Sums
@@ -212,7 +212,7 @@ class PipelineRun:
         self.user_steps = user_steps
         self.state = user_steps.state
         self.global_ranks = global_ranks = tuple(local_layers.holdings.global_ranks)
-        self.windows: deque[Window] = deque(maxlen=KEPT_WINDOWS)
+        self.windows: deque[Window] = deque(maxlen=MAX_REPORTED_WINDOWS)
         self.took: list[int] = []
         self.listeners: list[StageListener] = []
         self.statistics = StepStatistics(ranks)

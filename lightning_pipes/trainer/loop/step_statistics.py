@@ -35,9 +35,9 @@ from lightning_pipes.trainer.ranks.ranks import Ranks
 from lightning_pipes.trainer.reports.report import Window
 
 Array = npt.NDArray[np.float64]
-LOOKED_AT = 64
+MAX_KEPT_WINDOWS = 64
 """The largest number of windows that a rank keeps from one observation to the next."""
-AVERAGED = WINDOW_STEPS + 2
+N_AVERAGED_WINDOWS = WINDOW_STEPS + 2
 """The number of windows that averages use.
 
 The first window only determines when the next one begins. In the next one, the times of work that is done only once
@@ -93,7 +93,7 @@ class StepStatistics:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._windows: deque[Window] = deque(maxlen=LOOKED_AT)
+        self._windows: deque[Window] = deque(maxlen=MAX_KEPT_WINDOWS)
         self._seen: deque[Observation] = deque(maxlen=MAX_OBSERVATIONS)
         self._plan: Plan | None = None
         self._layers: dict[int, tuple[float, int]] = {}
@@ -147,7 +147,7 @@ class StepStatistics:
         device, free = ({}, None) if self.monitor is None else self.monitor.since_last()
         layers = {number: seconds / rows for number, (seconds, rows) in self._layers.items()}
         self._layers.clear()
-        samples = [sample_of(*pair) for pair in pairwise(own[-AVERAGED:])]
+        samples = [sample_of(*pair) for pair in pairwise(own[-N_AVERAGED_WINDOWS:])]
         return RankStatistics(samples, operations_of(own), device, free, layers)
 
     def add_layer(self, number: int, rows: int, seconds: float) -> None:
@@ -268,7 +268,7 @@ def batches_left(trainer: pl.Trainer) -> int | None:
     return None if isinf(least) else max(0, int(least))
 
 
-SHOWN_BATCHES = 50
+MAX_PREDICTED_BATCHES = 50
 """The number of recorded batches in a window that a policy orders.
 
 Predicting thousands of batches with the policy takes minutes.
@@ -280,7 +280,7 @@ class WindowRecorder:
 
     def __init__(self) -> None:
         self._batches = 0
-        self._uses: deque[LayerUse] = deque(maxlen=SHOWN_BATCHES)
+        self._uses: deque[LayerUse] = deque(maxlen=MAX_PREDICTED_BATCHES)
         self._programs: dict[tuple[Plan, int], Program] = {}
 
     def add(self, use: LayerUse) -> None:

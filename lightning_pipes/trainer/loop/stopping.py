@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_pipes.engine.watch.launcher import TERMINATED, signal_launched
+from lightning_pipes.engine.watch.launcher import TERMINATED_STATUS, signal_launched
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.ranks.control import Control
@@ -111,7 +111,9 @@ class StopAgreement:
     def _terminate(self) -> None:
         if not self.terminated:
             step = self._trainer.global_step
-            rank_zero_info(f"All ranks end after SIGTERM, at global step {step}; the exit status is {TERMINATED}")
+            rank_zero_info(
+                f"All ranks end after SIGTERM, at global step {step}; the exit status is {TERMINATED_STATUS}"
+            )
         self.terminated = True
         private.set_received_sigterm(self._trainer)
 
@@ -133,7 +135,7 @@ def end_as_terminated() -> None:
 
 def as_terminated(error: SIGTERMException) -> SIGTERMException:
     """Set the exit status of a terminated process in Lightning's exception, which would otherwise exit with 0."""
-    error.code = TERMINATED
+    error.code = TERMINATED_STATUS
     return error
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pipes.engine.compute.profiler import optimizer_state
-from lightning_pipes.engine.residency.slab import ALIGNMENT
+from lightning_pipes.engine.residency.slab import SLAB_ALIGNMENT_BYTES
 from lightning_pipes.ir import Delayed, Kind, LayerUse, PipelineError, Plan, PlanError, Policy, Schedule
 from lightning_pipes.trainer.cuts.layers.proxy import Layers
 
@@ -71,14 +71,14 @@ class Overlap:
         self._batches = 0
 
     def count_batch(self, use: LayerUse | None, plan: Plan) -> None:
-        """Count a batch that uses these layers, and warn after `LOOKED_AT` batches if necessary."""
-        if use is None or self._batches >= LOOKED_AT:
+        """Count a batch that uses these layers, and warn after `MIN_STEPPED_BATCHES` batches if necessary."""
+        if use is None or self._batches >= MIN_STEPPED_BATCHES:
             return
         self._batches += 1
         late = {name for name, _ in use.delays}
         stepped = frozenset(name for stage in range(plan.n_stages) for name in use.stepped_layers(stage)) - late
         self._always = stepped if self._always is None else self._always & stepped
-        if self._batches < LOOKED_AT or not self._always:
+        if self._batches < MIN_STEPPED_BATCHES or not self._always:
             return
         stage, name = min((s, name) for s, names in enumerate(use.layers) for name in names & self._always)
         speed = speed_behind(plan, stage)
@@ -91,7 +91,7 @@ class Overlap:
             )
 
 
-LOOKED_AT = 20
+MIN_STEPPED_BATCHES = 20
 """The number of batches that must all step a layer before it is considered a layer that every batch steps."""
 
 
@@ -156,7 +156,7 @@ def _held_bytes(part: nn.Module) -> int:
 
 
 def _aligned_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(-(-t.nbytes // ALIGNMENT) * ALIGNMENT for t in tensors)
+    return sum(-(-t.nbytes // SLAB_ALIGNMENT_BYTES) * SLAB_ALIGNMENT_BYTES for t in tensors)
 
 
 def check_layers(module: pl.LightningModule, full: Layers) -> None:

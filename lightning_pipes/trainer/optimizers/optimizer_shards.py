@@ -23,8 +23,8 @@ from lightning_pipes.trainer.ranks.replicas import Replicas
 from lightning_pipes.trainer.user.patches import Patches
 from lightning_pipes.trainer.user.remote_tensors import HookScope
 
-_WAY_OUT = "use one that treats every element alone, such as AdamW or SGD, or leave shard_optimizer out"
-_TOLERANCE = 1e-4
+_SHARDS_WAY_OUT = "use one that treats every element alone, such as AdamW or SGD, or leave shard_optimizer out"
+_STEP_TOLERANCE = 1e-4
 """The maximum relative difference between two steps in float32 that differ only by rounding errors."""
 
 
@@ -192,7 +192,8 @@ def check_shardable(optimizers: Iterable[Optimizer], device: torch.device) -> No
             why = _find_difference(optimizer, group, device) if group["params"] else ""
             if why:
                 raise PipelineError(
-                    f"{type(optimizer).__name__}, group {number}, can't be sharded over replicas: {why}; {_WAY_OUT}"
+                    f"{type(optimizer).__name__}, group {number}, can't be sharded over replicas: {why}; "
+                    f"{_SHARDS_WAY_OUT}"
                 )
 
 
@@ -214,7 +215,7 @@ def _find_difference(optimizer: Optimizer, group: Mapping[str, Any], device: tor
         return f"a flat part of a parameter can't be stepped ({type(error).__name__}: {error})"
     moved = (whole - values).abs().max()
     apart = (torch.cat(parts) - whole.reshape(-1)).abs().max()
-    if not apart <= _TOLERANCE * max(float(moved), 1e-12):
+    if not apart <= _STEP_TOLERANCE * max(float(moved), 1e-12):
         return "a parameter in two parts is stepped to other values than in one, as by norms of whole parameters"
     return ""
 

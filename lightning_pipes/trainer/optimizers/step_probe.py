@@ -23,15 +23,15 @@ from lightning_pipes.engine.compute.rng import forked_rng, seed_all
 from lightning_pipes.engine.private_torch import Clipping, step_hooks
 from lightning_pipes.ir import PipelineError
 
-_STEPS = 24
+_N_COMPARED_STEPS = 24
 """The number of steps that are compared, because an optimizer may couple parameters only after some steps."""
-_LATE_STEPS = 1000
+_N_LATE_STEPS = 1000
 """The number of further steps for an optimizer that stores a value that depends on several parameters."""
-_DISTORTION = 1e3
+_DISTORTION_FACTOR = 1e3
 """The factor that distorts a stored value that depends on several parameters, to detect whether steps depend on it."""
-_TENSORS = 4
+_N_PROBE_TENSORS = 4
 """The number of small parameters that are stepped for each parameter group."""
-_SIZE = 2
+_PROBE_AXIS_SIZE = 2
 """The number of entries along each axis of a small parameter."""
 
 
@@ -99,9 +99,9 @@ def check_skips_unused(optimizers: Sequence[Optimizer]) -> None:
         name = type(optimizer).__name__
         try:
             with _equal_norms(True), forked_rng(first.device):
-                probe = _Probe(optimizer, range(_TENSORS))
+                probe = _Probe(optimizer, range(_N_PROBE_TENSORS))
                 probe.step(2)
-                probe.skipped = frozenset(range(1, _TENSORS))
+                probe.skipped = frozenset(range(1, _N_PROBE_TENSORS))
                 before = probe.values()
                 probe.step(1)
                 changed = [key for key, value in probe.values().items() if key[1] and not _close(value, before[key])]
@@ -127,22 +127,22 @@ def _is_of_torch(optimizer: Optimizer) -> bool:
 
 def _compare(optimizer: Optimizer) -> str:
     """Return the unsupported inputs of a parameter's step: "random" numbers, "all" parameters, or "" for none."""
-    whole, again, distorted = (_Probe(optimizer, range(_TENSORS)) for _ in range(3))
-    halves = [_Probe(optimizer, range(start, _TENSORS, 2)) for start in (0, 1)]
-    whole.step(_STEPS)
-    again.step(_STEPS, seed=1)
+    whole, again, distorted = (_Probe(optimizer, range(_N_PROBE_TENSORS)) for _ in range(3))
+    halves = [_Probe(optimizer, range(start, _N_PROBE_TENSORS, 2)) for start in (0, 1)]
+    whole.step(_N_COMPARED_STEPS)
+    again.step(_N_COMPARED_STEPS, seed=1)
     if not _same(whole.values(), again.values()):
         return "random"
     for half in halves:
-        half.step(_STEPS)
+        half.step(_N_COMPARED_STEPS)
     if not all(_same(half.values(), whole.values()) for half in halves):
         return "all"
-    distorted.step(_STEPS)
+    distorted.step(_N_COMPARED_STEPS)
     distorted_values = [distorted.distort(whole, half) for half in halves]
     if not any(distorted_values):
         return ""
-    whole.step(_LATE_STEPS)
-    distorted.step(_LATE_STEPS)
+    whole.step(_N_LATE_STEPS)
+    distorted.step(_N_LATE_STEPS)
     ends = whole.values()
     equal = (torch.equal(value.nan_to_num(), ends[key].nan_to_num()) for key, value in distorted.values().items())
     return "" if all(equal) else "all"  # the same computations give the same bits
@@ -175,16 +175,16 @@ class _Probe:
         self._gradients: dict[tuple[int, int], torch.Tensor] = {}
         memo: dict[int, Any] = {}
         for g, group in enumerate(optimizer.param_groups):
-            known = group["params"] or [torch.zeros(_SIZE)]
-            for n in range(_TENSORS):
-                like = known[n * len(known) // _TENSORS]
+            known = group["params"] or [torch.zeros(_PROBE_AXIS_SIZE)]
+            for n in range(_N_PROBE_TENSORS):
+                like = known[n * len(known) // _N_PROBE_TENSORS]
                 generator = torch.Generator().manual_seed(100 * g + n)
-                shape, kind = (_SIZE,) * like.ndim, {"dtype": like.dtype, "device": like.device}
+                shape, kind = (_PROBE_AXIS_SIZE,) * like.ndim, {"dtype": like.dtype, "device": like.device}
                 value, gradient = ((n + 1) * torch.randn(shape, generator=generator) for _ in range(2))
                 self._small[g, n] = nn.Parameter(value.to(**kind))
                 self._gradients[g, n] = gradient.to(**kind)
             for n, p in enumerate(group["params"]):
-                memo[id(p)] = self._small[g, n % _TENSORS]
+                memo[id(p)] = self._small[g, n % _N_PROBE_TENSORS]
         chosen = {g: [self._small[g, n] for n in kept] for g, _ in enumerate(optimizer.param_groups)}
         self._optimizer = _copy(optimizer, chosen, memo)
 
@@ -207,7 +207,7 @@ class _Probe:
         for own, of_whole, of_half in zip(self._tables(), whole._tables(), half._tables(), strict=True):
             for key in own.keys() & of_whole.keys() & of_half.keys():
                 if _is_number(own[key]) and not _are_equal(of_whole[key], of_half[key]):
-                    own[key] = _DISTORTION * own[key] + 1
+                    own[key] = _DISTORTION_FACTOR * own[key] + 1
                     found = True
         return found
 

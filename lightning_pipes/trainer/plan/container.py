@@ -36,11 +36,11 @@ from lightning_pipes.trainer.results.logs import recorded
 from lightning_pipes.trainer.user.unchanged import keep_unchanged
 from lightning_pipes.trainer.weights.deferred import has_meta
 
-ROWS, RUNS = 4, 4
+N_TIMED_ROWS, N_TIMED_RUNS = 4, 4
 """The number of samples of the step in which containers are timed, and the number of runs. The fastest run counts."""
-MOST = 0.5
+MIN_WORK_OF_LAYERS = 0.5
 """The smallest share of the work that the layers should have."""
-MOST_OF_PARAMETERS = 0.8
+MIN_PARAMETER_SHARE = 0.8
 """The share of the parameters with which layers certainly have most of the work. Otherwise, operations are counted."""
 
 
@@ -102,7 +102,7 @@ def find_reason_for_units(
     def load() -> None:
         try:
             with forked_rng(device):
-                batch = load_batch(data, ROWS)
+                batch = load_batch(data, N_TIMED_ROWS)
         except NoSampleError as why:
             raise NotMeasuredError(str(why)) from None
         loaded.append((batch, (rows_of(batch, cut=False),)))
@@ -111,7 +111,7 @@ def find_reason_for_units(
         collective(load)
         with LayerProfiler(trainer, path, *loaded[0], device, collective) as profiler:
             whole = work_size(module)
-            if not whole or work_size(module.get_submodule(path)) / whole >= MOST_OF_PARAMETERS:
+            if not whole or work_size(module.get_submodule(path)) / whole >= MIN_PARAMETER_SHARE:
                 profiler.check_step()
             else:
                 inside, around, largest = profiler.count_operations()  # this checks the step, too
@@ -160,7 +160,7 @@ def _time_step(trainer: pl.Trainer, module: pl.LightningModule, data: Any, devic
     with ExitStack() as stack:
         stack.enter_context(forked_rng(device))
         try:
-            batch = example_batch(data, min(ROWS, batch_rows(data)))
+            batch = example_batch(data, min(N_TIMED_ROWS, batch_rows(data)))
         except NoSampleError as why:
             raise NotMeasuredError(str(why)) from None
         for context in (keep_unchanged(module), recorded(module), without_loggers()):
@@ -171,7 +171,7 @@ def _time_step(trainer: pl.Trainer, module: pl.LightningModule, data: Any, devic
             module.to(device)
         batch = private.on_device(trainer, batch)
         arguments = (0,) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else ()
-        for _ in range(RUNS):  # the first run may take longer, and so may any on a busy machine
+        for _ in range(N_TIMED_RUNS):  # the first run may take longer, and so may any on a busy machine
             with ExitStack() as running:
                 for clock in clocks:
                     running.enter_context(clock.time_step())
@@ -237,7 +237,7 @@ def warn_about_outside(module: pl.LightningModule, path: str, profile: ModelProf
             work_size(module.get_submodule(path)) / whole if whole else 1.0,
             "the parameters, embeddings aside,",
         )
-    if inside >= MOST:
+    if inside >= MIN_WORK_OF_LAYERS:
         return
     own = work_size(module.get_submodule(path))
     others = {other: size for other, size in list_containers(module) if other != path}

@@ -42,14 +42,14 @@ from lightning_pipes.trainer.user.unchanged import evaluation_mode, keep_unchang
 
 T = TypeVar("T")
 
-SECONDS = 1.0
+LAYER_SECONDS = 1.0
 """The seconds for which layers are measured, after each layer has run twice with every number of samples."""
-REPEATS = 3
-AROUND = 5
+MIN_LAYER_RUNS = 3
+N_OUTER_RUNS = 5
 """The number of runs of the code around the layers, which no trial measures again."""
-OVERHEAD = 150e-6
+OVERHEAD_SECONDS = 150e-6
 """The seconds that the engine needs before each computation, measured on a CPU with empty stages."""
-WORTH_MEASURING = 0.02
+MIN_MEASURED_SECONDS = 0.02
 """The seconds of all layers per batch below which another cut would save less than other work costs."""
 
 
@@ -439,13 +439,13 @@ class LayerProfiler:
         Short times are measured again, because a single measurement may be much too long on a busy machine.
         """
         seconds = float("inf")
-        for _ in range(1 + REPEATS):
+        for _ in range(1 + MIN_LAYER_RUNS):
             found = self._collective(forward)
             seconds = min(seconds, sum(found) / len(found))
             step = 3 * seconds * (pieces or 0)
-            if pieces is None or step > 10 * WORTH_MEASURING:
+            if pieces is None or step > 10 * MIN_MEASURED_SECONDS:
                 return
-            if step < WORTH_MEASURING:
+            if step < MIN_MEASURED_SECONDS:
                 what = f"a batch takes its layers about {1e3 * step:.1f} ms, too little to balance"
                 raise NotMeasuredError(what, quiet=True)
 
@@ -456,7 +456,7 @@ class LayerProfiler:
         return found
 
     def _run_around(self, rows: int, leaving: Any, found: _Around) -> None:
-        for repeat in range(-1, AROUND):
+        for repeat in range(-1, N_OUTER_RUNS):
             forward, x = self._time_call(lambda: self._capture(rows))
             backward = self._backward([t for t in tensors_in(x) if t.requires_grad])
             after, after_backward = self._run_after(rows, leaving) if not self._logs else self._stand_in_for_after(x)
@@ -521,8 +521,8 @@ class LayerProfiler:
                         optimizer=optimizer,
                         device=self._device,
                         split=split,
-                        repeats=REPEATS,
-                        seconds=SECONDS / len(names),
+                        repeats=MIN_LAYER_RUNS,
+                        seconds=LAYER_SECONDS / len(names),
                         entered=bool(number),
                     )
                 with torch.no_grad():
@@ -566,4 +566,4 @@ def _add_ends(profile: ModelProfile, around: Mapping[int, _Around], entering: Ma
     before = end("before", {n: each.before for n, each in around.items()})
     output = tuple((n, float(sum(t.nbytes for t in tensors_in(x)))) for n, x in sorted(entering.items()))
     after = end("after", {n: each.after for n, each in around.items()})
-    return replace(profile, before=replace(before, output=output), after=after, overhead=OVERHEAD)
+    return replace(profile, before=replace(before, output=output), after=after, overhead=OVERHEAD_SECONDS)

@@ -24,9 +24,9 @@ from lightning_pipes.planning.planner import (
 from lightning_pipes.planning.replanning import MAX_OBSERVATIONS, FreeBytes, Observation
 from lightning_pipes.sim import simulate
 
-TRIED_PER_STAGE = 16
+TRIED_MICROBATCHES_PER_STAGE = 16
 """The number of micro-batches per stage with which it is checked that a schedule can order a plan."""
-_KEPT = 64
+_MAX_CACHED_ORDERS = 64
 
 
 class Plans:
@@ -77,7 +77,7 @@ class Plans:
     @property
     def trial_rows(self) -> int:
         """The number of samples of a batch with which the order is checked before the size of the batches is known."""
-        return min(self.microbatches, TRIED_PER_STAGE * len(self._ranks)) * max(self._degrees, default=1)
+        return min(self.microbatches, TRIED_MICROBATCHES_PER_STAGE * len(self._ranks)) * max(self._degrees, default=1)
 
     @property
     def is_asynchronous(self) -> bool:
@@ -102,7 +102,7 @@ class Plans:
         if rows in self._given:
             return self._given[rows]
         if rows not in self._made:
-            if len(self._made) >= _KEPT:
+            if len(self._made) >= _MAX_CACHED_ORDERS:
                 self._made.pop(next(iter(self._made)))
             self._made[rows] = self._order_plan(solve_plan(self._problem_of(rows)))
         return self._made[rows]

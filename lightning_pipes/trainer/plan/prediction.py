@@ -16,12 +16,13 @@ from lightning_pipes.trainer.ranks.ranks import Ranks
 from lightning_pipes.trainer.reports.report import Window
 from lightning_pipes.trainer.reports.timing import Share
 
-SECONDS = 3.0
-"""The seconds of steps that are compared, within the limits FEWEST and MOST for their number."""
-FEWEST, MOST = 10, 50
-SKIPPED = 2
+COMPARED_SECONDS = 3.0
+"""The seconds of steps that are compared, within the limits MIN_COMPARED_STEPS and MAX_COMPARED_STEPS for their
+number."""
+MIN_COMPARED_STEPS, MAX_COMPARED_STEPS = 10, 50
+N_SKIPPED_STEPS = 2
 """The number of first steps that are skipped, because they contain one-time work."""
-LOOKS = 3
+MAX_COMPARISONS = 3
 """The largest number of comparisons in a run. Another comparison follows each correction of the decision."""
 
 
@@ -49,7 +50,7 @@ class Prediction:
         self._contradicted = contradicted
         self._made = replace(decision, movable=decision.movable and not stays)
         self._ranks = ranks
-        self._left = LOOKS if alone and decision.computing is not None else 0
+        self._left = MAX_COMPARISONS if alone and decision.computing is not None else 0
         self._plan: Plan | None = None
         self._shares: list[Share] = []
 
@@ -70,10 +71,13 @@ class Prediction:
         self._plan = window.plan
         self._shares.append(Share.from_events(window.events))
         assert made.computing is not None
-        wanted = min(MOST, max(FEWEST, int(SECONDS / made.computing) if made.computing else MOST))
-        if len(self._shares) < SKIPPED + wanted:
+        wanted = min(
+            MAX_COMPARED_STEPS,
+            max(MIN_COMPARED_STEPS, int(COMPARED_SECONDS / made.computing) if made.computing else MAX_COMPARED_STEPS),
+        )
+        if len(self._shares) < N_SKIPPED_STEPS + wanted:
             return None
-        own, self._shares = self._shares[SKIPPED:], []
+        own, self._shares = self._shares[N_SKIPPED_STEPS:], []
         control = self._ranks.control
         shares = control.all_gather(own)
         found: Decision | None = control.broadcast(

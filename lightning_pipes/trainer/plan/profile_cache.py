@@ -26,8 +26,8 @@ from lightning_pipes.cost import Link, ModelProfile
 from lightning_pipes.ir import InputError
 from lightning_pipes.ir.checks import read_object
 
-FOLDER = "lightning_pipes_profiles"
-VARIABLE = "LIGHTNING_PIPES_PROFILES"
+PROFILE_FOLDER = "lightning_pipes_profiles"
+PROFILES_VARIABLE = "LIGHTNING_PIPES_PROFILES"
 """The environment variable that names another folder. If it is empty, profiles are not stored."""
 
 
@@ -117,16 +117,16 @@ def describe_module(module: nn.Module) -> object:
 
 def find_cache(trainer: pl.Trainer) -> ProfileCache:
     """Return the cache in a Trainer's root directory, or in the folder that the environment variable names."""
-    named = os.environ.get(VARIABLE)
+    named = os.environ.get(PROFILES_VARIABLE)
     root = str(trainer.default_root_dir)
     if named == "" or (named is None and "://" in root):
         return ProfileCache(None)
-    return ProfileCache(Path(root) / FOLDER if named is None else Path(named))
+    return ProfileCache(Path(root) / PROFILE_FOLDER if named is None else Path(named))
 
 
 def clear_profiles(folder: Path) -> int:
     """Remove the profiles that runs with this root directory have stored, and return their number."""
-    folder = Path(os.environ.get(VARIABLE) or folder / FOLDER)
+    folder = Path(os.environ.get(PROFILES_VARIABLE) or folder / PROFILE_FOLDER)
     files = [*folder.glob("*.json")]
     for path in files:
         path.unlink()

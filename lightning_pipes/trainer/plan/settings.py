@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch.distributed as dist
 from typing_extensions import TypeIs
 
-from lightning_pipes.engine.messages.transport import KINDS
+from lightning_pipes.engine.messages.transport import TRANSPORT_KINDS
 from lightning_pipes.engine.watch.heartbeat import BEAT_SECONDS
 from lightning_pipes.ir import (
     MAX_MICROBATCHES,
@@ -39,9 +39,9 @@ Gather = Literal["auto", "all", "rank0", "trained", "none"]
 """The ranks that have the whole module at the end of a run."""
 BATCH = "batch"
 """The value of `loss` for a loss that is computed once for a whole batch."""
-REPLANS = "dynpipe"
+REPLANNING_SCHEDULE = "dynpipe"
 """The schedule whose planner moves layers in a run with another schedule."""
-UNCHOSEN = "1f1b"
+FALLBACK_SCHEDULE = "1f1b"
 """The schedule that runs if none can be chosen."""
 
 
@@ -60,7 +60,7 @@ def find_schedule(schedule: str | Schedule | Policy, settings: Mapping[str, Any]
     if isinstance(schedule, str) and schedule == AUTO:
         if settings:
             raise InputError(f"schedule_args={dict(settings)} belong to one schedule, and schedule='auto' chooses it")
-        return make_schedule(UNCHOSEN)
+        return make_schedule(FALLBACK_SCHEDULE)
     if isinstance(schedule, str):
         return make_schedule(schedule, **settings)
     if isinstance(schedule, type) or not isinstance(schedule, (Schedule, Policy)):
@@ -71,7 +71,8 @@ def find_schedule(schedule: str | Schedule | Policy, settings: Mapping[str, Any]
 
 
 def find_replanner(replan: bool | Mapping[str, Any], schedule: Schedule | Policy) -> Planner | None:
-    """Return the planner of `REPLANS` with these settings, which moves layers, or None if layers must not move.
+    """Return the planner of `REPLANNING_SCHEDULE` with these settings, which moves layers, or None if layers must not
+    move.
 
     Raises:
         InputError: the planner does not accept these settings, or the schedule already has a planner that revises
@@ -91,7 +92,7 @@ def find_replanner(replan: bool | Mapping[str, Any], schedule: Schedule | Policy
             f"schedule {schedule.name!r} already revises its plan during the run, so replan can't be used with it. "
             "Leave replan out, and give settings in schedule_args"
         )
-    return planner_of(make_schedule(REPLANS, **({} if replan is True else replan)))
+    return planner_of(make_schedule(REPLANNING_SCHEDULE, **({} if replan is True else replan)))
 
 
 def check_names(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -199,8 +200,8 @@ def _check_backend(name: str, backend: str | None) -> str | None:
 
 
 def _check_transport(name: str, transport: str) -> str:
-    if not isinstance(transport, str) or transport not in KINDS:
-        *others, last = map(repr, KINDS)
+    if not isinstance(transport, str) or transport not in TRANSPORT_KINDS:
+        *others, last = map(repr, TRANSPORT_KINDS)
         raise InputError(
             f"{name}: no transport is called {short_repr(transport)}; choose {', '.join(others)} or {last}"
         )

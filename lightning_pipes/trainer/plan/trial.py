@@ -28,11 +28,11 @@ from lightning_pipes.trainer.ranks.holdings import Holdings
 from lightning_pipes.trainer.ranks.ranks import Ranks
 from lightning_pipes.trainer.reports.timing import Share
 
-SECONDS = 2.0
+TRIAL_SECONDS = 2.0
 """The seconds of a trial after its first step, unless a single step takes longer."""
-STEPS = 16
+MAX_TRIAL_STEPS = 16
 """The largest number of steps that count."""
-CONTRADICTION = 0.1
+PREDICTION_TOLERANCE = 0.1
 """The relative difference that is allowed between a measured and a predicted step."""
 
 
@@ -89,7 +89,7 @@ class Trial:
     @property
     def is_contradicted(self) -> bool:
         """Whether the measured times differ from the profile by more than the allowed difference."""
-        return any(abs(ratio - 1) > CONTRADICTION for ratio in (self.measured / self.predicted, self.busiest))
+        return any(abs(ratio - 1) > PREDICTION_TOLERANCE for ratio in (self.measured / self.predicted, self.busiest))
 
 
 class Trials:
@@ -110,7 +110,9 @@ class Trials:
         self._device = ranks.device
         self._transport = transport
 
-    def run(self, made: Decision, pieces: int, rows: int, deployment: Deployment, seconds: float = SECONDS) -> Trial:
+    def run(
+        self, made: Decision, pieces: int, rows: int, deployment: Deployment, seconds: float = TRIAL_SECONDS
+    ) -> Trial:
         """Return the result of a trial of `made`.
 
         Args:
@@ -144,7 +146,7 @@ class Trials:
                 )
                 for stage, inside in mine.items()
             ]
-            shares = self._steps(plan, order, stages, holdings, min(SECONDS, max(seconds, 0.0)))
+            shares = self._steps(plan, order, stages, holdings, min(TRIAL_SECONDS, max(seconds, 0.0)))
         assert made.profile is not None
         return Trial.from_steps(
             shares, self._control.ranks, self._grid.pipelines, _predicted(made.profile, plan, order, deployment)
@@ -173,7 +175,7 @@ class Trials:
                 if found:  # the first step takes longer
                     turns.append(StepTiming(longest, max(waited)))
                 shortest = min(shortest, longest)
-                wanted = min(STEPS, max(1, int(1e9 * seconds / max(shortest, 1))))
+                wanted = min(MAX_TRIAL_STEPS, max(1, int(1e9 * seconds / max(shortest, 1))))
                 found.append([*shares])
                 for p in parameters:
                     p.grad = None  # as at the start of a batch
@@ -215,11 +217,11 @@ def _predicted(
     return simulate_step(bare, plan, order, Deployment(deployment.pipeline))
 
 
-_WAITED = 0.05
+_MAX_WAIT_SHARE = 0.05
 """The largest share of a step for which any rank may wait for a core if the step counts as undisturbed."""
-_LONGER = 2
+_MAX_STEPS_RATIO = 2
 """The largest number of steps, relative to the wanted number, if other processes disturb them."""
-_ENOUGH = 0.25
+_MIN_UNDISTURBED_SHARE = 0.25
 """The share of steps that must be undisturbed. If fewer are, other processes are considered to be always running."""
 
 
@@ -241,7 +243,7 @@ def needs_more_steps(turns: Sequence[StepTiming], wanted: int) -> bool:
     Steps are needed until the wanted number is reached and a quarter of the steps was undisturbed, but at most twice
     the wanted number.
     """
-    return len(turns) < wanted or (not _enough(turns) and len(turns) < _LONGER * wanted)
+    return len(turns) < wanted or (not _enough(turns) and len(turns) < _MAX_STEPS_RATIO * wanted)
 
 
 def counting(turns: Sequence[StepTiming]) -> list[int]:
@@ -256,11 +258,11 @@ def counting(turns: Sequence[StepTiming]) -> list[int]:
 
 
 def _enough(turns: Sequence[StepTiming]) -> bool:
-    return sum(map(_steady, turns)) >= _ENOUGH * len(turns)
+    return sum(map(_steady, turns)) >= _MIN_UNDISTURBED_SHARE * len(turns)
 
 
 def _steady(turn: StepTiming) -> bool:
-    return turn.waited <= _WAITED * turn.took
+    return turn.waited <= _MAX_WAIT_SHARE * turn.took
 
 
 def waited_so_far() -> int:

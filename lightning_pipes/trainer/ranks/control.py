@@ -18,23 +18,23 @@ import torch.distributed as dist
 from lightning_pipes.engine.messages.local import PeerListener, host_id
 from lightning_pipes.engine.watch.failure import FailureWatch
 from lightning_pipes.engine.watch.fault_points import fault_point
-from lightning_pipes.engine.watch.trust import TRUSTED, Seal
+from lightning_pipes.engine.watch.trust import TRUSTED_SEAL, Seal
 from lightning_pipes.ir import PipelineError
-from lightning_pipes.trainer.ranks.mesh import MOST, Mesh, MessageId, PackedObject, unpack_object
+from lightning_pipes.trainer.ranks.mesh import MAX_CONNECTED_RANKS, Mesh, MessageId, PackedObject, unpack_object
 from lightning_pipes.trainer.ranks.processes import all_processes, process_rank
 
-_SLICE = timedelta(milliseconds=200)
-_PROMPT = timedelta(milliseconds=2)
+_WAIT_SLICE = timedelta(milliseconds=200)
+_IDLE_SLICE = timedelta(milliseconds=2)
 """The slice of a wait with `idle`: the time in which other ranks answer if they have nothing else to do."""
-_FIRST = 16384
+_FIRST_MESSAGE_BYTES = 16384
 """The size in bytes of the first message of an object.
 
 A longer object needs a second message. Random states and small reports fit into the first one.
 """
-_LENGTH = 8
-_MOST_LEAVING = 8
+_LENGTH_BYTES = 8
+_MAX_LEAVING_MESSAGES = 8
 """The number of messages in flight to other ranks for which a rank does not wait."""
-_PREPARED = "prepared"
+_PREPARED_KEY = "prepared"
 _FLAGS, _AT_ONCE, _LATER = range(3)
 """Kinds of messages between ranks of one host."""
 T = TypeVar("T")
@@ -141,7 +141,7 @@ class Control:
         All ranks of the job must call it.
         """
         self.connect()
-        return self.connect(_PREPARED)
+        return self.connect(_PREPARED_KEY)
 
     def subgroup(self, ranks: Sequence[int], purpose: str = "") -> Any:
         """Return a process group of some ranks.
@@ -210,7 +210,7 @@ class Control:
 
     def _make_mesh(self, group: Any) -> Mesh | None:
         """Return the mesh of the ranks; None if they are not all on this host, or if there are too many."""
-        if not 1 < self.size <= MOST:
+        if not 1 < self.size <= MAX_CONNECTED_RANKS:
             return None
         here = host_id()
         listener = PeerListener() if here else None
@@ -312,14 +312,14 @@ class Control:
         if source == (process_rank() if mesh is None else mesh.rank):
             return partial(self._send, source, group, message_id)
         if mesh is None:
-            first = torch.empty(_FIRST, dtype=torch.uint8)
+            first = torch.empty(_FIRST_MESSAGE_BYTES, dtype=torch.uint8)
             return partial(self._receive_object, source, group, first, self._start_broadcast(first, source, group))
 
         def receive(_: Any) -> Any:
             (data,) = self._receive_all(mesh, [source], message_id)
             if data:
-                return unpack_object(memoryview(data), TRUSTED)
-            first = torch.empty(_FIRST, dtype=torch.uint8)
+                return unpack_object(memoryview(data), TRUSTED_SEAL)
+            first = torch.empty(_FIRST_MESSAGE_BYTES, dtype=torch.uint8)
             return self._receive_object(source, group, first, self._start_broadcast(first, source, group), None)
 
         return receive
@@ -327,13 +327,13 @@ class Control:
     def _send(self, source: int, group: Any, message_id: MessageId, obj: Any) -> Any:
         mesh = self._mesh
         if mesh is not None:
-            packed = PackedObject(obj, TRUSTED)
-            small = packed.size <= _FIRST
+            packed = PackedObject(obj, TRUSTED_SEAL)
+            small = packed.size <= _FIRST_MESSAGE_BYTES
             mesh.send(message_id, b"".join(packed.parts) if small else b"")
             self._wait(mesh, lambda: mesh.is_sent)
             if small:
                 return obj
-        while self._sends and (len(self._sends) > _MOST_LEAVING or self._sends[0].is_completed()):
+        while self._sends and (len(self._sends) > _MAX_LEAVING_MESSAGES or self._sends[0].is_completed()):
             self._finish(self._sends.popleft())
         self._sends.extend(self._start_broadcast(m, source, group) for m in _split_message(obj, self._seal))
         return obj
@@ -348,10 +348,10 @@ class Control:
         """Receive an object. `first_work` receives its first message."""
         self._finish(first_work)
         end = _message_end(first)
-        rest = torch.empty(max(0, end - _FIRST), dtype=torch.uint8)
+        rest = torch.empty(max(0, end - _FIRST_MESSAGE_BYTES), dtype=torch.uint8)
         if rest.numel():
             self._finish(self._start_broadcast(rest, source, group))
-        return _unpack(torch.cat([first[_LENGTH:end], rest]), self._seal)
+        return _unpack(torch.cat([first[_LENGTH_BYTES:end], rest]), self._seal)
 
     def gather(self, obj: Any, to: int) -> list[Any] | None:
         """Return the objects of all ranks in order on global rank `to`, and None on other ranks.
@@ -381,11 +381,11 @@ class Control:
 
     def _start_gather(self, obj: Any, group: Any) -> PendingGather[list[Any]]:
         data = _pack_message(obj, self._seal)
-        first = [torch.empty(_FIRST, dtype=torch.uint8) for _ in self.ranks]
-        work = dist.all_gather(first, data[:_FIRST], group=group, async_op=True)
+        first = [torch.empty(_FIRST_MESSAGE_BYTES, dtype=torch.uint8) for _ in self.ranks]
+        work = dist.all_gather(first, data[:_FIRST_MESSAGE_BYTES], group=group, async_op=True)
 
         def has_arrived() -> bool:
-            return work.is_completed() and all(_message_end(message) <= _FIRST for message in first)
+            return work.is_completed() and all(_message_end(message) <= _FIRST_MESSAGE_BYTES for message in first)
 
         return PendingGather(
             has_arrived, lambda _: self._finish(work), partial(self._collect_gathered, first, data, group)
@@ -395,13 +395,13 @@ class Control:
         """Return the gathered objects after their first messages have arrived."""
         ends = [_message_end(message) for message in first]
         whole = list(first)
-        if max(ends) > _FIRST:
-            own = torch.zeros(max(ends) - _FIRST, dtype=torch.uint8)
-            own[: len(data) - _FIRST] = data[_FIRST:]
+        if max(ends) > _FIRST_MESSAGE_BYTES:
+            own = torch.zeros(max(ends) - _FIRST_MESSAGE_BYTES, dtype=torch.uint8)
+            own[: len(data) - _FIRST_MESSAGE_BYTES] = data[_FIRST_MESSAGE_BYTES:]
             rest = [torch.empty_like(own) for _ in first]
             self._finish(dist.all_gather(rest, own, group=group, async_op=True))
             whole = [torch.cat(parts) for parts in zip(first, rest, strict=True)]
-        return [_unpack(message[_LENGTH:end], self._seal) for message, end in zip(whole, ends, strict=True)]
+        return [_unpack(message[_LENGTH_BYTES:end], self._seal) for message, end in zip(whole, ends, strict=True)]
 
     @property
     def _group(self) -> Any:
@@ -443,7 +443,7 @@ class Control:
         self._waiting = True
         fault_point("collective")
         self.watch.doing = self._call
-        patience = _SLICE if self._idle is None else _PROMPT
+        patience = _WAIT_SLICE if self._idle is None else _IDLE_SLICE
         while True:
             try:
                 work.wait(patience)
@@ -465,7 +465,10 @@ class Control:
             return
         self._waiting = True
         self.watch.doing = self._call
-        patience, until = _SLICE if self._idle is None else _PROMPT, time.monotonic() + self._timeout.total_seconds()
+        patience, until = (
+            _WAIT_SLICE if self._idle is None else _IDLE_SLICE,
+            time.monotonic() + self._timeout.total_seconds(),
+        )
         while not mesh.exchange_until(done, patience.total_seconds()):
             self.watch.check()
             if time.monotonic() > until:
@@ -509,15 +512,15 @@ def close_all(controls: Iterable[Control]) -> None:
 def _pack_message(obj: Any, seal: Seal | None) -> torch.Tensor:
     """Pack the length and bytes of an object, padded to the size of a first message."""
     packed = PackedObject(obj, seal)
-    data = torch.zeros(max(_FIRST, _LENGTH + packed.size), dtype=torch.uint8)
-    data[:_LENGTH] = torch.tensor([packed.size], dtype=torch.int64).view(torch.uint8)
-    packed.write(data[_LENGTH:])
+    data = torch.zeros(max(_FIRST_MESSAGE_BYTES, _LENGTH_BYTES + packed.size), dtype=torch.uint8)
+    data[:_LENGTH_BYTES] = torch.tensor([packed.size], dtype=torch.int64).view(torch.uint8)
+    packed.write(data[_LENGTH_BYTES:])
     return data
 
 
 def _message_end(message: torch.Tensor) -> int:
     """Return the offset of the end of a message that begins with its length."""
-    return _LENGTH + int(message[:_LENGTH].view(torch.int64))
+    return _LENGTH_BYTES + int(message[:_LENGTH_BYTES].view(torch.int64))
 
 
 def _unpack(data: torch.Tensor, seal: Seal | None) -> Any:
@@ -528,13 +531,13 @@ def _split_message(obj: Any, seal: Seal | None) -> list[torch.Tensor]:
     """Return the tensors that `Control._receive_object` expects: a first message of fixed length, and the rest of the
     object if it is longer."""
     data = _pack_message(obj, seal)
-    return [part for part in (data[:_FIRST], data[_FIRST:]) if part.numel()]
+    return [part for part in (data[:_FIRST_MESSAGE_BYTES], data[_FIRST_MESSAGE_BYTES:]) if part.numel()]
 
 
 def _has_failed(work: dist.Work) -> bool:
     """Return whether a collective that has ended has failed."""
     try:
-        work.wait(_SLICE)
+        work.wait(_WAIT_SLICE)
     except RuntimeError:
         return True
     return False

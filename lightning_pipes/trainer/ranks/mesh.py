@@ -19,10 +19,10 @@ from lightning_pipes.engine.messages.local import PeerListener, connect_to
 from lightning_pipes.engine.watch.failure import FailureWatch
 from lightning_pipes.engine.watch.trust import Seal, dumps, loads
 
-MOST = 16
+MAX_CONNECTED_RANKS = 16
 """The largest number of ranks for which all pairs are connected. For more ranks, a tree is faster."""
-_HEAD = struct.Struct("<i q q")  # kind, number, bytes
-_READ = 65536
+_HEAD_FORMAT = struct.Struct("<i q q")  # kind, number, bytes
+_READ_BYTES = 65536
 
 
 class MessageId(NamedTuple):
@@ -75,7 +75,7 @@ class Mesh:
         Bytes that can't be sent immediately are sent by calls of `exchange_until`, until `is_sent` is True. A peer that
         has closed its connection receives nothing.
         """
-        message = _HEAD.pack(message_id.kind, message_id.number, len(data)) + data
+        message = _HEAD_FORMAT.pack(message_id.kind, message_id.number, len(data)) + data
         for peer in self._peers.values():
             peer.send(message)
 
@@ -161,7 +161,7 @@ class _Peer:
     def read_messages(self) -> Sequence[tuple[MessageId, bytearray]]:
         """Return the messages that are complete."""
         try:
-            data = self.socket.recv(_READ)
+            data = self.socket.recv(_READ_BYTES)
         except BlockingIOError:
             return []
         except OSError:
@@ -171,17 +171,17 @@ class _Peer:
             return []
         self._read += data
         found = []
-        while len(self._read) >= _HEAD.size:
-            kind, number, size = _HEAD.unpack_from(self._read)
-            end = _HEAD.size + size
+        while len(self._read) >= _HEAD_FORMAT.size:
+            kind, number, size = _HEAD_FORMAT.unpack_from(self._read)
+            end = _HEAD_FORMAT.size + size
             if len(self._read) < end:
                 break
-            found.append((MessageId(kind, number), self._read[_HEAD.size : end]))
+            found.append((MessageId(kind, number), self._read[_HEAD_FORMAT.size : end]))
             del self._read[:end]
         return found
 
 
-_NUMBER = struct.Struct("<q")
+_NUMBER_FORMAT = struct.Struct("<q")
 
 
 class PackedObject:
@@ -215,9 +215,9 @@ def unpack_object(data: memoryview, seal: Seal | None) -> Any:
     Raises:
         PipelineError: the sender is not trusted.
     """
-    (count,) = _NUMBER.unpack_from(data)
-    parts, at = [], _NUMBER.size * (count + 1)
-    for length in struct.unpack_from(f"<{count}q", data, _NUMBER.size):
+    (count,) = _NUMBER_FORMAT.unpack_from(data)
+    parts, at = [], _NUMBER_FORMAT.size * (count + 1)
+    for length in struct.unpack_from(f"<{count}q", data, _NUMBER_FORMAT.size):
         parts.append(data[at : at + length])
         at += length
     return loads(parts[0], seal, parts[1:])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from lightning_pipes.engine.watch.trust import TRUSTED, seal_of
+from lightning_pipes.engine.watch.trust import TRUSTED_SEAL, seal_of
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.mesh import PackedObject, unpack_object
 
-_POLL_SECONDS = 0.0005
+_NOTICE_POLL_SECONDS = 0.0005
 
 
 class Notices:
@@ -21,7 +21,7 @@ class Notices:
     def __init__(self, control: Control) -> None:
         self._watch = control.watch
         self._store = control.watch.sub_store() if control.size > 1 else None
-        self._seal = TRUSTED if seal_of(self._store) else None  # the store authenticates its values
+        self._seal = TRUSTED_SEAL if seal_of(self._store) else None  # the store authenticates its values
 
     def put(self, name: str, message: Any) -> None:
         """Store a message, which replaces an earlier message of the same name. A single rank stores nothing."""
@@ -47,7 +47,7 @@ class Notices:
         assert self._store is not None, "there is no other rank"
         while not self._store.check([name]):
             self._watch.check()
-            time.sleep(_POLL_SECONDS)
+            time.sleep(_NOTICE_POLL_SECONDS)
         return self._read(name)
 
     def _read(self, name: str) -> Any:

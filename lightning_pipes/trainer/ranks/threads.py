@@ -14,9 +14,9 @@ import torch
 from lightning_pipes.engine.watch.identity import read_boot_id
 from lightning_pipes.trainer.ranks.control import Control
 
-VARIABLE = "OMP_NUM_THREADS"
+THREADS_VARIABLE = "OMP_NUM_THREADS"
 """The environment variable with which users set the number of threads of every process."""
-_GROUPS = Path("/sys/fs/cgroup")
+_CGROUP_PATH = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,14 @@ class Threads:
     """
 
     def __init__(self) -> None:
-        self._given = VARIABLE in os.environ
+        self._given = THREADS_VARIABLE in os.environ
 
     def share_cores(self, control: Control) -> None:
         """Set the number of threads of this process to its share, unless the user has set this number. Collective."""
         mine = Cores.here()
         of_ranks = control.all_gather((mine.host, sorted(mine.cores), mine.group, mine.allowed))
         if not self._given:
-            os.environ.pop(VARIABLE, None)
+            os.environ.pop(THREADS_VARIABLE, None)
             torch.set_num_threads(
                 threads_of_process(mine, [Cores(host, frozenset(cores), *rest) for host, cores, *rest in of_ranks])
             )
@@ -109,11 +109,11 @@ def _folders() -> list[Path]:
         return []
     for line in lines:
         _, controllers, name = line.split(":", 2)
-        root = _GROUPS
+        root = _CGROUP_PATH
         if controllers:
             if "cpu" not in controllers.split(","):
                 continue
-            root = next((r for r in (_GROUPS / controllers, _GROUPS / "cpu") if r.is_dir()), _GROUPS)
+            root = next((r for r in (_CGROUP_PATH / controllers, _CGROUP_PATH / "cpu") if r.is_dir()), _CGROUP_PATH)
         inside = root / name.lstrip("/")
         found += [folder for folder in (inside, *inside.parents) if folder.is_relative_to(root)]
     return [folder for folder in dict.fromkeys(found) if folder.is_dir()]

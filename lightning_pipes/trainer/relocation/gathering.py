@@ -27,7 +27,7 @@ Description = tuple[str, tuple[int, ...], str]
 
 AUTO, TRAINED = "auto", "trained"
 """Values of the setting `gather`."""
-_MESSAGE = 1 << 20
+_MAX_JOINED_BYTES = 1 << 20
 """The number of bytes up to which small tensors are sent in one message."""
 
 
@@ -171,13 +171,13 @@ def choose_receivers(gather: str, inventories: Sequence[RankInventory]) -> Seque
 def group_tensors(tensors: Iterable[Description]) -> Iterator[list[Description]]:
     """Yield the tensors in order, in groups that are sent as one message each.
 
-    A group holds at most `_MESSAGE` bytes, or a single tensor.
+    A group holds at most `_MAX_JOINED_BYTES` bytes, or a single tensor.
     """
     group: list[Description] = []
     held = 0
     for tensor in tensors:
         size = _padded(_count_bytes(tensor))
-        if group and held + size > _MESSAGE:
+        if group and held + size > _MAX_JOINED_BYTES:
             yield group
             group, held = [], 0
         group.append(tensor)

@@ -14,8 +14,9 @@ wait. The gradients are applied in the order of the batches, in one optimizer st
 rate and all other settings of this batch, and clipped as they would have been.
 
 All ranks switch before the same batch, with a drained pipeline. They switch as soon as all ranks have received their
-layers. After MOST_BATCHES batches, they wait for the layers. When weights have to be up to date, no step may be late:
-if steps wait for the transfer, then validation, checkpoints, the end of an epoch and the end of training wait for it,
+layers. After MAX_MOVING_BATCHES batches, they wait for the layers. When weights have to be up to date, no step may be
+late: if steps wait for the transfer, then validation, checkpoints, the end of an epoch and the end of training wait for
+    it,
 too.
 """
 
@@ -41,7 +42,7 @@ from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.relocation.local_layers import LocalLayers
 from lightning_pipes.trainer.relocation.transfer import DeferredSteps, LayerTransfer, move_layers
 
-MOST_BATCHES = 32
+MAX_MOVING_BATCHES = 32
 """The largest number of batches during which layers travel.
 
 It limits the number of gradients that are kept: of the layers that travel, or of all layers if steps wait.
@@ -260,7 +261,7 @@ class LayerRelocation:
         """Return whether all ranks have received everything, or the move takes too long."""
         assert self._transfer is not None
         self._pending.append(self._control.start_any(not self._transfer.has_arrived))
-        if number - self._began >= MOST_BATCHES:
+        if number - self._began >= MAX_MOVING_BATCHES:
             return True
         return len(self._pending) > self.max_lag and not self._pending.popleft()()[0]
 

@@ -25,13 +25,13 @@ from lightning_pipes.trainer.reports.stage_bytes import StageBytes, with_bytes
 if TYPE_CHECKING:
     from lightning_pipes.planning.advice import Advice
 
-KEPT_WINDOWS = 10
-KEPT_STEPS = 100
+MAX_REPORTED_WINDOWS = 10
+MAX_REPORTED_STEPS = 100
 """Number of batches after a prediction whose step times are recorded, to be compared with the prediction."""
-CHANGED = 0.1
+MIN_REPORTED_CHANGE = 0.1
 """Relative difference between the last steps and the first steps above which it is mentioned. It means that other
 programs use the machine too, or that the data changed."""
-AMONG_SIBLINGS = "measured, among siblings"
+SIBLINGS_LABEL = "measured, among siblings"
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class RunInfo:
         predicted: the step as predicted with the profile on which the choice was based, or None without a profile.
         unpredicted: the reason why there is no prediction, as a clause.
         siblings: the number of training jobs that shared the ranks at a time.
-        measured: the median duration of the first `KEPT_STEPS` steps since the prediction, in seconds, up to the
-            optimizer step.
+        measured: the median duration of the first `MAX_REPORTED_STEPS` steps since the prediction, in seconds, up to
+            the optimizer step.
         steps: the number of these steps.
         monitored: the curves of the monitor on each rank. Empty without a monitor.
         peaks: the peak memory of each rank in bytes, or None for a rank on which it is not measured.
@@ -101,7 +101,7 @@ class RunInfo:
     unpredicted: str = ""
     siblings: int = 1
     measured: float | None = None
-    steps: int = KEPT_STEPS
+    steps: int = MAX_REPORTED_STEPS
     monitored: tuple[Curves, ...] = ()
     peaks: tuple[int | None, ...] = ()
 
@@ -151,7 +151,7 @@ class PipelineReport:
         counts = Counter(id(round_[0].plan) for round_ in rounds)
         common = counts.most_common(1)[0][0]
         first = next(r[0] for r in rounds if id(r[0].plan) == common)
-        name = "measured" if about.siblings == 1 else AMONG_SIBLINGS
+        name = "measured" if about.siblings == 1 else SIBLINGS_LABEL
         ran = [
             (Timeline.from_ranks([w.events for w in round_], first.plan, name=name), round_[0])
             for round_ in rounds
@@ -327,7 +327,11 @@ def _choice(about: RunInfo, measured: Timeline) -> str:
         return about.choice
     predicted = f"A step up to the optimizer: {seconds_text(about.predicted.timeline.makespan)} predicted, "
     step = measured.makespan if about.measured is None else 1e9 * about.measured
-    later = f", {seconds_text(measured.makespan)} at last" if abs(measured.makespan / step - 1) > CHANGED else ""
+    later = (
+        f", {seconds_text(measured.makespan)} at last"
+        if abs(measured.makespan / step - 1) > MIN_REPORTED_CHANGE
+        else ""
+    )
     return "\n".join(filter(None, [about.choice, f"{predicted}{seconds_text(step)} measured{later}"]))
 
 

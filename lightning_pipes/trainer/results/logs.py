@@ -387,7 +387,7 @@ def limit_metric_sync(module: pl.LightningModule, group: Any, patches: Patches) 
 
 GRADIENT_HOOKS = select_hooks(lambda hook: hook.merges_logs)
 
-_TOTAL = re.compile(r"(?P<norms>.*grad_(?P<p>[0-9.]+|inf)_norm)_total")
+_TOTAL_NORM_PATTERN = re.compile(r"(?P<norms>.*grad_(?P<p>[0-9.]+|inf)_norm)_total")
 """The name of the norm of all norms in `lightning.pytorch.utilities.grad_norm`, after any prefix of the user."""
 
 
@@ -462,14 +462,14 @@ def merge_over_ranks(recordings: Sequence[Sequence[LogCall]], last: int) -> tupl
         norms = list(_norms_under(name, calls))
         if norms:
             doubtful.pop(name, None)
-            p = float(_TOTAL.fullmatch(name)["p"])  # type: ignore[index]
+            p = float(_TOTAL_NORM_PATTERN.fullmatch(name)["p"])  # type: ignore[index]
             calls[name] = LogCall(name, torch.tensor(norms).norm(p), call.options)  # as in grad_norm
     return list(calls.values()), list(doubtful)
 
 
 def _norms_under(name: str, calls: dict[str, LogCall]) -> Iterator[Any]:
     """Yield the values of which `name` is the total."""
-    total = _TOTAL.fullmatch(name)
+    total = _TOTAL_NORM_PATTERN.fullmatch(name)
     if total is not None:
         yield from (call.value for other, call in calls.items() if other.startswith(total["norms"]) and other != name)
 

@@ -23,19 +23,19 @@ from lightning_pipes.ir import PipelineError, Span
 from lightning_pipes.trainer.data.batches import make_cutter
 from lightning_pipes.trainer.results.logs import LogCall, LogKey, number_calls
 
-SAMPLES, SUMS, OWN = "samples", "1: it is a sum", "microbatch_weight"
-FIRST = "the first micro-batch"
+SAMPLES_WEIGHT, SUMS_WEIGHT, OWN_WEIGHT = "samples", "1: it is a sum", "microbatch_weight"
+FIRST_WEIGHT = "the first micro-batch"
 """The candidate for values that only depend on the first sample, such as `x[0, 0]`."""
-EXTREME = "the largest or smallest"
+EXTREME_WEIGHT = "the largest or smallest"
 """The candidate for values that are logged with reduce_fx="max" or "min", which have no weights."""
-IGNORED = -100
+IGNORED_LABEL = -100
 """The label of entries that do not count, as in `torch.nn.functional.cross_entropy`."""
-_HALF = 1e-4
+_HALF_TOLERANCE = 1e-4
 """The relative difference that is allowed between losses if they are computed from half-precision numbers.
 
 In measurements, other batch sizes changed losses by 2e-6 of their value.
 """
-_ALIKE = 1e-12
+_WEIGHT_TOLERANCE = 1e-12
 """The difference that is allowed between equal weights."""
 
 Sums = Callable[[torch.Tensor], Callable[[], None]]
@@ -77,14 +77,14 @@ def find_candidates(module: pl.LightningModule, batch: Any, rows: int, spans: It
     if isinstance(module, WeighsMicrobatches):
         cut = make_cutter(batch, rows)
         own = cache(lambda span: float(module.microbatch_weight(cut(span))))
-        found.append(WeightAmounts(OWN, own, sum(map(own, spans))))
-    found.append(WeightAmounts(SAMPLES, lambda span: span.rows, rows))
+        found.append(WeightAmounts(OWN_WEIGHT, own, sum(map(own, spans))))
+    found.append(WeightAmounts(SAMPLES_WEIGHT, lambda span: span.rows, rows))
     for where, tensor in sample_tensors(batch, rows):
         if tensor.dtype is torch.bool or ("mask" in where and not tensor.is_floating_point()):
             found += _tokens(f"entries of {where}", "that are not 0", tensor, 0)
         elif tensor.dtype in (torch.int64, torch.int32):
-            found += _tokens(f"labels in {where}", "that are not -100", tensor, IGNORED)
-    return [*found, WeightAmounts(SUMS, lambda span: 1.0, 1.0)]
+            found += _tokens(f"labels in {where}", "that are not -100", tensor, IGNORED_LABEL)
+    return [*found, WeightAmounts(SUMS_WEIGHT, lambda span: 1.0, 1.0)]
 
 
 def sample_tensors(batch: Any, rows: int, where: str = "batch") -> Iterator[tuple[str, torch.Tensor]]:
@@ -228,9 +228,9 @@ class BatchWeights:
         """
         chosen, is_whole = self.chosen, span.rows == sum(each.rows for each in self.spans)
         share, amount = (1.0, chosen.total) if is_whole else (self.loss_share(span), chosen.of(span))
-        if not self._totals or chosen.name == SAMPLES:
+        if not self._totals or chosen.name == SAMPLES_WEIGHT:
             return share
-        total = 1.0 if chosen.name == SUMS else self._totals[self.found.index(chosen)]
+        total = 1.0 if chosen.name == SUMS_WEIGHT else self._totals[self.found.index(chosen)]
         return amount * self._replicas / total if total else share
 
 
@@ -286,9 +286,9 @@ class LossWeights:
         if len(spans) < 2 and self._sums is None:
             return None
         found = find_candidates(self._module, batch, rows, spans)
-        every = [*found, WeightAmounts(FIRST, lambda span: float(span.start == 0), 1.0)]
+        every = [*found, WeightAmounts(FIRST_WEIGHT, lambda span: float(span.start == 0), 1.0)]
         left = [each for each in found if each.name not in self.ruled_out]
-        left = left or [each for each in found if each.name == SAMPLES]
+        left = left or [each for each in found if each.name == SAMPLES_WEIGHT]
         if not self._batches_left:
             left = left[:1]
         if self._ambiguous and self._module.current_epoch != self._epoch:  # the logged value may be the epoch
@@ -331,7 +331,7 @@ class LossWeights:
             self._log_batches_left -= 1
         weights.undecided = False
         if not left:
-            left = [each for each in weights.found if each.name == SAMPLES]
+            left = [each for each in weights.found if each.name == SAMPLES_WEIGHT]
             self._batches_left = 0
         self.ruled_out |= set(names) - {each.name for each in left}
         weights.chosen = left[0] if left else weights.found[0]
@@ -363,7 +363,10 @@ class LossWeights:
         The order is: the usual candidate, the extremes, the number of samples, the candidate of the loss, and all
         others.
         """
-        order = [EXTREME, *(e.name for e in sorted(every, key=lambda e: (e.name != SAMPLES, e.name != self.name)))]
+        order = [
+            EXTREME_WEIGHT,
+            *(e.name for e in sorted(every, key=lambda e: (e.name != SAMPLES_WEIGHT, e.name != self.name))),
+        ]
         left = {
             key: sorted((name for name in order if name in names), key=lambda name: name != self._usual[key])
             for key, names in self._logs.items()
@@ -401,14 +404,16 @@ class LossWeights:
         self._batches_left = 0
 
     def _name(self, chosen: WeightAmounts) -> None:
-        if chosen.name != self.name and (self.name or chosen.name != SAMPLES):
+        if chosen.name != self.name and (self.name or chosen.name != SAMPLES_WEIGHT):
             rank_zero_info(f"The losses of micro-batches are weighed by {chosen.name}, as the loss of a whole batch is")
         self.name = chosen.name
 
 
 def usual_weights(call: LogCall) -> str:
     """Return the candidate for a log call unless a batch shows otherwise. Empty if a batch must show it."""
-    return {"mean": SAMPLES, "sum": SUMS, "max": EXTREME, "min": EXTREME}.get(call.reduction_name, "")
+    return {"mean": SAMPLES_WEIGHT, "sum": SUMS_WEIGHT, "max": EXTREME_WEIGHT, "min": EXTREME_WEIGHT}.get(
+        call.reduction_name, ""
+    )
 
 
 def _is_nonzero(call: LogCall) -> bool:
@@ -421,7 +426,7 @@ def candidates_differ(found: Sequence[WeightAmounts], spans: Sequence[Span]) -> 
     """Return whether candidates give different weights to the micro-batches of a batch."""
     first = [found[0].loss_share(span) for span in spans]
     return any(
-        abs(each.loss_share(span) - share) > _ALIKE
+        abs(each.loss_share(span) - share) > _WEIGHT_TOLERANCE
         for each in found[1:]
         for span, share in zip(spans, first, strict=True)
     )
@@ -474,7 +479,7 @@ def compare_losses(
         compute: returns the losses of batches.
     """
     cuts = [[Span(0, at), Span(at, rows)] for at in range(1, rows)]
-    means = [each for each in find_candidates(module, batch, rows, cuts[0]) if each.name != SUMS]
+    means = [each for each in find_candidates(module, batch, rows, cuts[0]) if each.name != SUMS_WEIGHT]
     first = next((each for each in cuts if candidates_differ(means, each)), cuts[0])
     cut = make_cutter(batch, rows)
     spans = [*first, *cuts[len(cuts) // 2]]  # two cuts are compared, because a loss may be 0 for one sample
@@ -490,7 +495,7 @@ def compare_losses(
         return SplitLosses(frozenset(wrong), "")
     of_parts = " and ".join(f"{loss:.6g}" for loss in losses.values())
     return SplitLosses(
-        frozenset(wrong - {SAMPLES}),
+        frozenset(wrong - {SAMPLES_WEIGHT}),
         f"{whole.item():.6g} for {rows} samples, and no sum or mean of its losses for parts of them, {of_parts}",
     )
 
@@ -510,5 +515,7 @@ def losses_differ(
     if not math.isfinite(whole) or not math.isfinite(mean):
         return math.isfinite(whole) or math.isfinite(mean)
     coarsest, own = (max(torch.finfo(dtype).eps for dtype in of) for of in (types, {kind}))
-    relative = max(_HALF if coarsest > _HALF else 0.0, own if own > _HALF else own ** (2 / 3))
+    relative = max(
+        _HALF_TOLERANCE if coarsest > _HALF_TOLERANCE else 0.0, own if own > _HALF_TOLERANCE else own ** (2 / 3)
+    )
     return abs(whole - mean) > relative * max(abs(loss) for loss in losses if math.isfinite(loss))

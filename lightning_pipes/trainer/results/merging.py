@@ -12,7 +12,7 @@ import torch
 from lightning_pipes.engine.trees import make_named
 
 Path = tuple[tuple[str, Any], ...]
-_RELATIVE = 1e-4
+_RELATIVE_TOLERANCE = 1e-4
 """The relative difference of values that are considered close."""
 SUM, TOTAL = "sum", "total"
 """Names of two kinds of sums.
@@ -273,7 +273,7 @@ def have_equal_values(a: Any, b: Any) -> bool:
         return False
 
 
-def are_close(a: Any, b: Any, relative: float = _RELATIVE) -> bool:
+def are_close(a: Any, b: Any, relative: float = _RELATIVE_TOLERANCE) -> bool:
     """Return whether two values are equal up to rounding.
 
     Args:
@@ -281,7 +281,7 @@ def are_close(a: Any, b: Any, relative: float = _RELATIVE) -> bool:
         b: another value.
         relative: the tolerated relative difference, which is at least 1e-4.
     """
-    relative = max(relative, _RELATIVE)
+    relative = max(relative, _RELATIVE_TOLERANCE)
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)) or a.shape != b.shape:
             return False

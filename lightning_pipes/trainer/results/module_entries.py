@@ -13,9 +13,9 @@ from torch import nn
 
 from lightning_pipes.engine.trees import tensors_in
 from lightning_pipes.trainer.results.merging import Path
-from lightning_pipes.trainer.user.user_objects import CONTAINERS, OWN, list_entries
+from lightning_pipes.trainer.user.user_objects import CONTAINER_TYPES, LIGHTNING_ATTRIBUTES, list_entries
 
-HIDDEN_NAMES = frozenset((*OWN, *dir(pl.LightningModule), "_metric_attributes"))
+HIDDEN_NAMES = frozenset((*LIGHTNING_ATTRIBUTES, *dir(pl.LightningModule), "_metric_attributes"))
 """Names that are not part of the user's state.
 
 They include steps and hooks that were replaced on the instance, for example by wrappers.
@@ -56,7 +56,7 @@ def iterate_entries(thing: Any) -> Iterator[tuple[str, Any, Any]]:
         yield from (("[", key, value) for key, value in list(thing.items()))
     elif isinstance(thing, (set, frozenset)):
         return
-    elif isinstance(thing, CONTAINERS):
+    elif isinstance(thing, CONTAINER_TYPES):
         yield from (("[", number, value) for number, value in enumerate(thing))
     else:
         yield from ((".", name.removeprefix("."), value) for name, value in list_entries(thing))
@@ -72,7 +72,7 @@ def read_entries(thing: Any) -> Content:
         return dict(thing)
     if isinstance(thing, set):
         return set(thing)
-    return list(thing) if isinstance(thing, CONTAINERS) else dict(vars(thing))
+    return list(thing) if isinstance(thing, CONTAINER_TYPES) else dict(vars(thing))
 
 
 def view_entries(thing: Any) -> Content:
@@ -81,7 +81,7 @@ def view_entries(thing: Any) -> Content:
         return thing
     return (
         list(thing)
-        if isinstance(thing, CONTAINERS)
+        if isinstance(thing, CONTAINER_TYPES)
         else read_entries(thing)
         if isinstance(thing, Mapping)
         else vars(thing)

@@ -52,23 +52,23 @@ from lightning_pipes.trainer.results.module_entries import (
     write_entries,
 )
 from lightning_pipes.trainer.user.remote_tensors import RemoteTensor
-from lightning_pipes.trainer.user.unchanged import GENERATORS
+from lightning_pipes.trainer.user.unchanged import GENERATOR_TYPES
 from lightning_pipes.trainer.user.user_objects import can_change
 
-_MOST = 10_000
+_MAX_WATCHED_OBJECTS = 10_000
 """The largest number of objects that are watched."""
-_DEPTH = 8
+_MAX_STATE_DEPTH = 8
 """The largest depth of a watched object below the module."""
-_SMALL = 1 << 16
+_MAX_COPIED_BYTES_PER_BATCH = 1 << 16
 """The largest size in bytes of a tensor that is copied before each batch, in case it is changed in place.
 
 Larger tensors are copied after they have been changed in place once.
 """
-_MANY = 256
+_MAX_CHECKED_ENTRIES = 256
 """The largest number of entries of a list whose tensors are checked for changes in place."""
-_FIRST = 2
+_N_COPIED_BATCHES = 2
 """Before this number of batches, all tensors are copied."""
-_WATCHED = 8
+_N_WATCHED_STEPS = 8
 """The number of steps of overlapping batches that are watched."""
 
 Hook = Callable[..., Any]
@@ -110,7 +110,7 @@ class _Holder:
             self.values = [own[name] for name in self.names]
             self.size = len(own)
         self.tensors = []
-        if isinstance(self.kept, dict) or len(self.kept) <= _MANY:
+        if isinstance(self.kept, dict) or len(self.kept) <= _MAX_CHECKED_ENTRIES:
             self.tensors = [t for t in entry_values(self.kept) if _is_tensor(t)]
 
     def is_unchanged(self) -> bool:
@@ -337,7 +337,7 @@ class ModuleState:
         if not self._module_entries.are_unchanged():
             self._note_modules()
         written = self._written()
-        if changed or written or self._begun <= _FIRST:
+        if changed or written or self._begun <= _N_COPIED_BATCHES:
             self._remember(written)
         self._clean = True
 
@@ -493,8 +493,8 @@ class ModuleState:
             schedule: the name of the schedule, for warnings.
             alone: whether this rank is the only one of its pipeline.
         """
-        self._overlapping, self._alone, self._watched = schedule, alone, _WATCHED
-        self._watched_hooks = _WATCHED
+        self._overlapping, self._alone, self._watched = schedule, alone, _N_WATCHED_STEPS
+        self._watched_hooks = _N_WATCHED_STEPS
         self.generators.expect_overlap(alone)
 
     def refuse_changes(self, why: str) -> None:
@@ -503,7 +503,7 @@ class ModuleState:
         Args:
             why: the reason and a way out, for the message.
         """
-        self._why_refused, self._watched = why, _WATCHED
+        self._why_refused, self._watched = why, _N_WATCHED_STEPS
 
     @contextmanager
     def watch_step(self, cut: bool) -> Iterator[None]:
@@ -578,7 +578,7 @@ class ModuleState:
             id(t): t
             for _, content in self._captured.values()
             for t in entry_values(content)
-            if _is_tensor(t) and count_bytes(t) <= _SMALL
+            if _is_tensor(t) and count_bytes(t) <= _MAX_COPIED_BYTES_PER_BATCH
         }
         self._copies = {
             key: self._copies[key] if self._is_copied(t) else (t, tensor_version(t), t.detach().clone())
@@ -605,9 +605,9 @@ class ModuleState:
         found: list[_Holder] = []
         seen = set(self._skipped)
         queue: deque[tuple[Path, Any, int, bool]] = deque([((), self._module, 0, True)])
-        while queue and len(found) < _MOST:
+        while queue and len(found) < _MAX_WATCHED_OBJECTS:
             path, thing, depth, merged = queue.popleft()
-            if id(thing) in seen or depth > _DEPTH or not can_change(thing):
+            if id(thing) in seen or depth > _MAX_STATE_DEPTH or not can_change(thing):
                 continue
             seen.add(id(thing))
             merged = merged and not isinstance(thing, Metric)
@@ -644,7 +644,7 @@ class ModuleState:
         after = {id(value) for value in content}
         lost = [value for value in entry_values(holder.kept) if id(value) not in after]
         changed = [*lost, *(value for value in content if id(value) not in before)]
-        return any(can_change(value) or isinstance(value, GENERATORS) for value in changed)
+        return any(can_change(value) or isinstance(value, GENERATOR_TYPES) for value in changed)
 
     def _remember(self, written: Collection[int] = ()) -> None:
         """Keep the versions of tensors, and copies of tensors that may be changed in place."""
@@ -656,7 +656,9 @@ class ModuleState:
             for tensor in holder.tensors:
                 if id(tensor) not in self._known:
                     copied = own and (
-                        self._begun < _FIRST or count_bytes(tensor) <= _SMALL or id(tensor) in self._unstable
+                        self._begun < _N_COPIED_BATCHES
+                        or count_bytes(tensor) <= _MAX_COPIED_BYTES_PER_BATCH
+                        or id(tensor) in self._unstable
                     )
                     version = tensor_version(tensor)
                     known = before.get(id(tensor))  # the entry holds the tensor, so its id is still valid

@@ -17,7 +17,7 @@ from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.ir import PipelineError, Span
 from lightning_pipes.trainer.user.remote_tensors import RemoteTensor
 
-IN_HOOKS = (
+IN_HOOKS_WAY_OUT = (
     "Make this change in on_train_batch_start or on_train_batch_end, where each rank changes its weights once for a "
     "batch"
 )
@@ -25,7 +25,7 @@ IN_HOOKS = (
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
-_RUNS = 16
+_N_COMPARED_RUNS = 16
 """The number of runs of each stage in which weights are compared."""
 _RUNS_WITH_CHECKSUMS = (1, 2, 4, 8, 16)
 """The runs that also detect writes that torch does not count, such as writes to `weight.data` or to a NumPy array."""
@@ -81,7 +81,7 @@ class WeightChangeCheck:
         Nothing is recorded if enough runs were checked, or if layers take turns on the device.
         """
         number = self._runs[stage.number] + 1
-        if number > _RUNS or stage.offload is not None:
+        if number > _N_COMPARED_RUNS or stage.offload is not None:
             return _NOTHING
         self._runs[stage.number] = number
         return self._record(number in _RUNS_WITH_CHECKSUMS)
@@ -139,7 +139,7 @@ class WeightChangeCheck:
             reason = explain(name, mark.is_replaced(later))
             if reason:
                 verb = "replaces" if mark.is_replaced(later) else "changes"
-                raise PipelineError(f"{code} {verb} self.{name}. {reason}. {IN_HOOKS}")
+                raise PipelineError(f"{code} {verb} self.{name}. {reason}. {IN_HOOKS_WAY_OUT}")
 
     def _read_marks(self) -> dict[str, _Mark]:
         return {

@@ -28,7 +28,7 @@ from lightning_pipes.trainer.cuts.piece import Piece
 from lightning_pipes.trainer.cuts.steps import loss_of
 from lightning_pipes.trainer.cuts.units.batch_end import BatchEnd, UnitAxes, find_layouts
 from lightning_pipes.trainer.cuts.units.borders import Borders
-from lightning_pipes.trainer.cuts.units.cut import WHOLE, weights_of_stages
+from lightning_pipes.trainer.cuts.units.cut import WHOLE_MODULE, weights_of_stages
 from lightning_pipes.trainer.cuts.units.lazy_step import Crossing, LazyStep
 from lightning_pipes.trainer.cuts.units.recording import StepRecord, UnitLayout, find_atomic
 from lightning_pipes.trainer.cuts.units.rows import CrossingRows
@@ -37,7 +37,7 @@ from lightning_pipes.trainer.cuts.units.weight_groups import WeightGroups
 from lightning_pipes.trainer.data.batches import copy_batch, make_cutter, rows_of
 from lightning_pipes.trainer.loop.uses import ChoosesLayers
 from lightning_pipes.trainer.plan.layer_profiler import (
-    OVERHEAD,
+    OVERHEAD_SECONDS,
 )
 from lightning_pipes.trainer.plan.plans import stage_layers
 from lightning_pipes.trainer.plan.request import RunRequest
@@ -45,11 +45,11 @@ from lightning_pipes.trainer.plan.settings import AUTO, BATCH, PARAMETERS, names
 from lightning_pipes.trainer.results.loss_weights import losses_differ
 from lightning_pipes.trainer.setup.module_setup import SetupContext
 from lightning_pipes.trainer.setup.unit_recorder import UnitRecorder
-from lightning_pipes.trainer.weights.spread import SPREAD
+from lightning_pipes.trainer.weights.spread import SPREAD_ATTRIBUTE
 
 _log = logging.getLogger(__name__)
 
-PARTS = 8
+MOVABLE_PARTS_PER_STAGE = 8
 """The number of parts per stage if units may move between ranks."""
 
 
@@ -103,7 +103,7 @@ class LayoutChoice:
         fit into one process, are cut even then.
         """
         trains = self._context.is_fitting and self._trainer.limit_train_batches != 0
-        is_made = self._recorder.fake is None or self._ranks.control.any(SPREAD in vars(self._module))[0]
+        is_made = self._recorder.fake is None or self._ranks.control.any(SPREAD_ATTRIBUTE in vars(self._module))[0]
         if names_layers(self._context):
             return self._lay_layers(request, stages)
         if stages == 1 or (is_made and not trains):
@@ -185,7 +185,7 @@ class LayoutChoice:
             starts: the first unit of each stage until a planner has chosen other borders.
             costs: the costs of all units, by the number of samples. Empty if they could not be measured.
         """
-        finer = borders.choose(min(PARTS * len(starts), borders.count_possible() + 1))
+        finer = borders.choose(min(MOVABLE_PARTS_PER_STAGE * len(starts), borders.count_possible() + 1))
         parts = tuple(sorted({*starts, *finer}))
         merged, found, slices = self._recorder.merge(record, parts, self._streams)
         layout = UnitLayout.from_record(merged, found, slices, self._streams)
@@ -401,7 +401,7 @@ class LayoutChoice:
                     output=((0, 0.0), (rows, float(crossing))),
                 )
             )
-        return ModelProfile(tuple(layers), overhead=OVERHEAD)
+        return ModelProfile(tuple(layers), overhead=OVERHEAD_SECONDS)
 
     def _lay_unrecorded(self, stages: int) -> UnitLayout:
         """Return a layout in which the last stage has all weights, or the layout that an earlier run has left."""
@@ -409,7 +409,9 @@ class LayoutChoice:
         named = (*self._module.named_parameters(), *self._module.named_buffers())
         of_atomic = {id(t) for path in atomic for t in self._module.get_submodule(path).buffers()}
         last = {name: (stages - 1,) for name, t in named if isinstance(t, nn.Parameter) or id(t) in of_atomic}
-        _, _, placed, starts, parts = vars(self._module).get(SPREAD, (WHOLE, (), last, self.starts, stages))
+        _, _, placed, starts, parts = vars(self._module).get(
+            SPREAD_ATTRIBUTE, (WHOLE_MODULE, (), last, self.starts, stages)
+        )
         if len(starts) != stages:  # `cut` rejects this case
             placed, starts, parts = last, self.starts, stages
         self.starts = starts

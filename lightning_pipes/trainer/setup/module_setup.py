@@ -22,7 +22,7 @@ from lightning_pipes.trainer.cuts.layers.capture import CacheSwitch, Interceptor
 from lightning_pipes.trainer.cuts.layers.hidden_state import HiddenState
 from lightning_pipes.trainer.cuts.layers.left_values import LeftValues, layers_by_number
 from lightning_pipes.trainer.cuts.layers.pipelined import (
-    LEAST_FOR_STATISTICS,
+    MIN_STATISTICS_SAMPLES,
     ContainerCut,
     batch_statistics,
     layer_sizes,
@@ -226,7 +226,7 @@ class ContainerSetup(ModuleSetup):
         """
         grid, connections = self._ranks.grid, self._context.connections
         request = self._resume_cut(connections.complete_request(self._request, grid.n_planned))
-        least = LEAST_FOR_STATISTICS if batch_statistics(self._layers) else 1
+        least = MIN_STATISTICS_SAMPLES if batch_statistics(self._layers) else 1
         plain = request.unmeasured(layer_sizes(self._layers), grid.n_planned, least, grid.degrees)
         measures = self._context.is_fitting and not grid.degrees
         return connections.agree_on_decision(

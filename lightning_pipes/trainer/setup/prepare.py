@@ -20,7 +20,7 @@ from lightning_pipes.trainer.active_run import ActiveRun
 from lightning_pipes.trainer.callbacks.schedule_tuner import add_tuner
 from lightning_pipes.trainer.checks import check_run, equalize_weights, warn_about_microbatch_effects
 from lightning_pipes.trainer.cuts.layers.pipelined import NoContainerError, find_pipelined, log_choice
-from lightning_pipes.trainer.cuts.units.cut import WHOLE
+from lightning_pipes.trainer.cuts.units.cut import WHOLE_MODULE
 from lightning_pipes.trainer.loop.asynchronous import AsynchronousLoop, check_trainer_settings
 from lightning_pipes.trainer.loop.between_steps import check_clearing
 from lightning_pipes.trainer.loop.evaluation import Evaluation
@@ -112,7 +112,7 @@ def share_weights(context: SetupContext) -> WholeWeights:
         check_sharded_run(context)
     is_spread = equalize_weights(module, control, session.replicas if is_sharded else None)
     path = choose_container(context) if is_sharded else None
-    if path == WHOLE:
+    if path == WHOLE_MODULE:
         raise PipelineError(
             f"{type(module).__name__} has sharded layers and would be cut by units, which can't be sharded. Put the "
             "layers into one container and name it, PipelineStrategy(module='path.to.it'), or leave the shards out"
@@ -188,7 +188,7 @@ def choose_setup(context: SetupContext, weights: WholeWeights) -> ModuleSetup:
             "have; set data_parallel to a number"
         )
     _log.debug("setup: %s over %d ranks", f"layers of {path}" if path else "units", context.ranks.grid.n_planned)
-    if path == WHOLE:
+    if path == WHOLE_MODULE:
         return units or UnitSetup(context)
     return ContainerSetup(context, path, weights)
 
@@ -201,8 +201,8 @@ def choose_cut(context: SetupContext) -> tuple[str, UnitSetup | None]:
     compute the loss of a batch. The module is then cut by units. This function is collective.
 
     Returns:
-        The path of the container, or `WHOLE` for a module that is cut by units, and the setup of such a module. The
-        setup is None if it has not been created yet.
+        The path of the container, or `WHOLE_MODULE` for a module that is cut by units, and the setup of such a module.
+        The setup is None if it has not been created yet.
 
     Raises:
         PlanError, PipelineError: the module cannot be cut in the requested way.
@@ -213,9 +213,9 @@ def choose_cut(context: SetupContext) -> tuple[str, UnitSetup | None]:
         or names_modules(context.request.partition)
         or (settings.loss == BATCH and settings.module is None)
     ):
-        return WHOLE, None
+        return WHOLE_MODULE, None
     if not context.is_fitting and settings.module is None and module in context.by_units:
-        return WHOLE, None  # the other steps use the same model
+        return WHOLE_MODULE, None  # the other steps use the same model
     keeps_container = bool(settings.module is not None or names_layers(context) or find_refused(context))
     try:
         path = choose_container(context)
@@ -223,9 +223,9 @@ def choose_cut(context: SetupContext) -> tuple[str, UnitSetup | None]:
         if keeps_container:
             raise
         rank_zero_info(f"{error.reason}: the module is cut by units")
-        return WHOLE, None
+        return WHOLE_MODULE, None
     reason = UnitsReason()
-    if not keeps_container and path != WHOLE and context.is_fitting and trainer.limit_train_batches != 0:
+    if not keeps_container and path != WHOLE_MODULE and context.is_fitting and trainer.limit_train_batches != 0:
         cuts = context.ranks.grid.length > 1 and context.request.microbatches != 1
         compares = cuts and settings.check_loss and settings.loss == AUTO and not find_whole_loss_obstacle(context)
         reason = find_reason_for_units(trainer, module, path, context.ranks.control, context.ranks.device, compares)
@@ -237,10 +237,10 @@ def choose_cut(context: SetupContext) -> tuple[str, UnitSetup | None]:
                     f"{type(module).__name__} is cut by units, not in the layers of self.{path}: {reason.text}"
                 )
                 context.by_units.add(module)
-                return WHOLE, units
+                return WHOLE_MODULE, units
         except PipelineError as error:  # the first batch then raises the error about the container
             _log.debug("setup: %s can't be cut by units: %s", type(module).__name__, error)
-    if path not in (WHOLE, settings.module):
+    if path not in (WHOLE_MODULE, settings.module):
         log_choice(module, path)
     return path, None
 
@@ -249,7 +249,7 @@ def choose_container(context: SetupContext) -> str:
     """Return the path of the container to cut.
 
     This is the container that the user named, the container of the run that is resumed, or the one that was found. The
-    result is `WHOLE` if no container of layers is clearly the largest, so that the module is cut by units. This
+    result is `WHOLE_MODULE` if no container of layers is clearly the largest, so that the module is cut by units. This
     function is collective.
     """
     module, session, named = context.module, context.session, context.settings.module
@@ -257,13 +257,13 @@ def choose_container(context: SetupContext) -> str:
     if named is None and before in dict(module.named_modules()):
         named = before
     if named is not None:
-        return named if named == WHOLE else find_pipelined(module, named)
+        return named if named == WHOLE_MODULE else find_pipelined(module, named)
     find = partial(find_container, context.trainer, module, session.control, context.ranks.device)
     try:
         return context.connections.agree_on_container(module, find)
     except NoContainerError as why:
         rank_zero_info(f"{why.reason}: it is cut by units")
-        return WHOLE
+        return WHOLE_MODULE
 
 
 def decide(context: SetupContext, setup: ModuleSetup) -> Decision:
@@ -375,7 +375,7 @@ def check_user_callbacks(context: SetupContext, plans: Plans, weights: WholeWeig
         asynchronous_schedule=plans.schedule.name if context.is_fitting and plans.is_asynchronous else None,
         saves_parts=context.session.checkpointing.sharded,
         is_sharded=weights.is_sharded,
-        stays=path != WHOLE and context.request.replanner is None,
+        stays=path != WHOLE_MODULE and context.request.replanner is None,
     )
 
 
@@ -434,7 +434,7 @@ def make_run(
     settings = context.settings
     seed = replica_seed(settings.seed, context.ranks.grid.replica)
     ruled_out = setup.ruled_out_weights
-    if ruled_out is None and settings.check_loss and setup.path == WHOLE:
+    if ruled_out is None and settings.check_loss and setup.path == WHOLE_MODULE:
         ruled_out = frozenset()  # logged values are weighted even if the loss could not be compared
     return PipelineRun(
         context.trainer,
@@ -461,7 +461,7 @@ def activate_run(context: SetupContext, setup: ModuleSetup, decision: Decision, 
     if context.is_fitting:
         stays = bool(holdings.tied) or context.shares_ranks
         prediction = Prediction(decision, ranks, connections.n_siblings == 1, stays, setup.profiles.forget_profile)
-    uncompared, by_units = setup.explain_uncompared_loss(holdings), setup.path == WHOLE
+    uncompared, by_units = setup.explain_uncompared_loss(holdings), setup.path == WHOLE_MODULE
     run.watchers = default_watchers(run, context.settings.check_loss, by_units, uncompared, prediction)
     context.session.active_run = active = ActiveRun(run, stops, Evaluation(run))
     host.setup_precision_plugin()

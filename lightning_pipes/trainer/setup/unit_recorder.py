@@ -51,7 +51,7 @@ from lightning_pipes.trainer.weights.deferred import has_meta
 
 T = TypeVar("T")
 
-_STEPS = {
+_STEP_NAMES = {
     TrainerFn.FITTING: "training_step",
     TrainerFn.VALIDATING: "validation_step",
     TrainerFn.TESTING: "test_step",
@@ -86,7 +86,7 @@ class UnitRecorder:
     def __init__(self, context: SetupContext) -> None:
         self._context, self._settings = context, context.settings
         self._trainer, self._module, self._ranks = context.trainer, context.module, context.ranks
-        self.step = _STEPS[context.trainer.state.fn or TrainerFn.FITTING]
+        self.step = _STEP_NAMES[context.trainer.state.fn or TrainerFn.FITTING]
         is_on_meta = self._ranks.control.any(has_meta(self._module))[0]
         self.fake = FakeRun(self._ranks.device) if is_on_meta else None
         self._run_data: Any = None

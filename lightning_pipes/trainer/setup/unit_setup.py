@@ -15,13 +15,13 @@ from lightning_pipes.planning.planner import planner_of
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.checks import warn_about_module
 from lightning_pipes.trainer.cuts.layers.pipelined import (
-    LEAST_FOR_STATISTICS,
+    MIN_STATISTICS_SAMPLES,
     batch_statistics,
     work_size,
 )
-from lightning_pipes.trainer.cuts.units.cut import WHOLE, UnitCut, weights_of_stages
+from lightning_pipes.trainer.cuts.units.cut import WHOLE_MODULE, UnitCut, weights_of_stages
 from lightning_pipes.trainer.cuts.units.joint_step import JointStep
-from lightning_pipes.trainer.cuts.units.lazy_step import BACKWARD_HOOKS
+from lightning_pipes.trainer.cuts.units.lazy_step import BACKWARD_HOOKS_REASON
 from lightning_pipes.trainer.cuts.units.mode import runs_as_whole
 from lightning_pipes.trainer.cuts.units.rows import CrossingRows
 from lightning_pipes.trainer.cuts.units.steps import UnitSteps, stage_modules
@@ -44,9 +44,9 @@ from lightning_pipes.trainer.setup.unit_recorder import UnitRecorder
 from lightning_pipes.trainer.weights import private_transformers
 from lightning_pipes.trainer.weights.deferred import DeferredWeights, check_same_cut, group_owners
 
-MANY_ROWS = 4096
+CHECKED_ROWS = 4096
 """The number of samples of a batch with which it is checked that all stages cut a batch in the same way."""
-MAX_UNIT = 0.75
+MAX_UNIT_SHARE = 0.75
 """The largest share of the weights that may be in a module which has to run as a whole on one stage."""
 
 
@@ -67,7 +67,7 @@ class UnitSetup(ModuleSetup):
         PipelineError: the step cannot be recorded, or it differs between ranks.
     """
 
-    path = WHOLE
+    path = WHOLE_MODULE
     whole_loss_refusal = "the module is cut by units, and no stage can run a whole batch"
 
     def __init__(self, context: SetupContext) -> None:
@@ -99,7 +99,7 @@ class UnitSetup(ModuleSetup):
         module, owner = self._module, type(self._module).__name__
         size = work_size(module)
         for path, part in module.named_modules():
-            is_large = not path or (n_stages > 1 and work_size(part) > MAX_UNIT * size)
+            is_large = not path or (n_stages > 1 and work_size(part) > MAX_UNIT_SHARE * size)
             if is_large and runs_as_whole(part):
                 raise PipelineError(f"{owner}.{path}".rstrip(".") + f" {explain_whole(part)}")
 
@@ -135,7 +135,7 @@ class UnitSetup(ModuleSetup):
             request = replace(request, schedule=find_schedule("gpipe", {}))
         elif self._settings.loss == BATCH:
             request = replace(request, microbatches=1)
-        least = LEAST_FOR_STATISTICS if batch_statistics(self._module) else 1
+        least = MIN_STATISTICS_SAMPLES if batch_statistics(self._module) else 1
         partition = PARAMETERS if len(self._choice.starts) == 1 else list(self._choice.starts[1:])
         decision = replace(request, partition=partition).unmeasured([1] * parts, ranks, least, degrees)
         profile = self._choice.profile
@@ -143,7 +143,7 @@ class UnitSetup(ModuleSetup):
             decision = self._plan_by_profile(request, decision, profile)
         else:
             decision = replace(decision, profile=profile)
-            (cut,) = decision.plans(degrees=degrees).for_rows(MANY_ROWS)[0].jobs
+            (cut,) = decision.plans(degrees=degrees).for_rows(CHECKED_ROWS)[0].jobs
             if len(cut.distinct_spans) > 1 and self._choice.layout.names:
                 self._crossing_rows = self._choice.find_crossing_rows(request.schedule.name)
         decision = replace(decision, pieces=self._choice.pieces)
@@ -209,7 +209,7 @@ class UnitSetup(ModuleSetup):
     def cut(self, local: Sequence[int]) -> UnitCut:
         """Return the module with only the weights of the `local` stages."""
         module, layout = self._module, self._choice.layout
-        spread = WHOLE, tuple(sorted(local)), layout.parts_of, self._choice.starts, layout.n_parts
+        spread = WHOLE_MODULE, tuple(sorted(local)), layout.parts_of, self._choice.starts, layout.n_parts
         check_same_cut(module, spread, self._ranks.control)
         return UnitCut(module, layout, self._weights, local, self._ranks.device, spread, self._moves_parts)
 
@@ -262,7 +262,7 @@ def explain_whole(part: nn.Module) -> str:
             "instead: for layer in layers: layer.compile()"
         )
     if backward_hooks(part):
-        return BACKWARD_HOOKS
+        return BACKWARD_HOOKS_REASON
     return (
         "has a checkpoint of torch.distributed, which runs it again as a whole, so that it must be on one stage; apply "
         "the checkpoint to each layer separately, or use torch.utils.checkpoint"

@@ -179,18 +179,18 @@ def _call_after(hook: Hook, after: Callable[[], None]) -> Hook:
     return run
 
 
-_OURS = ("lightning", "pytorch_lightning", "lightning_pipes")
+_DISTRIBUTED_PACKAGES = ("lightning", "pytorch_lightning", "lightning_pipes")
 """Packages whose callbacks are written for distributed strategies."""
-_OF_WHOLE_MODULES = (cb.LambdaCallback, cb.WeightAveraging, cb.StochasticWeightAveraging, cb.BaseFinetuning)
+_WHOLE_MODULE_CALLBACKS = (cb.LambdaCallback, cb.WeightAveraging, cb.StochasticWeightAveraging, cb.BaseFinetuning)
 """Callbacks of these packages that need the parameters of all layers, as the user's callbacks do."""
 
-_OF_STEPS = select_hooks(lambda hook: hook.acts_on_weights)
-_IN_CLOSURE = select_hooks(lambda hook: hook.is_in_closure)
-_ON_RANK_ZERO = select_hooks(lambda hook: hook.runs_on_rank_zero)
+_WEIGHT_HOOKS = select_hooks(lambda hook: hook.acts_on_weights)
+_CLOSURE_HOOKS = select_hooks(lambda hook: hook.is_in_closure)
+_RANK_ZERO_HOOKS = select_hooks(lambda hook: hook.runs_on_rank_zero)
 
-_NO_DATA = "its data is not allocated yet"
+_NO_DATA_ERROR = "its data is not allocated yet"
 """A part of torch's error message for reading the values of a DTensor."""
-_SET_DATA = "variable.set_data(tensor)"
+_SET_DATA_ERROR = "variable.set_data(tensor)"
 """A part of torch's error message for `local.data = remote`, which does not call methods of tensor subclasses."""
 
 
@@ -207,10 +207,10 @@ def track_hooks(
     """
     for name in _hooks(pl.LightningModule):
         if is_overridden(name, module):
-            _track(module, name, scope, patches, on_all_ranks=name not in _ON_RANK_ZERO)
+            _track(module, name, scope, patches, on_all_ranks=name not in _RANK_ZERO_HOOKS)
     for callback in callbacks:
         ours = _is_ours(callback)
-        for name in _IN_CLOSURE if ours else _hooks(pl.Callback):
+        for name in _CLOSURE_HOOKS if ours else _hooks(pl.Callback):
             if is_overridden(name, callback, pl.Callback):
                 _track(callback, name, scope, patches, suspended=ours)
 
@@ -226,13 +226,13 @@ def _track(
             try:
                 return hook(*args, **kwargs)
             except RuntimeError as error:
-                if _SET_DATA in str(error):
+                if _SET_DATA_ERROR in str(error):
                     error.add_note(
                         f"{type(owner).__name__}.{name} gives a tensor of this rank what it has of a layer on "
                         "another rank, as `target.data = 0.9 * target.data + 0.1 * p.data` does with a copy of "
                         "the whole module; every process has the layers of its stages only"
                     )
-                if _NO_DATA in str(error):
+                if _NO_DATA_ERROR in str(error):
                     raise PipelineError(
                         f"{type(owner).__name__}.{name} takes the value of a DTensor, as "
                         "lightning.pytorch.utilities.grad_norm does of sharded gradients. The norm of all of them "
@@ -254,12 +254,14 @@ def has_hooks(module: pl.LightningModule, callbacks: Iterable[pl.Callback], name
 
 
 def _is_ours(callback: pl.Callback) -> bool:
-    return type(callback).__module__.partition(".")[0] in _OURS and not isinstance(callback, _OF_WHOLE_MODULES)
+    return type(callback).__module__.partition(".")[0] in _DISTRIBUTED_PACKAGES and not isinstance(
+        callback, _WHOLE_MODULE_CALLBACKS
+    )
 
 
 def _hooks(kind: type) -> list[str]:
     hooks = [name for name in dir(kind) if name.startswith("on_") and callable(getattr(kind, name))]
-    return [*hooks, *_OF_STEPS] if kind is pl.LightningModule else hooks
+    return [*hooks, *_WEIGHT_HOOKS] if kind is pl.LightningModule else hooks
 
 
 def track_optimizer_steps(

@@ -26,14 +26,14 @@ from lightning_pipes.ir import PipelineError, PlanError
 from lightning_pipes.trainer.private_lightning import in_grad_norm
 from lightning_pipes.trainer.ranks.replica_world import in_hook
 
-_READING = {
+_READING_FUNCTIONS = {
     *("item", "tolist", "numpy", "is_nonzero", "equal", "allclose", "data_ptr", "untyped_storage", "storage"),
     *("__array__", "__float__", "__int__", "__bool__", "__index__", "__complex__", "__contains__", "__dlpack__"),
 }
 """Methods and functions of tensors that return values of the tensor or give access to its memory."""
 
-_MOVING = ("to", "cpu", "cuda")
-_OF_SHAPE = ("size", "dim", "numel", "nelement", "stride", "is_floating_point", "is_complex", "requires_grad_")
+_MOVING_FUNCTIONS = ("to", "cpu", "cuda")
+_SHAPE_FUNCTIONS = ("size", "dim", "numel", "nelement", "stride", "is_floating_point", "is_complex", "requires_grad_")
 
 
 class ParameterSlot(NamedTuple):
@@ -233,11 +233,11 @@ class RemoteTensor(torch.Tensor):
         if func == torch.Tensor.is_meta.__get__:  # type: ignore[attr-defined]
             _draw_as_init(sys._getframe(1), first._scope.device)
             return True
-        if first._scope.is_active and name not in _OF_SHAPE:
+        if first._scope.is_active and name not in _SHAPE_FUNCTIONS:
             first._scope.on_layers()
         if func == torch.Tensor.grad.__get__:  # type: ignore[union-attr]
             return first.gradient
-        if name in _READING:
+        if name in _READING_FUNCTIONS:
             if func == torch.equal and first._scope.digests:
                 return len({first._scope.find_digest(t) for t in (*args, *kwargs.values())}) == 1
             first.refuse_use("takes the value of")
@@ -247,7 +247,7 @@ class RemoteTensor(torch.Tensor):
             return first._copy_remote(args[1])
         if name.startswith("_foreach_") and len(args[0]) > 1:
             return _one_by_one(func, args, kwargs)
-        if name in _RANDOM:
+        if name in _RANDOM_FUNCTIONS:
             _draw(func, args, kwargs, first._scope.device)
         written = find_written(name, args, kwargs)
         if written:
@@ -257,7 +257,7 @@ class RemoteTensor(torch.Tensor):
                 first.refuse_use("changes, on one rank only,")
             first._scope.writes.update(t._name for t in written if isinstance(t, RemoteTensor))
             return args[0] if args else written[0]
-        if name in _MOVING:
+        if name in _MOVING_FUNCTIONS:
             kind = next((a for a in (*args[1:], *kwargs.values()) if isinstance(a, torch.dtype)), first.dtype)
             func, args, kwargs = torch.Tensor.to, (first, kind), {}
         if "device" in kwargs:
@@ -420,7 +420,9 @@ def find_written(name: str, args: Any, kwargs: Any) -> list[torch.Tensor]:
     if kwargs.get("out") is not None:
         return [t for t in pytree.tree_leaves(kwargs["out"]) if isinstance(t, torch.Tensor)]
     in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
-    assigned = name == "__setitem__" or (name.startswith("__i") and name.endswith("__") and name not in _NOT_IN_PLACE)
+    assigned = name == "__setitem__" or (
+        name.startswith("__i") and name.endswith("__") and name not in _CONVERSION_METHODS
+    )
     if name == "__set__" and len(args) > 1 and isinstance(args[1], torch.Tensor):  # p.data = ..., p.grad = ...
         assigned = True
     if not in_place and not assigned:
@@ -429,10 +431,10 @@ def find_written(name: str, args: Any, kwargs: Any) -> list[torch.Tensor]:
     return [t for t in pytree.tree_leaves(target) if isinstance(t, torch.Tensor)]
 
 
-_NOT_IN_PLACE = ("__invert__", "__index__", "__int__", "__iter__")
+_CONVERSION_METHODS = ("__invert__", "__index__", "__int__", "__iter__")
 
 
-_RANDOM = {
+_RANDOM_FUNCTIONS = {
     *("normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_", "geometric_", "log_normal_", "random_"),
     *("rand_like", "randn_like", "randint_like", "normal", "bernoulli", "multinomial", "poisson"),
     *("dropout", "dropout_", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "rrelu", "rrelu_"),

@@ -16,9 +16,9 @@ from torch import nn
 
 from lightning_pipes.engine.compute.reducer import is_distributed
 from lightning_pipes.trainer.ranks.replica_world import alone
-from lightning_pipes.trainer.user.user_objects import CONTAINERS, list_entries, list_reachable
+from lightning_pipes.trainer.user.user_objects import CONTAINER_TYPES, list_entries, list_reachable
 
-GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+GENERATOR_TYPES = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
 def state_of(generator: Any) -> Any:
@@ -136,13 +136,13 @@ def _generators(things: Iterable[Any]) -> list[Any]:
     for entry in entries:  # the list grows in the loop
         if isinstance(entry, tuple):
             entries += entry
-    return list({id(entry): entry for entry in entries if isinstance(entry, GENERATORS)}.values())
+    return list({id(entry): entry for entry in entries if isinstance(entry, GENERATOR_TYPES)}.values())
 
 
 def _tensors(thing: Any) -> Iterable[torch.Tensor]:
     """Yield the tensors, but not the parameters, of an object and of its lists and dicts."""
     for _, entry in list_entries(thing):
-        inside = [part for _, part in list_entries(entry)] if isinstance(entry, CONTAINERS) else [entry]
+        inside = [part for _, part in list_entries(entry)] if isinstance(entry, CONTAINER_TYPES) else [entry]
         yield from (t for t in inside if isinstance(t, torch.Tensor) and not isinstance(t, nn.Parameter))
 
 
@@ -186,7 +186,7 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _content(thing: Any) -> Any:
     """Return a copy of the content of an object, including the content of its lists, dicts and sets."""
-    if isinstance(thing, CONTAINERS):
+    if isinstance(thing, CONTAINER_TYPES):
         return copy.copy(thing)
     return {name: (value, _copy_table(value) if _is_table(value) else None) for name, value in vars(thing).items()}
 

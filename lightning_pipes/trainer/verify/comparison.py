@@ -20,7 +20,7 @@ from lightning_pipes.ir import Span
 from lightning_pipes.trainer.verify.record import OUTSIDE, Phase, ValueKey
 
 GRADIENTS = (Phase.GRADIENT, Phase.STEP_GRADIENT)
-_SIDES = 3.0
+_MAX_DIFFERENCE_RATIO = 3.0
 """The allowed difference of a pipeline, as a multiple of the largest difference between repetitions.
 
 A pipeline may take the other side of more jumps than a repetition.
@@ -30,7 +30,7 @@ NEGLIGIBLE_EPS = 1e-12
 
 The rounding of float64 is smaller.
 """
-_NOISE = 10.0
+_NOISE_ROUNDINGS = 10.0
 """The number of roundings of the largest value of a kind that do not count as a difference.
 
 It is larger than 1 because sums of many numbers may cancel.
@@ -73,7 +73,7 @@ class Rounding:
         eps = max(self.eps, torch.finfo(theirs.dtype).eps)
         finite = theirs[torch.isfinite(theirs)]
         scale = float(finite.abs().max()) if finite.numel() else 0.0
-        noise = _NOISE * eps * self.largest[phase] if phase in GRADIENTS else 0.0
+        noise = _NOISE_ROUNDINGS * eps * self.largest[phase] if phase in GRADIENTS else 0.0
         return float(eps ** (2 / 3) * scale + noise)
 
 
@@ -108,7 +108,7 @@ class RepetitionSpread:
     def allowed_difference(self, key: ValueKey, like: torch.Tensor) -> torch.Tensor:
         """Return the largest allowed difference of each element from its first value, or 0 if it is unknown."""
         most = self._most.get(key)
-        return torch.zeros(()) if most is None or most.shape != like.shape else _SIDES * most
+        return torch.zeros(()) if most is None or most.shape != like.shape else _MAX_DIFFERENCE_RATIO * most
 
 
 @dataclass(frozen=True)
@@ -313,7 +313,7 @@ def format_value(value: Any) -> str:
 
 _CUT = "Set microbatches=1, or write code that treats each sample separately"
 
-REASONS = {
+DIFFERENCE_REASONS = {
     Phase.BATCH: "the batches differ: a sampler or dataset draws numbers that depend on the process, or reads a file "
     "or stream that is already open",
     Phase.MODE: "a part of the module is in training mode here and in evaluation mode there, or the other way round: "
@@ -371,7 +371,7 @@ def likely_reason(
         )
     if phase is Phase.INPUT:
         return _reason_of_input(difference, layers, names)
-    return REASONS[phase]
+    return DIFFERENCE_REASONS[phase]
 
 
 def _reason_of_input(difference: Difference, layers: Sequence[Any], names: Sequence[str]) -> str:

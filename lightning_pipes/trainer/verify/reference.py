@@ -54,14 +54,14 @@ from lightning_pipes.trainer.verify.sample_draws import SampleDraws
 from lightning_pipes.trainer.weights.deferred import has_meta
 
 CPU = torch.device("cpu")
-_POLL_SECONDS = 0.2
+_REFERENCE_POLL_SECONDS = 0.2
 _TENSORS_PER_WEIGHT = 6
 """Number of tensors of the size of a weight that the reference needs.
 
 They are the weights, which are copied when they are stepped, their snapshot, the gradients, the optimizer states, and
 the values that are sent.
 """
-_AMPLITUDES = (2.0, 4.0, 8.0, 16.0)
+_PERTURBATION_ROUNDINGS = (2.0, 4.0, 8.0, 16.0)
 """The number of roundings by which weights are perturbed when a batch is repeated.
 
 Repetitions use these numbers in turn.
@@ -189,7 +189,7 @@ class ReferenceProcess:
         if self._ended is not None:
             return self._ended
         try:
-            while not self._connection.poll(_POLL_SECONDS):
+            while not self._connection.poll(_REFERENCE_POLL_SECONDS):
                 check()
             answer = pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError):
@@ -564,7 +564,10 @@ def perturb_weights(module: nn.Module, attempt: int) -> None:
         module: the module. Weights on `meta` are skipped.
         attempt: the number of the repetition, on which the random numbers depend.
     """
-    generator, amplitude = torch.Generator().manual_seed(attempt), _AMPLITUDES[attempt % len(_AMPLITUDES)]
+    generator, amplitude = (
+        torch.Generator().manual_seed(attempt),
+        _PERTURBATION_ROUNDINGS[attempt % len(_PERTURBATION_ROUNDINGS)],
+    )
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.is_floating_point() and not parameter.is_meta:

@@ -60,7 +60,7 @@ from lightning_pipes.trainer.verify.sample_draws import SampleDraws
 from lightning_pipes.trainer.verify.slices import LayerSlices
 
 NAME = "PipelineStrategy(verify={})"
-REPETITIONS = 16
+N_BATCH_REPETITIONS = 16
 """The number of times that one process repeats a batch that differs, with weights that are rounded differently."""
 
 
@@ -306,7 +306,7 @@ class Verifier(StageListener):
         if self._run.is_asynchronous:
             self._carry_weights(record, known)
         told, spread, first_answers = "", RepetitionSpread(), list[Answer]()
-        for attempt in range(REPETITIONS + 1):
+        for attempt in range(N_BATCH_REPETITIONS + 1):
             before = self._comparison.copy_state()
             found: list[Difference] = []
             while True:
@@ -331,7 +331,7 @@ class Verifier(StageListener):
                 self._report(told)
                 return True
             self._comparison.set_state(before)
-            if self._reference is not None and attempt < REPETITIONS:
+            if self._reference is not None and attempt < N_BATCH_REPETITIONS:
                 self._reference.send(Repetition(attempt))
         found = [each for answer in first_answers for each in self._compare_part(record, answer, known, spread)]
         if self._first_difference(found) is None:

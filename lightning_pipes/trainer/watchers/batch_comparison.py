@@ -17,7 +17,7 @@ from lightning_pipes.engine.compute.reducer import is_distributed
 from lightning_pipes.engine.private_torch import BatchNorm
 from lightning_pipes.ir import Span
 from lightning_pipes.ir.clock import read_seconds
-from lightning_pipes.trainer.cuts.steps import HOST, why_no_room
+from lightning_pipes.trainer.cuts.steps import HOST_DEVICE, why_no_room
 from lightning_pipes.trainer.data.batches import copy_batch, move_batch
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.watcher import TrainingStep, Watcher
@@ -37,11 +37,11 @@ from lightning_pipes.trainer.verify.verifier import parts_of_run
 from lightning_pipes.trainer.watchers.due_batches import DueBatches
 from lightning_pipes.trainer.watchers.repeated_batch import RepeatedBatch, RepeatedValues
 
-REPETITIONS = 8
+N_WHOLE_BATCH_REPETITIONS = 8
 """The number of times that a whole batch runs again with weights that are rounded differently, if it differs."""
-FORWARD_BYTES = 8
+BACKWARD_MEMORY_RATIO = 8
 """The quotient of the memory of a whole batch with a backward and without one, as an assumption."""
-LOSS = ValueKey(Phase.LOSS, OUTSIDE, "loss")
+LOSS_KEY = ValueKey(Phase.LOSS, OUTSIDE, "loss")
 
 
 class ReportsDifferences(Protocol):
@@ -84,7 +84,7 @@ class BatchComparison(Watcher):
         if self._why_not:
             self._log(step, self._why_not)
         elif self._due.is_due(self._run.trainer.current_epoch, step.batch_idx == 0):
-            self._copy = move_batch(copy_batch(step.batch), HOST)
+            self._copy = move_batch(copy_batch(step.batch), HOST_DEVICE)
             self._generators = self._run.state.generators.read_states()
 
     def after_batch(self, step: TrainingStep) -> None:
@@ -141,7 +141,7 @@ class BatchComparison(Watcher):
             return found
         spread = RepetitionSpread()
         spread.add(self._values(step, whole))
-        for attempt in range(REPETITIONS):
+        for attempt in range(N_WHOLE_BATCH_REPETITIONS):
             spread.add(self._values(step, again.repeat(whole=True, attempt=attempt)))
         return self._find_differences(step, parts, whole, spread)
 
@@ -153,12 +153,14 @@ class BatchComparison(Watcher):
         ours, theirs = self._values(step, parts), self._values(step, whole)
         for one, other in ((ours, theirs), (theirs, ours)):
             one.update({key: torch.zeros_like(other[key]) for key in other.keys() - one.keys()})
-        if LOSS in ours:
+        if LOSS_KEY in ours:
             kind = next(result.loss.dtype for result in parts.results.values() if result.loss is not None)
             sizes = [*_losses(parts).values(), *_losses(whole).values()]  # losses of parts may cancel
-            if not losses_differ(ours[LOSS].item(), theirs[LOSS].item(), sizes, kind, {kind, *self._types}):
-                del ours[LOSS]
-        largest = run.control.all_gather(max((_largest(t) for key, t in theirs.items() if key != LOSS), default=0.0))
+            if not losses_differ(ours[LOSS_KEY].item(), theirs[LOSS_KEY].item(), sizes, kind, {kind, *self._types}):
+                del ours[LOSS_KEY]
+        largest = run.control.all_gather(
+            max((_largest(t) for key, t in theirs.items() if key != LOSS_KEY), default=0.0)
+        )
         rounding = Rounding(self._eps, dict.fromkeys(Phase, max(largest)))
         comparison = Comparison(run.global_ranks[run.engine.rank])
         found = comparison.compare_values(step.number, ours, theirs, rounding, spread)
@@ -170,7 +172,7 @@ class BatchComparison(Watcher):
         if made.results and self._run.is_last_rank:
             shares = self._shares(step, made)
             loss = sum(loss * shares[span] for span, loss in _losses(made).items() if shares[span])
-            values[LOSS] = torch.tensor(loss, dtype=torch.float64)
+            values[LOSS_KEY] = torch.tensor(loss, dtype=torch.float64)
         return values
 
     def _shares(self, step: TrainingStep, made: RepeatedValues) -> dict[Span, float]:
@@ -203,8 +205,8 @@ class BatchComparison(Watcher):
         run = self._run
         needed = sum((run.saved_bytes.of_a_sample(number) or 0.0) * step.rows for number in run.stages)
         gradients = 2 * sum(p.nbytes for p in run.local_layers.parameters if p.requires_grad and not p.is_meta)
-        crowded = [why_no_room(int(needed / FORWARD_BYTES), run.device), why_no_room(int(needed), run.device)]
-        crowded[1] = crowded[1] or why_no_room(gradients if run.device != HOST else int(needed) + gradients)
+        crowded = [why_no_room(int(needed / BACKWARD_MEMORY_RATIO), run.device), why_no_room(int(needed), run.device)]
+        crowded[1] = crowded[1] or why_no_room(gradients if run.device != HOST_DEVICE else int(needed) + gradients)
         drawn = bool(run.state.generators.read_changes(self._generators))
         why_not = "it draws random numbers from the module's own generators" if drawn else crowded[0]
         not_at_all, no_backward = (

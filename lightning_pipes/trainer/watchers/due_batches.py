@@ -8,9 +8,9 @@ from collections.abc import Callable
 from lightning_pipes.ir.clock import read_seconds
 from lightning_pipes.trainer.loop.watcher import is_batch_due
 
-MAX_SHARE = 0.01
+MAX_COMPARISON_SHARE = 0.01
 """The largest share of the time of training that comparisons of further batches may take."""
-CHANCE = 1 / 32
+CANDIDATE_PROBABILITY = 1 / 32
 """The probability with which a batch is a candidate for a further comparison."""
 
 
@@ -18,7 +18,7 @@ class DueBatches:
     """Chooses batches 0, 1, 2, 4, ..., the first ones of epochs 0, 1, 2, 4, ..., and further ones if time permits.
 
     Further batches are random ones and the first batches of all epochs. Together, their comparisons take at most
-    `MAX_SHARE` of the time since the first batch. Collective, because one rank decides whether time permits.
+    `MAX_COMPARISON_SHARE` of the time since the first batch. Collective, because one rank decides whether time permits.
 
     Args:
         seed: the seed of the choice of random batches, which is the same on all ranks.
@@ -45,9 +45,9 @@ class DueBatches:
         self._is_further = not is_batch_due(number, epoch, begins_epoch)
         if not self._is_further:
             return True
-        if not begins_epoch and random.Random(f"{self._seed}/{number}").random() >= CHANCE:
+        if not begins_epoch and random.Random(f"{self._seed}/{number}").random() >= CANDIDATE_PROBABILITY:
             return False
-        return self._agree(self._spent + self._last <= MAX_SHARE * (read_seconds() - self._begun))
+        return self._agree(self._spent + self._last <= MAX_COMPARISON_SHARE * (read_seconds() - self._begun))
 
     def note_seconds(self, seconds: float) -> None:
         """Record the time of the comparison of the latest batch that was due."""

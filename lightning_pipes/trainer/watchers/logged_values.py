@@ -14,8 +14,8 @@ from lightning_pipes.ir import Span
 from lightning_pipes.trainer.cuts.steps import StepResult
 from lightning_pipes.trainer.results.logs import LogCall, LogKey, merge_returned, number_calls, returned_key
 from lightning_pipes.trainer.results.loss_weights import (
-    EXTREME,
-    FIRST,
+    EXTREME_WEIGHT,
+    FIRST_WEIGHT,
     BatchWeights,
     LossWeights,
     parts_differ,
@@ -131,13 +131,17 @@ def find_weights(losses: Losses, weights: BatchWeights) -> dict[LogKey, tuple[st
         if numbers is None:
             continue
         of_it = losses._replace(whole=numbers[0], parts=numbers[1])
-        names = {each.name for each in weights.every if each.name != FIRST and not of_it.are_different(each.loss_share)}
+        names = {
+            each.name
+            for each in weights.every
+            if each.name != FIRST_WEIGHT and not of_it.are_different(each.loss_share)
+        }
         if call.reduction_name in ("max", "min"):
             extreme = (max if call.reduction_name == "max" else min)(of_it.parts.values())
             made = of_it._replace(parts={Span(0, 1): extreme})
-            names |= set() if made.are_different(lambda _: 1.0) else {EXTREME}
+            names |= set() if made.are_different(lambda _: 1.0) else {EXTREME_WEIGHT}
         if not names and numbers[0] == numbers[1][min(numbers[1])]:
-            names = {FIRST}
+            names = {FIRST_WEIGHT}
         found[key] = usual_weights(call), names
     return found
 

@@ -34,7 +34,7 @@ from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.watcher import TrainingStep, Watcher, is_batch_due
 from lightning_pipes.trainer.results.logs import recorded
 from lightning_pipes.trainer.results.loss_weights import (
-    SUMS,
+    SUMS_WEIGHT,
     BatchWeights,
     LossWeights,
     WeighsMicrobatches,
@@ -45,11 +45,11 @@ from lightning_pipes.trainer.user.unchanged import evaluation_mode, keep_unchang
 from lightning_pipes.trainer.watchers.logged_values import LoggedValues, Losses, find_weights
 from lightning_pipes.trainer.watchers.sample_check import SampleCheck
 
-LABELLED_BATCHES = 20
+N_LABELLED_BATCHES = 20
 """The number of batches whose labels are examined if no loss is compared."""
-COMPARED_BATCHES = 4
+MAX_COMPARED_BATCHES = 4
 """The largest number of batches that are compared to determine how the values that steps keep are merged."""
-_MOST = 1e4
+_MAX_DISTORTED_VALUE = 1e4
 """Larger values belong to masks, which are not distorted."""
 
 
@@ -73,19 +73,19 @@ class UncomparedLoss(Watcher):
         """Examine the labels and masks of one of the first batches."""
         run, plan = self._run, self._run.engine.plan
         module = run.cut.module
-        if self._batches == LABELLED_BATCHES or not run.is_last_rank or isinstance(module, WeighsMicrobatches):
+        if self._batches == N_LABELLED_BATCHES or not run.is_last_rank or isinstance(module, WeighsMicrobatches):
             return
         self._batches += 1
         spans = [span.clip_to(step.rows) for span in plan.spans(Kind.F, plan.n_stages - 1)]
         spans = [span for span in spans if span.rows]
-        ruled_out = {SUMS} if run.loss_weights is None else {SUMS, *run.loss_weights.ruled_out}
+        ruled_out = {SUMS_WEIGHT} if run.loss_weights is None else {SUMS_WEIGHT, *run.loss_weights.ruled_out}
         found = [each for each in find_candidates(module, step.batch, step.rows, spans) if each.name not in ruled_out]
         if not found:  # the loss is a sum
             return
         other = next((each for each in found[1:] if candidates_differ([found[0], each], spans)), None)
         if other is None:
             return
-        self._batches = LABELLED_BATCHES
+        self._batches = N_LABELLED_BATCHES
         rank_zero_warn(
             f"The loss of {type(module).__name__}.training_step is not compared with the losses of its micro-batches: "
             f"{self._why}. Earlier batches do not distinguish {found[0].name} from {other.name}. Micro-batches are "
@@ -134,7 +134,7 @@ class LossCheck(Watcher):
         step.compare_candidates, weights = self.find_candidates, step.weights
         if weights is None or len(weights.spans) < 2:
             return
-        of_state = self._compared < COMPARED_BATCHES and self._steps.state.needs_whole_batch()
+        of_state = self._compared < MAX_COMPARED_BATCHES and self._steps.state.needs_whole_batch()
         again = self._is_compared_again(step)
         if self._waits or weights.undecided or of_state:
             step.keep_copy()
@@ -201,7 +201,7 @@ class LossCheck(Watcher):
             if not t.is_floating_point() or not t.ndim or t.size(0) != kept.rows:
                 return t
             factors = 0.5 + torch.rand(t.shape, generator=generator, dtype=torch.float32)
-            return torch.where(t.abs() < _MOST, t * factors.to(t.dtype), t)
+            return torch.where(t.abs() < _MAX_DISTORTED_VALUE, t * factors.to(t.dtype), t)
 
         x = trees.map_tensors(distort, x)
         assert item.data.weights is not None

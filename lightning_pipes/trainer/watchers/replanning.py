@@ -15,7 +15,7 @@ from lightning_pipes.trainer.loop.step_statistics import batches_left
 from lightning_pipes.trainer.loop.watcher import TrainingStep, Watcher
 from lightning_pipes.trainer.plan.plans import Plans
 from lightning_pipes.trainer.plan.prediction import Prediction
-from lightning_pipes.trainer.reports.report import KEPT_STEPS, Window
+from lightning_pipes.trainer.reports.report import MAX_REPORTED_STEPS, Window
 from lightning_pipes.trainer.reports.timing import Share
 
 
@@ -130,7 +130,7 @@ class RunStatistics(Watcher):
         run.windows.append(window)
         if run.plans.every:
             run.statistics.add(window)
-        if len(run.took) < KEPT_STEPS:
+        if len(run.took) < MAX_REPORTED_STEPS:
             run.took.append(Share.from_events(window.events).took)
 
 

@@ -12,9 +12,9 @@ from lightning_pipes.trainer.loop.watcher import EvaluationWatcher, Step
 from lightning_pipes.trainer.optimizers.optimizers import check_same_settings, settings_of
 from lightning_pipes.trainer.ranks.control import PendingGather
 
-CHECKED_BATCHES = 2
+N_CHECKED_BATCHES = 2
 """The number of batches at the start of every epoch, and of a run, whose checksums all ranks compare."""
-MARKED_ON_DEVICE = 16
+DEVICE_CHECK_INTERVAL = 16
 """On a GPU, one of this number of batches gets a checksum, because the host must wait for the values."""
 
 
@@ -43,7 +43,7 @@ class SameBatch(EvaluationWatcher):
         if step.training:
             before = self._trained
             self._trained += 1
-        self._comparing = min(step.batch_idx, before) < CHECKED_BATCHES and run.control.size > 1
+        self._comparing = min(step.batch_idx, before) < N_CHECKED_BATCHES and run.control.size > 1
         if not self._comparing:
             return
         settings = settings_of(run.trainer.optimizers) if step.training else {}
@@ -67,7 +67,7 @@ class SameBatch(EvaluationWatcher):
             return
         if use is not None and self._comparing:
             self._check_layers(step, sorted(name for names in use.layers for name in names))
-        if self._run.device.type == "cpu" or step.batch_idx % MARKED_ON_DEVICE == 0:
+        if self._run.device.type == "cpu" or step.batch_idx % DEVICE_CHECK_INTERVAL == 0:
             step.mark = sample_fingerprint(step.batch), 0 if use is None else use.fingerprint
 
     def after_batch(self, step: Step) -> None:

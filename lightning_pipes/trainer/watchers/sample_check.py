@@ -31,7 +31,7 @@ from lightning_pipes.trainer.cuts.layers.capture import named_step
 from lightning_pipes.trainer.cuts.layers.pipelined import ContainerCut
 from lightning_pipes.trainer.cuts.layers.steps import LayerSteps
 from lightning_pipes.trainer.cuts.layers.tape import TapedLayer
-from lightning_pipes.trainer.cuts.steps import HOST, why_no_room
+from lightning_pipes.trainer.cuts.steps import HOST_DEVICE, why_no_room
 from lightning_pipes.trainer.data.batches import copy_batch, join, move_batch, per_sample, take_samples, weighted_sum
 from lightning_pipes.trainer.data.layouts import (
     Layout,
@@ -47,7 +47,7 @@ from lightning_pipes.trainer.user.unchanged import evaluation_mode, keep_unchang
 
 _log = logging.getLogger(__name__)
 
-_COARSE = 1e-2
+_AUTOCAST_TOLERANCE = 1e-2
 """The tolerated difference between values under autocast, relative to the largest value.
 
 autocast may compute some of the values in half precision.
@@ -134,7 +134,7 @@ class SampleCheck(Watcher):
         self._looks = is_due(self._batches)
         if self._looks:
             step.stage_inputs = {}
-            step.loaded_copy = move_batch(copy_batch(step.batch), HOST)
+            step.loaded_copy = move_batch(copy_batch(step.batch), HOST_DEVICE)
             if self._batches and self._pipeline.is_asynchronous:
                 self._send_warnings()
         self._batches += 1
@@ -405,11 +405,11 @@ def _attributes(layer: nn.Module) -> dict[str, Any]:
         f"{name}.{key}".lstrip("."): value
         for name, part in layer.named_modules()
         for key, value in vars(part).items()
-        if key not in _OF_MODULES
+        if key not in _MODULE_ATTRIBUTES
     }
 
 
-_OF_MODULES = frozenset(vars(nn.Module()))
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 def _with_other_samples(batch: Any, rows: int, first: int) -> Any:
@@ -494,7 +494,7 @@ def _values_differ(whole: torch.Tensor, joined: torch.Tensor) -> bool:
     if not whole.is_floating_point() and not whole.is_complex():
         return not torch.equal(whole, joined)
     eps = torch.finfo(whole.dtype).eps
-    coarse = _COARSE if torch.is_autocast_enabled(whole.device.type) else 0.0
+    coarse = _AUTOCAST_TOLERANCE if torch.is_autocast_enabled(whole.device.type) else 0.0
     most = max(coarse, eps ** (2 / 3)) * max(
         1e-30, float(whole.abs().nan_to_num(0.0, 0.0).max() if whole.numel() else 0)
     )

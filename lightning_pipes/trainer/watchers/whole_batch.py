@@ -13,7 +13,7 @@ from lightning_pipes.engine.allocator import trimmed_heap
 from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.ir import Span
 from lightning_pipes.trainer.cuts.layers.capture import named_step
-from lightning_pipes.trainer.cuts.steps import HOST, StepResult, WholeBatch
+from lightning_pipes.trainer.cuts.steps import HOST_DEVICE, StepResult, WholeBatch
 from lightning_pipes.trainer.data.batches import copy_batch, move_batch
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.watcher import TrainingStep, Watcher, is_batch_due
@@ -48,7 +48,7 @@ class WholeBatchValues(Watcher):
             return
         epoch = self._run.trainer.current_epoch  # it may be logged
         if is_batch_due(self._batches, epoch, step.batch_idx == 0):
-            self._copy = move_batch(copy_batch(step.batch), HOST)
+            self._copy = move_batch(copy_batch(step.batch), HOST_DEVICE)
         self._batches += 1
 
     def before_optimizer_step(self, step: TrainingStep) -> None:

@@ -39,11 +39,11 @@ from lightning_pipes.trainer.weights.pretrained import (
     own_tensors,
     take_attached,
 )
-from lightning_pipes.trainer.weights.spread import SPREAD
+from lightning_pipes.trainer.weights.spread import SPREAD_ATTRIBUTE
 
 FindTensor = Callable[[Hashable, torch.dtype, torch.device], torch.Tensor | None]
 """Returns a tensor with the value of a source, or None."""
-NOT_SAMPLES = Span(0, 0)
+INITIALIZATION_SPAN = Span(0, 0)
 """Used instead of the span of a micro-batch in the seed of the random numbers that initialize weights."""
 
 
@@ -99,7 +99,9 @@ class DeferredWeights:
         """The ids of the tensors in `_inside` that had values before and keep them."""
         self._adapters: dict[int, list[Callable[[], object]]] = {}
         self._pretrained = take_attached(module)
-        if SPREAD in vars(module) or not has_meta(module):  # an earlier run has initialized the weights of this rank
+        if SPREAD_ATTRIBUTE in vars(module) or not has_meta(
+            module
+        ):  # an earlier run has initialized the weights of this rank
             return
         self._initializers = find_initializers(module)
         self._adapters = _find_adapters(module)
@@ -171,7 +173,7 @@ class DeferredWeights:
         with forked_rng(device):
             for module in group:
                 give_memory(module, own_meta_tensors(module), device)
-            seed_all(stream_seed(seeds[0], 0, number, seeds[1], NOT_SAMPLES), device, everything=True)
+            seed_all(stream_seed(seeds[0], 0, number, seeds[1], INITIALIZATION_SPAN), device, everything=True)
             inside = [t for module in group for t in self._inside.get(id(module), ())]
             kept = [(t, t.detach().clone()) for t in inside if id(t) in self._kept]
             for module in group:
@@ -336,11 +338,11 @@ def check_same_cut(module: pl.LightningModule, cut: tuple[Any, ...], control: Co
 
     Args:
         module: the user's module.
-        cut: the value of the module's attribute `SPREAD` after this run. It begins with the path of the container and
-            the numbers of the local layers.
+        cut: the value of the module's attribute `SPREAD_ATTRIBUTE` after this run. It begins with the path of the
+            container and the numbers of the local layers.
         control: the control channel of the ranks.
     """
-    before = vars(module).get(SPREAD)
+    before = vars(module).get(SPREAD_ATTRIBUTE)
     if control.any(before is not None and before != cut)[0]:
         layers = "" if before is None else f"layers {list(before[1])} of {before[0]}, and now {list(cut[1])}"
         where = f" (here {layers})" if layers and cut[0] else ""

@@ -16,7 +16,7 @@ from lightning_pipes.engine.private_torch import TorchDispatchMode, list_changed
 from lightning_pipes.trainer.ranks.replicas import has_shards
 from lightning_pipes.trainer.weights import private_transformers as private
 
-_RESET = "reset_parameters"
+_RESET_METHOD = "reset_parameters"
 
 
 @dataclass(frozen=True)
@@ -48,16 +48,16 @@ class Initializer:
             private.initialize(self.model, self.part)
             return
         inside = [each for each in self.part.modules() if each is not self.part and _can_reset(each)]
-        before = [vars(each).get(_RESET) for each in inside]
+        before = [vars(each).get(_RESET_METHOD) for each in inside]
         for each in inside:
-            vars(each)[_RESET] = change(getattr(each, _RESET))
+            vars(each)[_RESET_METHOD] = change(getattr(each, _RESET_METHOD))
         try:
-            getattr(self.part, _RESET)()
+            getattr(self.part, _RESET_METHOD)()
         finally:
             for each, own in zip(inside, before, strict=True):
-                vars(each).pop(_RESET)
+                vars(each).pop(_RESET_METHOD)
                 if own is not None:
-                    vars(each)[_RESET] = own
+                    vars(each)[_RESET_METHOD] = own
 
 
 def _skip_plain_call(reset: Any) -> Any:
@@ -66,7 +66,7 @@ def _skip_plain_call(reset: Any) -> Any:
 
 def _can_reset(part: nn.Module) -> bool:
     """Return whether a part has a `reset_parameters` that can be called without arguments."""
-    reset = getattr(part, _RESET, None)
+    reset = getattr(part, _RESET_METHOD, None)
     if not callable(reset):
         return False
     try:
@@ -151,7 +151,7 @@ def _list_lost(part: nn.Module, originals: Mapping[int, Tensor]) -> list[str]:
     created.
     """
     inits = [vars(kind)["__init__"] for kind in type(part).__mro__ if "__init__" in vars(kind)]
-    times = sum(_RESET in getattr(getattr(init, "__code__", None), "co_names", ()) for init in inits)
+    times = sum(_RESET_METHOD in getattr(getattr(init, "__code__", None), "co_names", ()) for init in inits)
     named = {**part._parameters, **part._buffers}
     pairs = ((name, t, originals[id(t)]) for name, t in named.items() if t is not None)
     return [name for name, stand, t in pairs if t.is_meta and t._version > stand._version * max(times, 1)]

@@ -23,10 +23,10 @@ from lightning_pipes.trainer.ranks.replicas import copy_whole
 from lightning_pipes.trainer.weights import private_transformers as private
 from lightning_pipes.trainer.weights.initializers import InitialWrites, find_initializers, list_parts_first
 
-_ATTACHED = "_lightning_pipes_pretrained"
+_WEIGHTS_ATTRIBUTE = "_lightning_pipes_pretrained"
 """The attribute of a module that stores its `PretrainedWeights` until ranks read them."""
-_INDEX = ".index.json"
-_SHOWN = 5
+_INDEX_SUFFIX = ".index.json"
+_MAX_LISTED_NAMES = 5
 """The maximum number of names in a message."""
 
 _reads_later: ContextVar[bool] = ContextVar("reads_later", default=False)
@@ -62,7 +62,7 @@ def load_pretrained(module: nn.Module, path: str | Path, *, strict: bool = True)
     if strict:
         weights.check_names()
     if _reads_later.get():
-        module.__dict__[_ATTACHED] = weights
+        module.__dict__[_WEIGHTS_ATTRIBUTE] = weights
         return
     device = torch.empty(0).device
     initializers = find_initializers(module)
@@ -93,14 +93,14 @@ def reads_later() -> Iterator[None]:
 
 def find_attached(module: nn.Module) -> list[PretrainedWeights]:
     """Return the weights that `load_pretrained` has deferred."""
-    return [part.__dict__[_ATTACHED] for part in module.modules() if _ATTACHED in part.__dict__]
+    return [part.__dict__[_WEIGHTS_ATTRIBUTE] for part in module.modules() if _WEIGHTS_ATTRIBUTE in part.__dict__]
 
 
 def take_attached(module: nn.Module) -> list[PretrainedWeights]:
     """Return the weights that `load_pretrained` has deferred, and remove them from the module."""
     found = find_attached(module)
     for part in module.modules():
-        part.__dict__.pop(_ATTACHED, None)
+        part.__dict__.pop(_WEIGHTS_ATTRIBUTE, None)
     return found
 
 
@@ -286,7 +286,7 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _find_keys(path: Path) -> Mapping[str, str]:
     """Return the path of the file that contains each key."""
     if path.is_dir():
-        index = sorted(path.glob(f"*.safetensors{_INDEX}"))
+        index = sorted(path.glob(f"*.safetensors{_INDEX_SUFFIX}"))
         if index:
             table = json.loads(index[0].read_text(encoding="utf-8")).get("weight_map", {})
             _check_inside(path, table.values())
@@ -326,5 +326,5 @@ def _open_safetensors(path: str) -> Any:
 
 def list_names(names: Sequence[str]) -> str:
     """Return a text with the first names and the number of further names."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    more = f" and {len(names) - _MAX_LISTED_NAMES} more" if len(names) > _MAX_LISTED_NAMES else ""
+    return ", ".join(names[:_MAX_LISTED_NAMES]) + more

@@ -32,7 +32,7 @@ from lightning_pipes.trainer.ranks.replicas import (
     unshard_over,
 )
 from lightning_pipes.trainer.weights.pretrained import find_attached, own_tensors
-from lightning_pipes.trainer.weights.spread import SPREAD
+from lightning_pipes.trainer.weights.spread import SPREAD_ATTRIBUTE
 
 
 def holds_own_part(parameter: torch.Tensor, grid: Grid) -> bool:
@@ -173,7 +173,7 @@ def leave_spread(module: pl.LightningModule, path: str, local: Iterable[int]) ->
         path: the path of the container in the module.
         local: the numbers of the layers on this rank.
     """
-    if SPREAD in vars(module):
+    if SPREAD_ATTRIBUTE in vars(module):
         return
     container, kept = module.get_submodule(path), {*local}
     inside = set(container.modules())

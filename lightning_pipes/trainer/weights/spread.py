@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-INCOMPLETE = "_lightning_pipes_incomplete"
+INCOMPLETE_ATTRIBUTE = "_lightning_pipes_incomplete"
 """Attribute of a module whose last run failed. The layers of other ranks have no values in such a module."""
 
-SPREAD = "_lightning_pipes_spread"
+SPREAD_ATTRIBUTE = "_lightning_pipes_spread"
 """Attribute of a module that was created on `meta` and has been run: a tuple of the path of its container and the
 numbers of the layers that have values in this process.
 """

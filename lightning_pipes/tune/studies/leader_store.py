@@ -27,7 +27,7 @@ from lightning_pipes.engine.watch.process_exit import SerialCaller
 from lightning_pipes.engine.watch.rendezvous import launcher_hosts_store, wait_for_host
 from lightning_pipes.engine.watch.shared_store import LOOPBACK, adopt_store, current_store, run_store, store_on_loopback
 from lightning_pipes.engine.watch.trust import (
-    TRUSTED,
+    TRUSTED_SEAL,
     dumps,
     loads,
     seal_of,
@@ -167,7 +167,7 @@ class _StoreConnection:
             store = store_on_loopback(0, _STORE_TIMEOUT)
             self.store = seal_store(store, self.rank, one_host=True)
             self._variables = {**secret, PORT_VARIABLE: str(store.port)}
-        self.seal = TRUSTED if seal_of(self.store) else None
+        self.seal = TRUSTED_SEAL if seal_of(self.store) else None
         """The seal of signed values, or None if the store does not sign its values."""
 
     def open(self) -> None:

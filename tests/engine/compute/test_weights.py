@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_pipes.engine.compute.weights import SMALL, BuffersBefore
+from lightning_pipes.engine.compute.weights import MAX_COPIED_ELEMENTS, BuffersBefore
 from tests.engine.compute.buffers import layer
 
 
@@ -23,7 +23,7 @@ def test_values_that_a_forward_changes_are_kept_once():
 
 
 def test_a_large_buffer_that_changes_late_is_warned_of():
-    module, buffers = layer(SMALL + 1), BuffersBefore()
+    module, buffers = layer(MAX_COPIED_ELEMENTS + 1), BuffersBefore()
     with buffers.keep_before("first", 0, module):
         pass
     told = "layer 0 changes its buffer 'mean' in place for the first time"

@@ -7,10 +7,10 @@ import random
 import pytest
 
 from lightning_pipes.engine.messages.chunks import (
-    MAX_CHUNK,
+    MAX_CHUNK_BYTES,
+    MAX_FLIGHT_SECONDS,
     MAX_IN_FLIGHT,
-    MIN_CHUNK,
-    SECONDS,
+    MIN_CHUNK_BYTES,
     ByteLayout,
     ChunkSizer,
     SendQueue,
@@ -39,16 +39,18 @@ def test_a_line_sends_every_byte_once_and_least_left_first(most: int) -> None:
 
 @pytest.mark.parametrize("bandwidth", [1e6, 6e6, 1e8, 1e10])
 def test_a_chunk_takes_about_as_long_as_it_may(bandwidth: float) -> None:
-    """The chunk size is adapted so that a chunk takes `SECONDS`, within the smallest and largest size."""
+    """The chunk size is adapted so that a chunk takes `MAX_FLIGHT_SECONDS`, within the smallest and largest size."""
     pace = ChunkSizer()
     for _ in range(30):
         pace.record_chunk(pace.size, pace.size / bandwidth)
-    assert pace.size == pytest.approx(max(MIN_CHUNK, min(MAX_CHUNK, bandwidth * SECONDS)), rel=0.01)
+    assert pace.size == pytest.approx(
+        max(MIN_CHUNK_BYTES, min(MAX_CHUNK_BYTES, bandwidth * MAX_FLIGHT_SECONDS)), rel=0.01
+    )
     pace.record_chunk(1, 5.0)  # the short last chunk of a message does not change the estimate
-    assert pace.size >= MIN_CHUNK
+    assert pace.size >= MIN_CHUNK_BYTES
     pace.record_chunk(pace.size, 0.0)
     pace.record_chunk(pace.size, 1.0)
-    assert pace.size == MIN_CHUNK
+    assert pace.size == MIN_CHUNK_BYTES
 
 
 def test_chunks_in_flight_take_together_as_long_as_one_may() -> None:
@@ -57,12 +59,12 @@ def test_chunks_in_flight_take_together_as_long_as_one_may() -> None:
         pace.set_limit(limit)
         for _ in range(30):
             pace.record_chunk(pace.size, pace.size / bandwidth)
-        assert limit * pace.size == pytest.approx(bandwidth * SECONDS, rel=0.01)
+        assert limit * pace.size == pytest.approx(bandwidth * MAX_FLIGHT_SECONDS, rel=0.01)
     assert pace.speed == pytest.approx(bandwidth)
     for _ in range(30):
         pace.record_chunk(pace.size, 1.0)
         pace.set_limit(4)
-    assert (pace.size, pace.limit) == (MIN_CHUNK, 1), "chunks that are too small would take too long together"
+    assert (pace.size, pace.limit) == (MIN_CHUNK_BYTES, 1), "chunks that are too small would take too long together"
 
 
 def queue_of_second_class(training: float, bulk: float) -> float:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lightning_pipes.engine.monitor.monitor import (
-    OVERHEAD,
+    MAX_SAMPLING_SHARE,
     Monitor,
     Sample,
     SampleHistory,
@@ -263,7 +263,7 @@ def test_the_thread_takes_no_more_than_its_share():
     assert costly.read_once.wait(scale_timeout(10))
     time.sleep(0.5)  # five more samples would be due at 10 Hz
     monitor.stop()
-    assert len(costly.reads) == 1, f"the next is due after {0.05 / OVERHEAD:.0f} s"
+    assert len(costly.reads) == 1, f"the next is due after {0.05 / MAX_SAMPLING_SHARE:.0f} s"
     assert costly.closed
     assert monitor.features() == {"gpu.busy_share": 1.0, "gpu.busy_share_p95": 1.0}
 

@@ -76,7 +76,7 @@ def test_how_busy_the_cores_are_that_we_may_use(files):
     source.open()
     source.read()
     files.now = 1.0
-    ticks = int(1 / host._TICK)
+    ticks = int(1 / host._TICK_SECONDS)
     ours = " ".join(str(share * ticks) for share in (0.2, 0.1, 0.3, 0.1, 0, 0.05, 0.15, 0.1))
     files.texts["/proc/stat"] = (
         f"cpu  1 0 0 0 0 0 0 0 0 0\ncpu0 0 0 0 {ticks} 0 0 0 0 0 0\ncpu1 {ours} 0 0\nprocs_running 4\n"

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_pipes.engine.residency.binding import Binding
 from lightning_pipes.engine.residency.copier import SlabCopier, ThreadCopier
-from lightning_pipes.engine.residency.slab import ALIGNMENT, SlabLayout
+from lightning_pipes.engine.residency.slab import SLAB_ALIGNMENT_BYTES, SlabLayout
 from lightning_pipes.engine.residency.swap import Swap
 from lightning_pipes.ir import PipelineError, PlanError
 from tests.cases import for_each
@@ -267,7 +267,7 @@ def test_layout() -> None:
     images = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
     tensors = {"a": torch.arange(3), "images": images, "none": torch.empty(0, 2), "one": torch.tensor(True)}
     layout = SlabLayout.from_tensors(tensors)
-    assert layout.nbytes == 3 * ALIGNMENT
+    assert layout.nbytes == 3 * SLAB_ALIGNMENT_BYTES
     views = layout.view_tensors(torch.zeros(layout.nbytes, dtype=torch.uint8))
     for name, tensor in tensors.items():
         views[name].copy_(tensor)

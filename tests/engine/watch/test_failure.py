@@ -101,7 +101,7 @@ def test_the_failing_rank_alone_prints_a_traceback(
     # all ranks raise this error, for example when they load the same sample
     assert printed(RaisedError(text), capsys) == ""
     assert printed(KeyError("at teardown"), capsys) == "after that: KeyError: 'at teardown'\n"
-    monkeypatch.setenv(error_output.TRACEBACKS, "1")
+    monkeypatch.setenv(error_output.TRACEBACKS_VARIABLE, "1")
     assert "Traceback" in printed(raised.value, capsys)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 import lightning_pipes
 from lightning_pipes.engine.watch import fault_points
-from lightning_pipes.engine.watch.fault_points import POINTS, Fault
+from lightning_pipes.engine.watch.fault_points import FAULT_POINTS, Fault
 from lightning_pipes.ir import Kind
 
 SCRIPT = """
@@ -38,7 +38,7 @@ def start(fault: Fault, rank: int = 0) -> subprocess.Popen[str]:
 def test_every_place_is_listed_and_every_listed_one_exists():
     files = Path(lightning_pipes.__file__).parent.rglob("*.py")
     found = {name for file in files for name in re.findall(r"\bfault_point\(\"([^\"]+)\"\)", file.read_text())}
-    assert found | set(Kind) == set(POINTS)
+    assert found | set(Kind) == set(FAULT_POINTS)
 
 
 @pytest.mark.parametrize(("act", "number"), [("kill", signal.SIGKILL), ("stop", signal.SIGSTOP)])

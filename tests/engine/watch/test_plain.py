@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from lightning_pipes.cost import LayerProfile, Link, ModelProfile
 from lightning_pipes.engine.watch import plain
-from lightning_pipes.engine.watch.trust import TRUSTED, ForgedError, Seal, dumps, loads, to_printable
+from lightning_pipes.engine.watch.trust import TRUSTED_SEAL, ForgedError, Seal, dumps, loads, to_printable
 from lightning_pipes.ir import Kind, Plan
 from tests.ir.programs import pipedream
 
@@ -126,7 +126,7 @@ def test_objects_of_any_class_under_a_seal(tmp_path: Path) -> None:
     with pytest.raises(plain.NotPlainError, match=r"open is more than data; give all .* LIGHTNING_PIPES_SECRET"):
         loads(dumps(thing, None), None)
     assert not (tmp_path / "ran").exists()
-    for seal in (mine, TRUSTED):
+    for seal in (mine, TRUSTED_SEAL):
         loads(dumps(thing, seal), seal).close()
         assert (tmp_path / "ran").exists()
         (tmp_path / "ran").unlink()

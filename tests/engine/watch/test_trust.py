@@ -20,7 +20,15 @@ from torch.distributed import PrefixStore, TCPStore
 from lightning_pipes.engine.watch import trust
 from lightning_pipes.engine.watch.failure import FailureWatch
 from lightning_pipes.engine.watch.shared_store import run_store, store_on_loopback
-from lightning_pipes.engine.watch.trust import SECRET, ForgedError, Seal, SignedStore, seal_of, seal_store, sub_store_of
+from lightning_pipes.engine.watch.trust import (
+    SECRET_VARIABLE,
+    ForgedError,
+    Seal,
+    SignedStore,
+    seal_of,
+    seal_store,
+    sub_store_of,
+)
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import run_ranks, scale_timeout
 
@@ -40,7 +48,7 @@ def signed(raw: TCPStore) -> SignedStore:
 
 @pytest.fixture(autouse=True)
 def no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(SECRET, raising=False)
+    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
     monkeypatch.setattr(trust, "_own_secret", "")
 
 
@@ -214,12 +222,12 @@ def test_secrets_of_several_hosts(
     assert "Any process that reaches their ports can send them data" in caplog.text
     assert seal_store(raw, 1, False, 2) is raw
     assert len(caplog.records) == 1
-    monkeypatch.setenv(SECRET, "one")
+    monkeypatch.setenv(SECRET_VARIABLE, "one")
     with pytest.raises(PipelineError, match="rank 1 and rank 0 have different secrets: set LIGHTNING_PIPES_SECRET"):
         seal_store(raw, 1, False, 2)
     first = seal_store(raw, 0, False, 2)
     first.set("a", "1")
     assert seal_store(raw, 1, False, 2).get("a") == b"1"
-    monkeypatch.setenv(SECRET, "two")
+    monkeypatch.setenv(SECRET_VARIABLE, "two")
     with pytest.raises(PipelineError, match="different secrets"):
         seal_store(raw, 1, False, 2)

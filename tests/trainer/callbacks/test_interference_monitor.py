@@ -97,7 +97,7 @@ class Slowly(pl.Callback):
 def trained(rank: int, folder: str, schedule: str) -> dict[str, Any]:
     """Train on this rank, and return the observations, the report, and the monitor threads that are left."""
     monitoring.host_sources = lambda thread: [Numbered(rank)]
-    interference_monitor.SAID_EVERY = 0.0
+    interference_monitor.MIN_PUBLICATION_SECONDS = 0.0
     watch = InterferenceMonitor(hertz=10, window=1000, every_n_steps=2)  # long enough for a machine of any speed
     slowly = Slowly(watch)
     logger = CSVLogger(folder, name=schedule, version="")

@@ -115,7 +115,7 @@ def fit(folder: Path, schedule: Any, tuner: ScheduleTuner | None = None, **optio
 def tuned(rank: int, folder: str) -> dict[str, Any]:
     """Return the results of trainings with slow links, free links, and several settings of the tuner."""
     original, parts = schedule_tuner.sample_of, schedule_tuner.parts_of
-    schedule_tuner.OVERHEAD = 1e9  # batches last a millisecond, so the tuner would decide rarely
+    schedule_tuner.MAX_DECISION_SHARE = 1e9  # batches last a millisecond, so the tuner would decide rarely
     schedule_tuner.sample_of = stamps(lambda n: 0.0 if n < 2 else 0.001)  # type: ignore[assignment]
     found = {"slow": fit(Path(folder, "slow"), KFKB("auto"), ScheduleTuner(3, "1GiB", window=1))}
     schedule_tuner.parts_of = lambda profile, layers: dict.fromkeys(range(RANKS), (0.5, 0.5))  # type: ignore[assignment]

@@ -17,7 +17,7 @@ from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.checkpoint.saving import Saver
 from lightning_pipes.trainer.checkpoint.sharded import ShardedCheckpoint
-from lightning_pipes.trainer.checkpointing import KEY
+from lightning_pipes.trainer.checkpointing import CHECKPOINT_KEY
 from tests.trainer.checkpoint.runs import OneRank
 from tests.trainer.lit import (
     Case,
@@ -70,7 +70,7 @@ def test_file_equals_one_process(module, tmp_path):
         callbacks = [_Saver(path)]
         continued(module, ranks, tmp_path / "run", strategy, trainer={"callbacks": callbacks})
     a, b = (torch.load(path, weights_only=False) for path in (plain, spread))
-    assert [*a, KEY] == list(b)
+    assert [*a, CHECKPOINT_KEY] == list(b)
     assert list(a["state_dict"]) == list(b["state_dict"])
     for key in ("state_dict", "optimizer_states", "lr_schedulers", "norms"):
         assert differences(plain_values(a.get(key)), plain_values(b.get(key))) == []

@@ -19,7 +19,7 @@ from lightning_pipes import consolidate
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import watch_ranks
 from lightning_pipes.trainer.checkpoint import files
-from lightning_pipes.trainer.checkpoint.checksums import INDEX
+from lightning_pipes.trainer.checkpoint.checksums import INDEX_FILE
 from lightning_pipes.trainer.checkpoint.files import AtomicCheckpointIO
 from lightning_pipes.trainer.checkpoint.saving import Saver
 from tests.trainer.checkpoint.runs import OneRank, fit
@@ -91,10 +91,10 @@ def test_no_bit_of_a_folder_can_change(tmp_path):
     write_folder(folder)
     assert same(read_folder(folder))
     names = sorted(os.listdir(folder))
-    assert names == [INDEX, "__0_0.distcp", "checkpoint.pt"]
+    assert names == [INDEX_FILE, "__0_0.distcp", "checkpoint.pt"]
     for name in names:
         content = (folder / name).read_bytes()
-        for changed in flipped(content, 1 if name == INDEX else 17):
+        for changed in flipped(content, 1 if name == INDEX_FILE else 17):
             (folder / name).write_bytes(changed)
             refused(folder, read_folder)
         (folder / name).write_bytes(content)
@@ -124,12 +124,12 @@ def test_missing_parts_and_parts_of_another_save(tmp_path):
     for name in os.listdir(folder):
         shutil.copy(folder / name, tmp_path / "kept")
         (folder / name).unlink()
-        assert f"{name} is missing" in refused(folder, read_folder) or name == INDEX
+        assert f"{name} is missing" in refused(folder, read_folder) or name == INDEX_FILE
         shutil.copy(other / name, folder / name)
         refused(folder, read_folder)
         shutil.copy(tmp_path / "kept", folder / name)
     assert same(read_folder(folder))
-    (folder / INDEX).unlink()
+    (folder / INDEX_FILE).unlink()
     assert "no complete checkpoint" in refused(folder, read_file)
 
 
@@ -147,9 +147,9 @@ def test_other_readers_read_our_files(tmp_path):
 
 def without_sums(folder: Path) -> None:
     """Remove the checksums from a folder, which older versions wrote without them."""
-    metadata = pickle.loads((folder / INDEX).read_bytes())
+    metadata = pickle.loads((folder / INDEX_FILE).read_bytes())
     metadata.planner_data = None
-    (folder / INDEX).write_bytes(pickle.dumps(metadata))
+    (folder / INDEX_FILE).write_bytes(pickle.dumps(metadata))
     torch.save(torch.load(folder / "checkpoint.pt"), folder / "checkpoint.pt")
 
 
@@ -196,10 +196,10 @@ class Evil:
 def test_nothing_in_an_index_is_run(tmp_path):
     folder, marker = tmp_path / "a.ckpt", tmp_path / "marker"
     write_folder(folder)
-    metadata = pickle.loads((folder / INDEX).read_bytes())
+    metadata = pickle.loads((folder / INDEX_FILE).read_bytes())
     metadata.planner_data = {"evil": Evil(marker)}
     for data in (pickle.dumps(Evil(marker)), pickle.dumps(metadata)):
-        (folder / INDEX).write_bytes(data)
+        (folder / INDEX_FILE).write_bytes(data)
         for weights_only in (None, True, False):
             with suppress(PipelineError):
                 consolidate(folder, tmp_path / "whole", weights_only)

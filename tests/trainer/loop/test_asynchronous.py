@@ -146,7 +146,7 @@ def compared(rank: int) -> int:
 
 def test_ranks_compare_the_first_batches_only_for_they_would_go_in_step() -> None:
     """Check that ranks stop comparing batches after the first ones, because comparing makes them run in step."""
-    assert run_ranks(compared, 2, timeout=60) == [same_batch.CHECKED_BATCHES] * 2
+    assert run_ranks(compared, 2, timeout=60) == [same_batch.N_CHECKED_BATCHES] * 2
 
 
 def test_validates_where_it_should() -> None:

@@ -13,7 +13,12 @@ from torch.utils.data import DataLoader
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.ir import LayerUse, PipelineError, Span
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer.loop.between_steps import EVERY, LOOKED_AT, BetweenSteps, check_clearing
+from lightning_pipes.trainer.loop.between_steps import (
+    COMPARISON_INTERVAL,
+    N_FIRST_COMPARED_BATCHES,
+    BetweenSteps,
+    check_clearing,
+)
 from lightning_pipes.trainer.user.patches import Patches
 from tests.trainer.lit import Lit as LitCase
 from tests.trainer.lit import data, differences, plain_values, quiet
@@ -87,14 +92,14 @@ def test_hooks_before_a_step_change_the_layers_of_that_batch_only() -> None:
 def test_values_are_compared_at_first_and_now_and_then() -> None:
     net, between = watched()
     found = []
-    for number in range(1, 2 * EVERY + 1):
+    for number in range(1, 2 * COMPARISON_INTERVAL + 1):
         between.begin_hooks([use("0.1")])
         in_data(net.get_parameter("0.1.bias"))
         try:
             between.check()
         except PipelineError:
             found.append(number)
-    assert found == [*range(1, LOOKED_AT + 1), EVERY, 2 * EVERY]
+    assert found == [*range(1, N_FIRST_COMPARED_BATCHES + 1), COMPARISON_INTERVAL, 2 * COMPARISON_INTERVAL]
 
 
 def test_gradients_of_layers_that_no_batch_names_are_found() -> None:

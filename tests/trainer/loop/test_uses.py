@@ -14,7 +14,7 @@ from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import Delayed, LayerUse, Plan, Span
 from lightning_pipes.sim import simulate
 from lightning_pipes.strategies.csp import CSP
-from lightning_pipes.trainer.loop.uses import LOOKED_AT, Overlap, PartialSteps, speed_behind
+from lightning_pipes.trainer.loop.uses import MIN_STEPPED_BATCHES, Overlap, PartialSteps, speed_behind
 
 STAGES, BATCHES = 4, 100
 LAYERS = [Span(10 * s, 10 * s + 10) for s in range(STAGES)]
@@ -59,7 +59,7 @@ def test_it_is_said_once(shared: list[str], delays: dict[str, Delayed], said: st
     look, made = Overlap(), plan(2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for use in uses(*shared, delays=delays)[: 2 * LOOKED_AT]:
+        for use in uses(*shared, delays=delays)[: 2 * MIN_STEPPED_BATCHES]:
             look.count_batch(use, made)
     assert len(caught) == bool(said)
     assert all(re.search(said, str(each.message)) for each in caught)

@@ -136,7 +136,7 @@ TRAINERS: dict[str, dict[str, Any]] = {"all": {}, "overfit": {"overfit_batches":
 def measured(rank: int, folder: str) -> dict[str, Any]:
     found = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layer_profiler, "WORTH_MEASURING", 0.0)
+        patch.setattr(layer_profiler, "MIN_MEASURED_SECONDS", 0.0)
         for name, trainer in TRAINERS.items():
             decider._profiles.clear()
             found[name] = fitted(f"{folder}/{rank}/{name}", 2, trainer)

@@ -23,7 +23,7 @@ from lightning_pipes.trainer.reports.timing import Share
 ROWS, PIECES, LAYERS = 8, 4, 6
 PLACE = Deployment(Cluster((Device(), Device())))
 SCHEDULE = make_schedule("1f1b")
-STEPS = prediction.SKIPPED + prediction.FEWEST
+STEPS = prediction.N_SKIPPED_STEPS + prediction.MIN_COMPARED_STEPS
 
 
 def profile(*seconds: float) -> ModelProfile:
@@ -136,7 +136,7 @@ def test_layers_that_have_to_stay_do() -> None:
 
 def test_a_run_is_corrected_three_times_at_most() -> None:
     looking, slow, made = looks(first := decision(profile(*[1.0] * LAYERS))), 1.0, first
-    for _ in range(prediction.LOOKS):
+    for _ in range(prediction.MAX_COMPARISONS):
         slow *= 1.5
         found = run(looking, windows([slow] * LAYERS, made))
         assert found is not None

@@ -16,7 +16,7 @@ from lightning_pipes import PipelineStrategy
 from lightning_pipes.cost import LayerProfile, ModelProfile
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.plan import profile_cache
-from lightning_pipes.trainer.plan.profile_cache import VARIABLE, ProfileCache, clear_profiles, find_cache
+from lightning_pipes.trainer.plan.profile_cache import PROFILES_VARIABLE, ProfileCache, clear_profiles, find_cache
 from lightning_pipes.tune.cli.main import main
 from tests.trainer.lit import quiet
 from tests.trainers import make_trainer
@@ -63,14 +63,14 @@ def test_damaged_files_and_those_of_others_are_left_alone(tmp_path: Path) -> Non
 
 def test_folder_of_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = pl.Trainer(default_root_dir=tmp_path, logger=False, accelerator="cpu")
-    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.setenv(PROFILES_VARIABLE, "")
     find_cache(trainer).keep_profile("a", PROFILE)
     assert [*tmp_path.iterdir()] == []
-    monkeypatch.delenv(VARIABLE)
+    monkeypatch.delenv(PROFILES_VARIABLE)
     find_cache(trainer).keep_profile("a", PROFILE)
     assert clear_profiles(tmp_path) == 1
     assert [*tmp_path.iterdir()] == []
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "named"))
+    monkeypatch.setenv(PROFILES_VARIABLE, str(tmp_path / "named"))
     find_cache(trainer).keep_profile("a", PROFILE)
     assert clear_profiles(tmp_path / "another") == 1
 
@@ -87,8 +87,8 @@ def test_the_command_removes_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv(VARIABLE)
-    ProfileCache(tmp_path / profile_cache.FOLDER).keep_profile("a", PROFILE)
+    monkeypatch.delenv(PROFILES_VARIABLE)
+    ProfileCache(tmp_path / profile_cache.PROFILE_FOLDER).keep_profile("a", PROFILE)
     assert main(["profile", "--clear"]) == 0
     assert "1 profile" in capsys.readouterr().out
     assert [*tmp_path.iterdir()] == []
@@ -131,7 +131,7 @@ def train(rank: int, folder: str) -> tuple[int, Any]:
     """Return the number of forwards before training and the cut."""
     quiet()
     TIME.patch(pytest.MonkeyPatch())
-    os.environ[VARIABLE] = folder
+    os.environ[PROFILES_VARIABLE] = folder
     # the check would run the step with parts of a batch
     strategy = PipelineStrategy("1f1b", microbatches=4, check_loss=False)
     trainer = make_trainer(strategy=strategy, max_steps=1)

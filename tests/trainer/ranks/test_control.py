@@ -29,7 +29,7 @@ def joined(rank: int, ranks: int, how: str, idle: Callable[[Callable[[], bool]],
     dist.init_process_group("gloo")
     control = Control(range(ranks), FailureWatch(None, rank), timedelta(seconds=scale_timeout(20)), idle=idle)
     if how == NONE:
-        controls.MOST = 1
+        controls.MAX_CONNECTED_RANKS = 1
     if how == HOSTS:
         controls.host_id = lambda: "here" if rank else "there"  # type: ignore[attr-defined]
     control.connect_broadcasts()
@@ -214,7 +214,7 @@ def test_connections_end_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         def __del__(self) -> None:
             closed.append(everybody.wait(timeout=scale_timeout(30)))
 
-    monkeypatch.setattr(controls, "MOST", 1)
+    monkeypatch.setattr(controls, "MAX_CONNECTED_RANKS", 1)
     monkeypatch.setattr(dist, "new_group", lambda *args, **kwargs: Group())
     monkeypatch.setattr(dist, "destroy_process_group", lambda group: None)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)

@@ -29,7 +29,7 @@ from lightning_pipes.sim.timeline import Event
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.reports.report import (
-    AMONG_SIBLINGS,
+    SIBLINGS_LABEL,
     PipelineReport,
     PredictedStep,
     RunInfo,
@@ -229,7 +229,7 @@ def test_a_sibling_does_not_take_time_for_others_for_idle_time(tmp_path):
         assert between is not None
     page = (tmp_path / "0" / "report.html").read_text()
     assert "in which ranks idle" not in page
-    assert AMONG_SIBLINGS in page
+    assert SIBLINGS_LABEL in page
     assert "4 siblings at a time" in page
     with open(tmp_path / "csv" / "metrics.csv") as file:
         names = {name for name in next(csv.reader(file)) if name.startswith("pipeline/")}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_pipes.ir.clock import use_clock
-from lightning_pipes.trainer.watchers.due_batches import MAX_SHARE, DueBatches
+from lightning_pipes.trainer.watchers.due_batches import MAX_COMPARISON_SHARE, DueBatches
 from tests.virtual_clock import VirtualClock
 
 
@@ -46,7 +46,7 @@ def test_further_batches_take_a_small_share_of_the_time() -> None:
     found, share = due_batches(1, 20_000, seconds=2.0)
     powers = 1 + 15
     assert len(found) > 3 * powers
-    assert (share - 2.0 * powers / 20_000) <= MAX_SHARE
+    assert (share - 2.0 * powers / 20_000) <= MAX_COMPARISON_SHARE
     cheap, _ = due_batches(1, 20_000, seconds=1e-6)
     assert len(cheap) > len(found)
 

@@ -22,9 +22,9 @@ from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.data.batches import checksum_batch
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.holdings import Holdings
-from lightning_pipes.trainer.user.user_objects import CONTAINERS, list_entries, list_reachable
+from lightning_pipes.trainer.user.user_objects import CONTAINER_TYPES, list_entries, list_reachable
 
-_WAY_OUT = (
+_HIDDEN_STATE_WAY_OUT = (
     "in a pipeline each process has its own copy of it. Pass the tensor along: let layers take and return tuples or "
     "dicts"
 )
@@ -171,7 +171,7 @@ class HiddenState:
                 if self._others(shared, number):
                     raise PipelineError(
                         f"{self._named(number)} ended with {type(error).__name__}: {error}. If it looks for a tensor "
-                        f"that {self._others(shared, number)} left in {shared.name}: {_WAY_OUT}"
+                        f"that {self._others(shared, number)} left in {shared.name}: {_HIDDEN_STATE_WAY_OUT}"
                     ) from error
             raise
         for shared, known in zip(found, before, strict=True):
@@ -209,7 +209,7 @@ class HiddenState:
     ) -> PipelineError:
         return PipelineError(
             f"{culprit} left a tensor of shape {shape} in {shared.name}{place}, which {self._others(shared, number)} "
-            f"may read; {_WAY_OUT}. If no other layer needs it, give each layer an object of its own"
+            f"may read; {_HIDDEN_STATE_WAY_OUT}. If no other layer needs it, give each layer an object of its own"
         )
 
     def _others(self, shared: _Shared, number: int | None) -> str:
@@ -245,6 +245,6 @@ def _tensors(thing: Any, depth: int = 3) -> dict[str, torch.Tensor]:
         if isinstance(entry, torch.Tensor):
             if not entry.is_meta:  # a tensor on meta belongs to a layer on another rank
                 found[place] = entry
-        elif depth and isinstance(entry, CONTAINERS):
+        elif depth and isinstance(entry, CONTAINER_TYPES):
             found.update({f"{place}{more}": t for more, t in _tensors(entry, depth - 1).items()})
     return found

@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.cuts.layers.tape import (
-    PLAIN,
+    CONSTANT_TYPES,
     Key,
     LayerCall,
     OuterValue,
@@ -158,14 +158,14 @@ class LoopRecording:
         if (
             shared
             or isinstance(thing, torch.Tensor)
-            or (type(thing) is list and all(isinstance(e, PLAIN) for e in thing))
+            or (type(thing) is list and all(isinstance(e, CONSTANT_TYPES) for e in thing))
         ):
             given = self._numbers.setdefault(id(thing), len(self._numbers))
             self.values[given] = dict(thing) if shared else thing
             self._last_use[given] = number
             self._alive.append(thing)
             return OuterValue(given)
-        if isinstance(thing, PLAIN):
+        if isinstance(thing, CONSTANT_TYPES):
             return thing
         lowered = map_container(thing, lambda entry: self._lower_value(entry, where))
         if lowered is thing:

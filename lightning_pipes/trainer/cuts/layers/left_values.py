@@ -33,22 +33,22 @@ from lightning_pipes.trainer.results.merging import Path, ValueMerger, have_equa
 from lightning_pipes.trainer.results.module_entries import follow_path, read_entries, tensor_version, write_entries
 from lightning_pipes.trainer.results.module_state import ModuleState
 from lightning_pipes.trainer.user.remote_tensors import HookScope, RemoteTensor
-from lightning_pipes.trainer.user.user_objects import OWN, can_change, is_packed
+from lightning_pipes.trainer.user.user_objects import LIGHTNING_ATTRIBUTES, can_change, is_packed
 
-_LOOKS = 16
+_N_EXAMINED_RUNS = 16
 """The number of runs of a layer in which all its modules are examined."""
-_PLAIN = (torch.Tensor, str, bytes, int, float, complex, type(None))
-_SMALL = 1 << 16
+_VALUE_TYPES = (torch.Tensor, str, bytes, int, float, complex, type(None))
+_MAX_SENT_BYTES = 1 << 16
 """The largest size in bytes of a tensor that is sent for hooks.
 
 Larger tensors are replaced by a stand-in that refuses to be read.
 """
-_COPIED = 1 << 26
+_MAX_COPIED_BYTES = 1 << 26
 """The largest size in bytes of a tensor that is copied before a layer runs for the first time.
 
 The copy is needed if the layer changes the tensor in place.
 """
-_ABSENT = object()
+_NO_VALUE = object()
 """Stands for the value of an attribute that a layer does not have yet."""
 
 Place = tuple[Any, ...]
@@ -210,7 +210,7 @@ class LeftValues:
     def collect_whole_values(self) -> dict[Place, Any]:
         """Return the values before the batch and after a run with the whole batch, for other ranks."""
         found = {place: (self._before[place], whole) for place, whole in self._whole.items()}
-        known = {place: pair for place, pair in found.items() if pair[0] is not _ABSENT}
+        known = {place: pair for place, pair in found.items() if pair[0] is not _NO_VALUE}
         return pytree.tree_map_only(torch.Tensor, _sendable, known)  # type: ignore[no-any-return]
 
     def add_whole_values(self, values: Mapping[Place, Any]) -> None:
@@ -227,7 +227,7 @@ class LeftValues:
         for place, noted in self._noted.items():
             spans = sorted(noted)
             before, *values = map(_entries_of, (self._before.get(place), *(noted[span] for span in spans)))
-            before = None if before is _ABSENT or isinstance(before, RemoteTensor) else before
+            before = None if before is _NO_VALUE or isinstance(before, RemoteTensor) else before
             whole = self._whole.get(place)
             merged = self._merging.merge(self._path(place), before, values, [span.rows for span in spans], whole)
             content = ObjectContent(merged) if isinstance(noted[spans[0]], ObjectContent) else merged
@@ -271,7 +271,7 @@ class LeftValues:
         """
         new: list[int] = []
         if not again:
-            new = [number for number in layers if self._runs.get(number, 0) < _LOOKS]
+            new = [number for number in layers if self._runs.get(number, 0) < _N_EXAMINED_RUNS]
             self._runs.update({number: self._runs.get(number, 0) + 1 for number in new})
         if not (new or self._places or self._outside):
             return None
@@ -318,7 +318,7 @@ class LeftValues:
                 if written and mark is not None and mark.is_rewritten(value):
                     self._in_place.add(place)
                 if self._active:
-                    kept = own[key] if key in own else getattr(type(part), key, _ABSENT)
+                    kept = own[key] if key in own else getattr(type(part), key, _NO_VALUE)
                     self._before[place] = mark.before if written and mark is not None else kept
                 watch.before[place] = own.get(key)
                 if mark is not None and isinstance(mark.before, list):
@@ -337,7 +337,7 @@ class LeftValues:
                 found[place] = ListGrowth(list(value[len(entries) :]))
             else:
                 content = self._content(place)
-                content = None if content is _ABSENT else content
+                content = None if content is _NO_VALUE else content
                 found[place] = content
                 if place in self._in_place and isinstance(value, torch.Tensor):
                     found[place] = value if value.requires_grad or content is None else _sendable(content)
@@ -373,7 +373,7 @@ class LeftValues:
                 setattr(owner, key, value)
 
     def _put_into_layer(self, place: Place, value: Any) -> None:
-        own = self._value(place, _ABSENT)
+        own = self._value(place, _NO_VALUE)
         if isinstance(value, ListGrowth) and self._active:
             own[:] = [*self._before.setdefault(place, list(own)), *value.tail]
         elif isinstance(value, ListGrowth):
@@ -460,7 +460,7 @@ class LeftValues:
 
     def _content(self, place: Place) -> Any:
         """Return the present content of a place, in a form that later changes in place do not affect."""
-        value = self._value(place, _ABSENT)
+        value = self._value(place, _NO_VALUE)
         if isinstance(value, list):
             return _copy_entries(value) if place in self._in_place else list(value)
         if place not in self._in_place:
@@ -472,7 +472,7 @@ class LeftValues:
 
         An object that is changed in place remains the same object.
         """
-        value = self._value(place, _ABSENT)
+        value = self._value(place, _NO_VALUE)
         if isinstance(content, list) and isinstance(value, list):
             value[:] = _copy_entries(content) if place in self._in_place else content
         elif isinstance(content, torch.Tensor) and place in self._in_place and _fits(content, value):
@@ -484,7 +484,7 @@ class LeftValues:
     def _assign(self, place: Place, content: Any) -> None:
         number, name, key = place
         part = self.layers[number].get_submodule(name)
-        if content is _ABSENT:
+        if content is _NO_VALUE:
             vars(part).pop(key, None)
         elif isinstance(content, ListTail):
             self._value(place)[content.start :] = content.entries
@@ -527,7 +527,7 @@ class _Mark:
     def __init__(self, value: Any) -> None:
         if isinstance(value, torch.Tensor):
             self._version = tensor_version(value)
-            self._copy: Any = value.detach().clone() if count_bytes(value) <= _COPIED else value
+            self._copy: Any = value.detach().clone() if count_bytes(value) <= _MAX_COPIED_BYTES else value
             return
         self._entries = read_entries(value)
         self._leaves, self._spec, self._versions = _flatten(self._entries)
@@ -610,7 +610,7 @@ def _copy_entries(entries: Any) -> Any:
 
 
 def _copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    kept = tensor.requires_grad or tensor.is_meta or count_bytes(tensor) > _COPIED
+    kept = tensor.requires_grad or tensor.is_meta or count_bytes(tensor) > _MAX_COPIED_BYTES
     return tensor if kept else tensor.detach().clone()
 
 
@@ -640,7 +640,9 @@ def _tail(before: Any, content: Any) -> Any:
 
 
 def _sendable(tensor: torch.Tensor) -> torch.Tensor | UnsentTensor:
-    return tensor.detach() if count_bytes(tensor) <= _SMALL else UnsentTensor(tuple(tensor.shape), tensor.dtype)
+    return (
+        tensor.detach() if count_bytes(tensor) <= _MAX_SENT_BYTES else UnsentTensor(tuple(tensor.shape), tensor.dtype)
+    )
 
 
 def _may_count(value: Any) -> bool:
@@ -758,7 +760,7 @@ def check_unchanged(stage: int, tensors: Sequence[torch.Tensor], versions: Seque
 
 
 def _own(part: nn.Module) -> dict[str, Any]:
-    return {**{name: value for name, value in vars(part).items() if name not in OWN}, **part._buffers}
+    return {**{name: value for name, value in vars(part).items() if name not in LIGHTNING_ATTRIBUTES}, **part._buffers}
 
 
 def _is_computed(part: nn.Module, key: str) -> bool:
@@ -773,7 +775,7 @@ def _equal(a: Any, b: Any) -> bool:
 def _can_travel(value: Any) -> bool:
     if isinstance(value, nn.Parameter):
         return False
-    return all(isinstance(leaf, _PLAIN) for leaf in pytree.tree_leaves(value))
+    return all(isinstance(leaf, _VALUE_TYPES) for leaf in pytree.tree_leaves(value))
 
 
 def _changes(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> dict[Place, Any]:

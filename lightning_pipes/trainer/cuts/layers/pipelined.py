@@ -23,9 +23,9 @@ from lightning_pipes.trainer.cuts.layers.proxy import Layers, StageProxy
 from lightning_pipes.trainer.private_lightning import is_compiled
 from lightning_pipes.trainer.user.remote_tensors import ParameterSlot
 
-MEASURABLE = 1e-3
+MIN_CONTAINER_SECONDS = 1e-3
 """Minimum time in seconds of a container for its time to be considered, because shorter times are mostly noise."""
-CLEARLY_LARGER = 1.5
+MIN_CONTAINER_RATIO = 1.5
 """Minimum ratio of the parameters, or of the seconds, of two containers for one to be clearly larger than the other."""
 
 _CPU = torch.device("cpu")
@@ -111,7 +111,9 @@ def _largest(module: pl.LightningModule, seconds: Mapping[str, float] | None) ->
     found = list_containers(module)
     sizes = dict(found if seconds is None else [each for each in found if each[0] in seconds])
     by_size = max(sizes, key=lambda path: sizes[path], default=None)
-    close = [path for path, size in sizes.items() if by_size is not None and CLEARLY_LARGER * size > sizes[by_size]]
+    close = [
+        path for path, size in sizes.items() if by_size is not None and MIN_CONTAINER_RATIO * size > sizes[by_size]
+    ]
     planned = None
     if by_size is not None and len(close) > 1:
         children = [path for path in close if "." not in path and isinstance(getattr(module, path), nn.Sequential)]
@@ -123,8 +125,8 @@ def _largest(module: pl.LightningModule, seconds: Mapping[str, float] | None) ->
     if seconds:
         slowest = sorted(seconds, key=lambda path: -seconds[path])
         before = by_size or (slowest[1] if len(slowest) > 1 else None)
-        told_apart = seconds[slowest[0]] >= MEASURABLE
-        if told_apart and (before is None or seconds[slowest[0]] >= CLEARLY_LARGER * seconds[before]):
+        told_apart = seconds[slowest[0]] >= MIN_CONTAINER_SECONDS
+        if told_apart and (before is None or seconds[slowest[0]] >= MIN_CONTAINER_RATIO * seconds[before]):
             by_size = slowest[0]
     if by_size is None:
         single = [(_size(m), n) for n, m in module.named_children() if isinstance(m, nn.Sequential)]
@@ -216,7 +218,7 @@ def layer_sizes(full: Layers) -> list[int]:
     return [_size(layer) + 1 for layer in full]
 
 
-LEAST_FOR_STATISTICS = 2
+MIN_STATISTICS_SAMPLES = 2
 """Minimum number of samples in a micro-batch for a mean and a variance. A short last batch is cut into fewer
 micro-batches.
 """

@@ -51,9 +51,9 @@ Outputs = Sequence[tuple[Span, Any]]
 """The outputs of the layers, by micro-batch."""
 _NOTHING = nullcontext()
 _log = logging.getLogger(__name__)
-GENERATORS: Place = ("generators",)
+GENERATORS_KEY: Place = ("generators",)
 """The key under which a message contains the states of the module's generators."""
-_INPUT_LOOKS = 16
+_N_COPIED_INPUTS = 16
 """The number of runs of the first layers in which inputs that were made in inference mode are copied."""
 
 
@@ -303,7 +303,7 @@ class LayerSteps(UserSteps):
     def _run_layers(self, stage: Stage, item: Item, span: Span, entering: Any) -> tuple[Any, dict[Any, Any]]:
         """Return the output of the layers of a stage, and the values that these and earlier layers have left."""
         x, earlier, sharing = unpack_message(entering)
-        self.state.generators.set_states(earlier.pop(GENERATORS, {}))
+        self.state.generators.set_states(earlier.pop(GENERATORS_KEY, {}))
         if earlier:
             self.left.put_values(earlier)
         versions = [tensor._version for tensor in sharing]
@@ -330,7 +330,7 @@ class LayerSteps(UserSteps):
         The result is None if previous runs have shown that the layers do not change it.
         """
         self._input_looks += 1
-        known = self._changes_input or self._input_looks <= _INPUT_LOOKS
+        known = self._changes_input or self._input_looks <= _N_COPIED_INPUTS
         tensors = tensors_in(x)
         return _InputWatch(tensors) if known or not any(t.is_inference() for t in tensors) else None
 
@@ -338,7 +338,7 @@ class LayerSteps(UserSteps):
         """Return the message that a stage before the last one sends to the next stage."""
         out, left = self._run_layers(stage, item, span, entering)
         states = self.state.generators.read_changes()
-        sent = pack_message(out, {**left, GENERATORS: states} if states else left)
+        sent = pack_message(out, {**left, GENERATORS_KEY: states} if states else left)
         self.left.forget_lists(left)
         self.left.take_back()
         return sent if stage.recomputing else self._mark_unsampled(stage, item, span, entering, out, sent)

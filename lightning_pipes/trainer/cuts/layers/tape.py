@@ -30,7 +30,7 @@ layer and the path of a part of its output.
 
 Around = Callable[[int, nn.Module], AbstractContextManager[None] | None]
 
-PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.Size, slice, range, Enum)
+CONSTANT_TYPES = (str, bytes, int, float, complex, type(None), torch.dtype, torch.Size, slice, range, Enum)
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def refuse_objects(thing: Any, where: str) -> None:
         thing: a value, or a container of values.
         where: the place of the value, for the message.
     """
-    if isinstance(thing, (torch.Tensor, *PLAIN)):
+    if isinstance(thing, (torch.Tensor, *CONSTANT_TYPES)):
         return
 
     def check(entry: Any) -> None:
@@ -218,11 +218,11 @@ def _part(out: Any, path: Path, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     return out
 
 
-_OWN = set(vars(nn.Module()))
+_MODULE_ATTRIBUTES = set(vars(nn.Module()))
 """The names of the attributes that nn.Module defines."""
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.Size)
-_NUMBER = "number of the layer"
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_SETTING_TYPES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.Size)
+_NUMBER_MARK = "number of the layer"
+_ADDRESS_PATTERN = re.compile(r" at 0x[0-9a-f]+")
 
 
 def describe_layer(layer: nn.Module, number: int = -1) -> tuple[Any, ...]:
@@ -244,7 +244,9 @@ def identify_layer(layer: nn.Module, number: int, x: Any) -> tuple[Any, ...]:
         x: the input of the layer, which is a tree of tensors, or a tape with its values.
     """
     objects = tuple(id(value) for part in layer.modules() for _, value in _settings(part) if not _is_plain(value))
-    hooked = tuple(id(part) for part in layer.modules() if any(vars(part)[name] for name in _OWN if "hooks" in name))
+    hooked = tuple(
+        id(part) for part in layer.modules() if any(vars(part)[name] for name in _MODULE_ATTRIBUTES if "hooks" in name)
+    )
     call = ""
     if isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], Tape):
         call, x = x[0].describe_call(number), x[1]
@@ -262,19 +264,19 @@ def _describe_module(part: nn.Module, number: int) -> tuple[Any, ...]:
 
 
 def _settings(part: nn.Module) -> Iterator[tuple[str, Any]]:
-    return ((name, value) for name, value in sorted(vars(part).items()) if name not in _OWN)
+    return ((name, value) for name, value in sorted(vars(part).items()) if name not in _MODULE_ATTRIBUTES)
 
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return all(map(_is_plain, value))
-    return isinstance(value, _PLAIN)
+    return isinstance(value, _SETTING_TYPES)
 
 
 def _text(value: Any, number: int) -> str:
     if type(value) is int and value == number:
-        return _NUMBER
-    return _ADDRESS.sub("", repr(value)) if not isinstance(value, torch.Tensor) else repr(_shape(value))
+        return _NUMBER_MARK
+    return _ADDRESS_PATTERN.sub("", repr(value)) if not isinstance(value, torch.Tensor) else repr(_shape(value))
 
 
 def _shape(tensor: torch.Tensor) -> tuple[Any, ...]:

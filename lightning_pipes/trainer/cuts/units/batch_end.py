@@ -22,7 +22,7 @@ from lightning_pipes.trainer.ranks.user_lines import user_line
 
 Layouts = tuple[Layout, ...]
 """The layout of each tensor that a unit returns, that is, the place of the samples in it."""
-_PLAIN = (TemplateLeaf, str, type(None), torch.dtype, torch.device)
+_MERGED_TYPES = (TemplateLeaf, str, type(None), torch.dtype, torch.device)
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def find_axes(part: SampleTrace, part_rows: int, whole: SampleTrace, rows: int) 
             _find_axis(*tensors, part_rows, rows, groups)
             for tensors in zip(part.made[number], whole.made[number], strict=False)
         ]
-        joins = not a.written and None not in layouts and all(isinstance(one, _PLAIN) for one, _ in both)
+        joins = not a.written and None not in layouts and all(isinstance(one, _MERGED_TYPES) for one, _ in both)
         found.append(UnitAxes(a.name, line, tuple(layouts), joins))
     return found
 

@@ -17,7 +17,7 @@ from lightning_pipes.trainer.cuts.units.mode import runs_as_whole
 from lightning_pipes.trainer.cuts.units.recording import StepRecord
 from lightning_pipes.trainer.cuts.units.sequential_slices import SequentialSlices
 
-_NEAR = 0.1
+_MAX_COST_DISTANCE = 0.1
 """The largest distance of a border from its ideal place, as a share of a stage's cost."""
 
 
@@ -140,7 +140,7 @@ class Borders:
             options = options[: len(options) - left + 1]
             off = {border: abs(before[border] - goal) / (before[-1] or 1) * stages for border in options}
             nearest = min(off.values())
-            near = [border for border in options if off[border] <= max(_NEAR, nearest)]
+            near = [border for border in options if off[border] <= max(_MAX_COST_DISTANCE, nearest)]
             starts.append(min(near, key=lambda b: (self.divided(b), self.bytes(b), off[b])))
         return tuple(starts)
 

@@ -26,7 +26,7 @@ from lightning_pipes.trainer.cuts.units.recording import UnitLayout
 from lightning_pipes.trainer.ranks.user_lines import user_line
 from lightning_pipes.trainer.user.remote_tensors import ParameterSlot
 
-WHOLE = ""
+WHOLE_MODULE = ""
 """The path of the part that is cut, which is the module itself."""
 
 
@@ -102,7 +102,7 @@ class UnitCut(ModuleCut):
         spread: tuple[Any, ...] = (),
         moves: bool = False,
     ) -> None:
-        super().__init__(module, WHOLE, full, local, device)
+        super().__init__(module, WHOLE_MODULE, full, local, device)
         self._moves = moves
         self._parts_of = layout.parts_of
         self._spread = spread

@@ -22,8 +22,8 @@ from lightning_pipes.engine.private_torch import (
 )
 from lightning_pipes.ir import PipelineError
 
-_LIBRARIES = tuple(str(Path(str(each.__file__)).parent) for each in (torch, pl, lightning_pipes))
-_PYTHON = sysconfig.get_paths()["stdlib"]
+_LIBRARY_PATHS = tuple(str(Path(str(each.__file__)).parent) for each in (torch, pl, lightning_pipes))
+_STDLIB_PATH = sysconfig.get_paths()["stdlib"]
 
 
 class FakeRun:
@@ -105,8 +105,8 @@ def _explain(error: Exception) -> str:
 
 
 def _is_of_library(path: str) -> bool:
-    of_python = path.startswith(_PYTHON) and "site-packages" not in path
-    return of_python or path.startswith(("<", *_LIBRARIES))
+    of_python = path.startswith(_STDLIB_PATH) and "site-packages" not in path
+    return of_python or path.startswith(("<", *_LIBRARY_PATHS))
 
 
 def list_places(index: Any) -> Any:

@@ -28,7 +28,7 @@ from lightning_pipes.engine.private_torch import gradient_hooks, has_gradient_ho
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.cuts.units.lazy_step import LazyStep
 from lightning_pipes.trainer.cuts.units.mode import Function
-from lightning_pipes.trainer.cuts.units.recording import DIFFERENTIATING, UnitLayout
+from lightning_pipes.trainer.cuts.units.recording import GRAPH_FUNCTIONS, UnitLayout
 from lightning_pipes.trainer.cuts.units.trace import Done, Made, map_leaves, tensors_of, tensors_of_call
 from lightning_pipes.trainer.cuts.units.traced_step import refuse_unit
 from lightning_pipes.trainer.cuts.units.values import storage_of
@@ -37,7 +37,7 @@ from lightning_pipes.trainer.results.generators import ModuleGenerators
 from lightning_pipes.trainer.user.parameter_hooks import ParameterHooks
 from lightning_pipes.trainer.user.remote_tensors import RemoteTensor, find_written
 
-_UNITS, _PLACE, _FETCH = range(3)
+_UNITS_MESSAGE, _PLACE_MESSAGE, _FETCH_MESSAGE = range(3)
 """Messages of the computing stage.
 
 All of them contain the units that it has run. In addition, they contain the stage that computes next, the place of a
@@ -93,7 +93,7 @@ class _Differentiation:
 
     @classmethod
     def from_call(cls, function: Function, args: Any, kwargs: Any) -> _Differentiation:
-        """Return the arguments of a call of one of `DIFFERENTIATING`."""
+        """Return the arguments of a call of one of `GRAPH_FUNCTIONS`."""
         if function is torch.autograd.grad:
             return cls._from_grad(*args, **kwargs)
         if function is torch.Tensor.backward:
@@ -342,7 +342,7 @@ class JointStep(LazyStep):
             self._known.discard(key)
 
     def run_unit(self, name: str, path: str | None, function: Function, args: Any, kwargs: Any) -> Any:
-        if function in DIFFERENTIATING:
+        if function in GRAPH_FUNCTIONS:
             return self._differentiate(function, args, kwargs)
         given = tensors_of_call(args, kwargs)
         while not self._coming:
@@ -358,7 +358,7 @@ class JointStep(LazyStep):
                 continue
             stage = self._find_stage(name, path, args, kwargs, given)
             if stage != self._stage:
-                self._say(_UNITS, stage)
+                self._say(_UNITS_MESSAGE, stage)
                 continue
             self._fetch_missing(given)
             return self._run_mine(name, path, function, args, kwargs, given)
@@ -468,7 +468,7 @@ class JointStep(LazyStep):
             state, self._generators = (torch.default_generator.get_state(), cuda), now
         units, self._leaving = self._leaving, []
         self._share((kind, content, units, state), self._stage)
-        if kind == _UNITS:
+        if kind == _UNITS_MESSAGE:
             self._turn = content
 
     def _listen(self) -> None:
@@ -480,9 +480,9 @@ class JointStep(LazyStep):
             if self._device.type == "cuda" and state[1] is not None:
                 torch.cuda.set_rng_state(state[1], self._device)
             self._generators = self._random_state()
-        if kind == _FETCH:
+        if kind == _FETCH_MESSAGE:
             self._asked = content
-        elif kind == _UNITS:
+        elif kind == _UNITS_MESSAGE:
             self._turn = content
         else:
             self._paused_there, self._place = True, content
@@ -492,7 +492,7 @@ class JointStep(LazyStep):
         self._inside += 1  # computations here are not units
         try:
             if self._turn == self._stage and not self._coming:
-                self._say(_PLACE, what)
+                self._say(_PLACE_MESSAGE, what)
                 return
             while not (self._paused_there or self._coming or self._asked) and self._turn != self._stage:
                 self._listen()
@@ -512,7 +512,7 @@ class JointStep(LazyStep):
             if key is not None and key not in self._known and key not in missing.get(self._home[key], ()):
                 missing.setdefault(self._home[key], []).append(key)
         for home, keys in missing.items():
-            self._say(_FETCH, (home, keys))
+            self._say(_FETCH_MESSAGE, (home, keys))
             self._transfer(home, self._stage, keys)
 
     def _transfer(self, home: int, to: int, keys: Sequence[int]) -> None:

@@ -21,7 +21,7 @@ from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.engine.private_torch import set_versions
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.cuts.units.mode import Function
-from lightning_pipes.trainer.cuts.units.recording import DIFFERENTIATING, UnitLayout
+from lightning_pipes.trainer.cuts.units.recording import GRAPH_FUNCTIONS, UnitLayout
 from lightning_pipes.trainer.cuts.units.trace import Done, Trace, tensors_of_call
 from lightning_pipes.trainer.cuts.units.traced_step import (
     TracedStep,
@@ -30,10 +30,10 @@ from lightning_pipes.trainer.cuts.units.traced_step import (
     version_of,
     versions_of,
 )
-from lightning_pipes.trainer.cuts.units.values import STANDS_ON, storage_of
+from lightning_pipes.trainer.cuts.units.values import DEVICE_ATTRIBUTE, storage_of
 from lightning_pipes.trainer.ranks.user_lines import user_line
 from lightning_pipes.trainer.results.generators import ModuleGenerators
-from lightning_pipes.trainer.results.weight_changes import IN_HOOKS
+from lightning_pipes.trainer.results.weight_changes import IN_HOOKS_WAY_OUT
 
 Values = tuple[torch.Tensor, ...]
 Crossing = tuple[Values, Trace]
@@ -42,7 +42,7 @@ STATES = (-1, -2)
 """The keys of the states of torch's generators for the CPU and for the device, in a trace."""
 
 
-BACKWARD_HOOKS = (
+BACKWARD_HOOKS_REASON = (
     "has backward hooks, so that it must be on one stage as a whole: the gradients of its input and output would be on "
     "two ranks otherwise. Register such hooks on smaller modules before training begins, or hooks on tensors in the "
     "module's forward, by Tensor.register_hook"
@@ -178,7 +178,7 @@ class LazyStep(TracedStep):
         if self._crossing is not None:
             raise _Border
         if name == "BackwardHookFunction.apply":
-            raise PipelineError(f"A module that the step calls {BACKWARD_HOOKS}")
+            raise PipelineError(f"A module that the step calls {BACKWARD_HOOKS_REASON}")
         number = len(self.units)
         self._as_recorded = self._as_recorded and number < self._n_names and self._layout.names[number] == name
         if number >= self._n_received:
@@ -208,7 +208,7 @@ class LazyStep(TracedStep):
 
     def _run_own(self, number: int, name: str, path: str | None, function: Function, args: Any, kwargs: Any) -> Any:
         given = tensors_of_call(args, kwargs)
-        if function in DIFFERENTIATING and self._received[1].keys:
+        if function in GRAPH_FUNCTIONS and self._received[1].keys:
             raise EarlierStageError(
                 f"the step calls torch's {name} at {user_line()}, and earlier stages have a part of the graph. Return "
                 "the loss instead, or train in one process what needs gradients in its loss"
@@ -320,7 +320,7 @@ class LazyStep(TracedStep):
             why = explain_change(self._layout, name, self._why_once)
             if why:
                 self._refusal = self._refusal or PipelineError(
-                    f"the step {how} self.{name} at {user_line()}. {why}. {IN_HOOKS}"
+                    f"the step {how} self.{name} at {user_line()}. {why}. {IN_HOOKS_WAY_OUT}"
                 )
                 raise self._refusal
 
@@ -372,7 +372,7 @@ class LazyStep(TracedStep):
             value = value.clone()
         else:
             value = value.view_as(value) if value.requires_grad else value.detach()
-        attributes = {name: each for name, each in vars(stand).items() if name != STANDS_ON}
+        attributes = {name: each for name, each in vars(stand).items() if name != DEVICE_ATTRIBUTE}
         version, is_state = version_of(stand), not stand.is_meta
         try:
             torch.utils.swap_tensors(stand, value)  # type: ignore[no-untyped-call]

@@ -26,7 +26,7 @@ from lightning_pipes.engine.private_torch import (
 )
 from lightning_pipes.trainer.private_lightning import WHOLE_CALL, is_compiled, whole_call
 
-_LOOKING_NAMES = (
+_PROPERTY_NAMES = (
     "size dim numel nelement ndimension stride storage_offset is_contiguous element_size dim_order get_device "
     "is_floating_point is_complex is_signed is_tensor is_storage is_inference is_shared is_pinned is_neg is_conj "
     "is_nested is_same_size is_set_to _is_view __len__ __hash__ __repr__ __format__ __set__ register_hook "
@@ -34,13 +34,13 @@ _LOOKING_NAMES = (
     "can_cast set_grad_enabled is_grad_enabled _set_grad_enabled get_default_dtype _use_cudnn_rnn_flatten_weight "
     "__torch_function__ _use_count"
 )
-_LOOKING = frozenset(_LOOKING_NAMES.split())
+_PROPERTY_FUNCTIONS = frozenset(_PROPERTY_NAMES.split())
 """Functions that compute no tensors and read no values."""
-_CHANGING = frozenset(("__set__", "requires_grad_"))
-"""Functions in `_LOOKING` that change a property of a tensor other than its values."""
-_MAKING = frozenset(("T", "mT", "H", "mH", "real", "imag", "data"))
+_CHANGING_FUNCTIONS = frozenset(("__set__", "requires_grad_"))
+"""Functions in `_PROPERTY_FUNCTIONS` that change a property of a tensor other than its values."""
+_TENSOR_PROPERTIES = frozenset(("T", "mT", "H", "mH", "real", "imag", "data"))
 """The properties of a tensor that are tensors. All other properties are only read."""
-DEVICES = frozenset(("device", "is_meta", "is_cpu", "is_cuda"))
+DEVICE_PROPERTIES = frozenset(("device", "is_meta", "is_cpu", "is_cuda"))
 """The properties that depend on the device of a tensor."""
 
 Function = Callable[..., Any]
@@ -176,14 +176,14 @@ class UnitMode(TorchFunctionMode, ABC):
             return self.run_transformed(name, None, function, args, kwargs)
         if name == "__get__":
             name = function.__self__.__name__  # type: ignore[attr-defined]
-            if name not in _MAKING:
+            if name not in _TENSOR_PROPERTIES:
                 return self.look(name, function, args)
-        elif name in _CHANGING:
+        elif name in _CHANGING_FUNCTIONS:
             name = "requires_grad" if name == "requires_grad_" else function.__self__.__name__  # type: ignore[attr-defined]
             return self.change(name, function, args, kwargs)
         elif name == "data_ptr":
             return self.look(name, function, args)
-        elif name in _LOOKING or (not isinstance(function, type) and name.startswith("_assert")):
+        elif name in _PROPERTY_FUNCTIONS or (not isinstance(function, type) and name.startswith("_assert")):
             return function(*args, **kwargs)
         return self._unit(name, None, function, args, kwargs)
 

@@ -28,9 +28,9 @@ from lightning_pipes.trainer.cuts.units.values import has_attributes, storage_of
 from lightning_pipes.trainer.private_lightning import is_compiled
 from lightning_pipes.trainer.ranks.user_lines import user_line
 
-_PER_ENTRY = 4.0
+_OPERATIONS_PER_ENTRY = 4.0
 """The number of operations counted per entry of a unit's output, so that units without products have a cost."""
-_TRIES = 100
+_MAX_RECORDINGS = 100
 """The largest number of recordings. Each may find further modules that are not atomic."""
 
 
@@ -124,7 +124,7 @@ class StepRecord:
         return self.entered[place]
 
 
-DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
+GRAPH_FUNCTIONS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 """Functions that traverse the graph of other units."""
 
 
@@ -253,9 +253,9 @@ class Recorder(TracedStep):
         return out
 
     def run_unit(self, name: str, path: str | None, function: Function, args: Any, kwargs: Any) -> Any:
-        if function in DIFFERENTIATING and self._differentiates and function is not torch.autograd.grad:
+        if function in GRAPH_FUNCTIONS and self._differentiates and function is not torch.autograd.grad:
             return function(*args, **kwargs)
-        if function in DIFFERENTIATING and not self._differentiates:
+        if function in GRAPH_FUNCTIONS and not self._differentiates:
             raise PipelineError(
                 f"a step calls torch's {name} between its modules, and each stage has only a part of the graph from "
                 "loss to weights. Return the loss instead, or train in one process what needs gradients in its loss"
@@ -276,7 +276,7 @@ class Recorder(TracedStep):
         for tensor in made:
             self._left.pop(id(tensor), None)
         weights = self.placed(path, ran.read)
-        if function in DIFFERENTIATING:  # checkpoints run again in these functions
+        if function in GRAPH_FUNCTIONS:  # checkpoints run again in these functions
             weights, self._used = [], set()
         self.units.append(ran.done)
         if path is not None and not ran.done.pure and (_holds_tensors(ran.done.out) or any(map(has_attributes, made))):
@@ -290,7 +290,7 @@ class Recorder(TracedStep):
                 frozenset(key for t in ran.read if (key := self._key(t)) is not None),
                 frozenset(key for t in ran.written if (key := self._key(t)) is not None),
                 frozenset(key for key in keys if key is not None),
-                self._flops.total - before + _PER_ENTRY * sum(t.numel() for t in made),
+                self._flops.total - before + _OPERATIONS_PER_ENTRY * sum(t.numel() for t in made),
                 self.checkpoint,
                 ran.drew,
                 self._names_of_memory(ran.written),
@@ -451,7 +451,7 @@ def record_step(
     """
     hidden: set[str] = set()
     transformed: set[str] = set()
-    for _ in range(_TRIES):
+    for _ in range(_MAX_RECORDINGS):
         atomic = choose(hidden) if choose is not None else find_atomic(module, hidden, transformed)
         recorder = Recorder(module, atomic, device, differentiates, fake, slices)
         record = run(partial(_record, recorder, step, batch, arguments))

@@ -14,7 +14,7 @@ from lightning_pipes.trainer.cuts.units.lazy_step import Crossing
 from lightning_pipes.trainer.cuts.units.trace import Done, Made, Trace, map_leaves
 from lightning_pipes.trainer.data.layouts import Layout
 
-_WAY_OUT = (
+_ROWS_WAY_OUT = (
     "Let it have one entry for each sample, compute it in the stage that uses it, name other borders by "
     "PipelineStrategy(partition=[...]), or use a schedule that cuts a batch equally everywhere, such as '1f1b'"
 )
@@ -50,7 +50,7 @@ class CrossingRows:
                 raise PipelineError(
                     f"Stage {stage} sends a tensor of shape {tuple(value.shape)} from {unit.name!r}, which is called "
                     f"at {unit.line}, and other stages or links cut a batch into other micro-batches. The tensor "
-                    f"depends on samples, but has no axis for them, so it can't be cut or joined. {_WAY_OUT}"
+                    f"depends on samples, but has no axis for them, so it can't be cut or joined. {_ROWS_WAY_OUT}"
                 )
             sent[key] = Unsampled(value) if layout.axis is None else _put_samples_first(value, layout, trace.rows)
         return sent, trace
@@ -106,7 +106,7 @@ class CrossingRows:
             why = f"its step called {done.name!r} as unit {number}, and the recorded step did not"
         raise PipelineError(
             f"Stage {stage} sends a micro-batch to a stage or link that cuts the batch into other micro-batches, which "
-            f"is not possible: {why}. {_WAY_OUT}"
+            f"is not possible: {why}. {_ROWS_WAY_OUT}"
         )
 
     def _resize(self, trace: Trace, rows: int, stage: int) -> Trace:

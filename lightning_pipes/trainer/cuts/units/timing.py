@@ -18,9 +18,9 @@ from lightning_pipes.trainer.cuts.units.recording import StepRecord
 from lightning_pipes.trainer.cuts.units.trace import tensors_of
 from lightning_pipes.trainer.private_lightning import is_compiled
 
-_RUNS = 8
+_MAX_TIMED_STEPS = 8
 """The largest number of measured steps. The shortest duration of each unit counts."""
-_ENOUGH = 1.0
+_MAX_TIMING_SECONDS = 1.0
 """After this number of seconds, no further step is measured."""
 
 
@@ -166,13 +166,13 @@ def measure_units(
     if any(map(is_compiled, module.modules())):  # they compile in the first call
         run(lambda: step(batch(), *arguments) and [])
     begun = read_seconds()
-    for _ in range(_RUNS):
+    for _ in range(_MAX_TIMED_STEPS):
         timer = UnitTimer({path: module.get_submodule(path) for path in record.atomic}, device)
         seconds = run(partial(timer.measure, module, step, batch, arguments, read_loss))
         if timer.names != names:
             return None
         best = shortest(best, seconds) if best else seconds
-        if read_seconds() - begun > _ENOUGH:
+        if read_seconds() - begun > _MAX_TIMING_SECONDS:
             break
     return best
 

@@ -21,14 +21,14 @@ class TemplateLeaf:
     """A leaf of a template, in place of a tensor."""
 
 
-_LEAVES = (torch.Tensor, TemplateLeaf, str, bytes, int, float, complex, type(None))
-_PLAIN = frozenset((str, int, float, bool, type(None), torch.dtype, torch.device))
-_SIMPLE = _PLAIN | {torch.Tensor, nn.Parameter}
+_TRACE_LEAF_TYPES = (torch.Tensor, TemplateLeaf, str, bytes, int, float, complex, type(None))
+_CONSTANT_TYPES = frozenset((str, int, float, bool, type(None), torch.dtype, torch.device))
+_SIMPLE_TYPES = _CONSTANT_TYPES | {torch.Tensor, nn.Parameter}
 
 
 def map_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
     """Return the tree with every leaf changed. Unknown objects are leaves."""
-    if isinstance(tree, _LEAVES):
+    if isinstance(tree, _TRACE_LEAF_TYPES):
         return change(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return make_named(tree, (map_leaves(entry, change) for entry in tree))
@@ -68,19 +68,19 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
 def tensors_of_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """Return the tensors among the arguments of a call, in order. This is a fast path of `tensors_of`."""
     entries = [*args, *kwargs.values()] if kwargs else args
-    if _SIMPLE.issuperset(map(type, entries)):
-        return [entry for entry in entries if type(entry) not in _PLAIN]
+    if _SIMPLE_TYPES.issuperset(map(type, entries)):
+        return [entry for entry in entries if type(entry) not in _CONSTANT_TYPES]
     return tensors_of([*entries])
 
 
 def _collect(tree: Any, found: list[torch.Tensor]) -> None:
     kind = type(tree)
-    if kind in _SIMPLE:  # the most frequent kinds first
-        if kind not in _PLAIN:
+    if kind in _SIMPLE_TYPES:  # the most frequent kinds first
+        if kind not in _CONSTANT_TYPES:
             found.append(tree)
     elif isinstance(tree, torch.Tensor):
         found.append(tree)
-    elif isinstance(tree, _LEAVES):
+    elif isinstance(tree, _TRACE_LEAF_TYPES):
         return
     elif isinstance(tree, (tuple, list)):
         if kind in (tuple, list) or hasattr(tree, "_fields") or _is_result_of_torch(tree):

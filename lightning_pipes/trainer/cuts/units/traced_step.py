@@ -14,22 +14,22 @@ from torch import nn
 
 from lightning_pipes.engine.compute.rng import AFTER_LAYERS
 from lightning_pipes.ir import PipelineError
-from lightning_pipes.trainer.cuts.units.mode import DEVICES, Function, UnitMode
+from lightning_pipes.trainer.cuts.units.mode import DEVICE_PROPERTIES, Function, UnitMode
 from lightning_pipes.trainer.cuts.units.sequential_slices import SequentialSlices
 from lightning_pipes.trainer.cuts.units.trace import Done, KnownWeight, map_leaves, tensors_of, tensors_of_call
 from lightning_pipes.trainer.cuts.units.values import Values, stands_on
 from lightning_pipes.trainer.results.generators import ModuleGenerators
 
-_DRAWING_NAMES = (
+_RANDOM_NAMES = (
     "dropout alpha_dropout dropout1d dropout2d dropout3d feature_alpha_dropout feature_dropout rrelu "
     "gumbel_softmax rand randn randint randperm rand_like randn_like randint_like normal normal_ bernoulli "
     "bernoulli_ multinomial poisson uniform_ exponential_ geometric_ log_normal_ cauchy_ random_ binomial "
     "multi_head_attention_forward scaled_dot_product_attention fractional_max_pool2d fractional_max_pool3d lstm "
     "gru rnn_tanh rnn_relu"
 )
-_DRAWING = frozenset(_DRAWING_NAMES.split())
+_RANDOM_FUNCTIONS = frozenset(_RANDOM_NAMES.split())
 """Functions that may draw random numbers."""
-_KEEPING_STATISTICS = frozenset(("batch_norm", "instance_norm"))
+_STATISTICS_FUNCTIONS = frozenset(("batch_norm", "instance_norm"))
 """Functions that change running statistics. torch does not count this as a change in place."""
 
 
@@ -149,7 +149,7 @@ class TracedStep(UnitMode):
 
     def may_draw(self, name: str, path: str | None) -> bool:
         """Return whether a unit may draw random numbers."""
-        return name in self._drawing or (path is None and name in _DRAWING)
+        return name in self._drawing or (path is None and name in _RANDOM_FUNCTIONS)
 
     def run_inner(self, name: str, function: Function, args: Any, kwargs: Any) -> Any:
         if not (self._weighed or self._in_module):
@@ -258,7 +258,7 @@ class TracedStep(UnitMode):
         states = {} if own is None else own.read_states()
         out = self._compute(name, path, function, args, kwargs)
         written = find_written(given, versions)
-        if path is None and name in _KEEPING_STATISTICS:
+        if path is None and name in _STATISTICS_FUNCTIONS:
             written += [t for t in given[1:] if not isinstance(t, nn.Parameter) and not t.requires_grad]
         if isinstance(kwargs.get("out"), torch.Tensor):
             written.append(kwargs["out"])
@@ -276,7 +276,7 @@ class TracedStep(UnitMode):
         return found
 
     def look(self, name: str, function: Function, args: Any) -> Any:
-        device = stands_on(args[0]) if name in DEVICES else None
+        device = stands_on(args[0]) if name in DEVICE_PROPERTIES else None
         if device is None:
             return function(*args)
         return device if name == "device" else name == f"is_{device.type}"

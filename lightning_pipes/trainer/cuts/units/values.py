@@ -19,9 +19,9 @@ from lightning_pipes.engine.private_torch import (
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.cuts.units.trace import KnownPure, KnownValue, KnownWeight, Made, map_leaves
 
-STANDS_ON = "stands_on"
+DEVICE_ATTRIBUTE = "stands_on"
 """The attribute of a placeholder that contains the device of its value."""
-_PRUNED = 64
+_VALUES_PER_RELEASE = 64
 """After this number of new values, unreferenced values are released."""
 
 
@@ -43,7 +43,7 @@ class Values:
         self._numbers: dict[int, int] = {}
         self._next = 0
         self._with_attributes: set[int] = set()  # keys of values that units have returned with attributes
-        self._limit = _PRUNED
+        self._limit = _VALUES_PER_RELEASE
 
     def is_placed(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is a weight, or a buffer that belongs to an atomic module."""
@@ -187,7 +187,7 @@ class Values:
         for key in [key for key in self._held if self._references(key) <= 1]:
             del self._keys[id(self._held[key])]
             del self._held[key]
-        self._limit = 2 * len(self._held) + _PRUNED
+        self._limit = 2 * len(self._held) + _VALUES_PER_RELEASE
 
     def _references(self, key: int) -> int:
         return count_python_references(self._held[key])
@@ -208,7 +208,7 @@ def placeholder(made: Made, device: torch.device) -> torch.Tensor:
     """Return a tensor without values that has the properties of a tensor that another stage has made."""
     found = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
     found.requires_grad_(made.requires_grad)
-    found.__dict__[STANDS_ON] = torch.device("cpu") if made.on_host else device
+    found.__dict__[DEVICE_ATTRIBUTE] = torch.device("cpu") if made.on_host else device
     return found
 
 
@@ -221,7 +221,7 @@ def has_attributes(tensor: torch.Tensor) -> bool:
 
 def stands_on(tensor: torch.Tensor) -> torch.device | None:
     """Return the device of a placeholder's value; None for any other tensor."""
-    found: torch.device | None = tensor.__dict__.get(STANDS_ON)
+    found: torch.device | None = tensor.__dict__.get(DEVICE_ATTRIBUTE)
     return found
 
 

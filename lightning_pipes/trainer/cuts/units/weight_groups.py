@@ -11,7 +11,7 @@ from lightning_pipes.ir import PlanError
 from lightning_pipes.trainer.cuts.piece import Piece
 from lightning_pipes.trainer.cuts.units.recording import StepRecord, UnitLayout
 
-_NEAR = 0.1
+_MAX_WEIGHT_DISTANCE = 0.1
 """The largest distance of a border from its ideal place, as a share of a stage's weights."""
 
 
@@ -69,7 +69,7 @@ class WeightGroups:
             goal = before[starts[-1]] + (before[-1] - before[starts[-1]]) / (left + 1)
             options = range(starts[-1] + 1, len(self._sizes) - left + 1)
             off = {border: abs(before[border] - goal) / (before[-1] or 1) * stages for border in options}
-            near = [border for border in options if off[border] <= max(_NEAR, min(off.values()))]
+            near = [border for border in options if off[border] <= max(_MAX_WEIGHT_DISTANCE, min(off.values()))]
             starts.append(min(near, key=lambda border: (self._crossings(border), off[border])))
         return tuple(starts)
 
