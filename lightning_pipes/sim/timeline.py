@@ -162,7 +162,7 @@ class Timeline:
             rows[e.rank].append(e.instruction)
         return Program(tuple(map(tuple, rows)))
 
-    def format_gantt(self, width: int = 100) -> str:
+    def gantt(self, width: int = 100) -> str:
         """Return the timeline as text, with `width` characters for the makespan."""
         title = f"{self.name + ': ' if self.name else ''}{seconds_text(self.makespan)}"
         title += f", {self.regime}" if self.regimes else ""
