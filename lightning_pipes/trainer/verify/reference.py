@@ -78,7 +78,8 @@ class Order:
         path: the path of the container of the layers, or None if the module is cut by units.
         seed: the seed of the random streams.
         job: the job of the random streams.
-        spans: the spans of the micro-batches, by layer, and for the code before and after the layers.
+        spans: the spans of the micro-batches, by layer, and for the code before and after the layers. If the module is
+            cut by units, they are given by stage.
         units: the units of the step, or None if the module is cut between layers.
         adopts: whether the weights of the pipeline follow once the batch is equal. After the last batch to compare, the
             reference is ended instead.
@@ -355,15 +356,20 @@ class ReferenceStrategy(SingleDeviceStrategy):
             self._cast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         self._parts.add_modes(record)
         self._span = Span(0, order.rows)
-        self._draws.begin_batch(order.seed, order.job, number, order.rows, order.spans)
+        self._draws.begin_batch(order.seed, order.job, number, order.rows)
         run_step = partial(super().training_step, *args, **kwargs)
         with self._draws.draw_by_sample():
-            self._draws.enter(BEFORE_LAYERS)
             if order.units is None:
+                self._enter(BEFORE_LAYERS)
                 out = run_step()
             else:
                 step = WholeStep(module, order.units, CPU)
-                out = step.run(run_step, batch, self._draws.enter, self._draws.enter_whole)
+                out = step.run(
+                    run_step,
+                    batch,
+                    lambda number: self._draws.enter(number, order.spans[step.stage]),
+                    self._draws.enter_whole,
+                )
         self._notes += [f"draws {name}" for name in dict.fromkeys(self._draws.common)]
         add_results(record, out)
         self._span = Span(0, 0)
@@ -460,16 +466,21 @@ class ReferenceStrategy(SingleDeviceStrategy):
         LayerInputs(layers, lambda: None if self._record is None or not self._span.rows else (self._record, self._span))
         return ModuleParts(module, order.path, layers, names)
 
+    def _enter(self, number: int) -> None:
+        """Draw from the streams of a layer of a module that is cut between layers, or of the code around the layers."""
+        assert self._order is not None
+        self._draws.enter(number, self._order.spans[number])
+
     def _entering(self, number: int) -> Callable[..., None]:
         def enter(*_: Any) -> None:
             if self._span.rows:
-                self._draws.enter(number)
+                self._enter(number)
 
         return enter
 
     def _leaving(self, *_: Any) -> None:
         if self._span.rows:
-            self._draws.enter(AFTER_LAYERS)
+            self._enter(AFTER_LAYERS)
 
     def _before_step(self, optimizer: Any, *_: Any, **__: Any) -> None:
         if self._record is None or self._parts is None:

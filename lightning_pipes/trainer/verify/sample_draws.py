@@ -6,13 +6,13 @@ runs the whole batch draws the same numbers if it executes each random operation
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from lightning_pipes.engine.compute.rng import BEFORE_LAYERS, forked_rng, seed_all, seed_for_layer, stream_seed
+from lightning_pipes.engine.compute.rng import forked_rng, seed_all, seed_for_layer, stream_seed
 from lightning_pipes.engine.private_torch import TorchDispatchMode, argument_names, works_in_place
 from lightning_pipes.ir import Span
 
@@ -42,7 +42,7 @@ class SampleDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.common: list[str] = []
         self.was_used = False
 
-    def begin_batch(self, seed: int, job: int, number: int, rows: int, spans: Mapping[int, Sequence[Span]]) -> None:
+    def begin_batch(self, seed: int, job: int, number: int, rows: int) -> None:
         """Drop earlier streams, and start the streams of batch number `number`.
 
         Args:
@@ -50,15 +50,19 @@ class SampleDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             job: the job of the random streams.
             number: the number of the batch.
             rows: number of samples in the batch.
-            spans: the spans of the micro-batches, by layer.
         """
-        self._seed, self._job, self._number, self._rows, self._spans = seed, job, number, rows, spans
+        self._seed, self._job, self._number, self._rows = seed, job, number, rows
         self._streams.clear()
         self.common.clear()
 
-    def enter(self, layer: int) -> None:
-        """Draw from the streams of this layer from now on, or of the code before or after the layers."""
-        states, spans = [], self._spans[layer]
+    def enter(self, layer: int, spans: Sequence[Span]) -> None:
+        """Draw from the streams of this layer from now on, or of the code before or after the layers.
+
+        Args:
+            layer: the number of the layer, or of the code around the layers.
+            spans: the spans of the micro-batches in this code.
+        """
+        states = []
         for span in reversed(spans):
             seed_for_layer(layer, stream_seed(self._seed, self._job, layer, self._number, span), self._device)
             states.append(self._state())
@@ -71,14 +75,14 @@ class SampleDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         states = [self._state()] if known is None else known[2]
         return [torch.stack(parts) for parts in zip(*states, strict=True)]
 
-    def set_generators(self, states: Sequence[torch.Tensor]) -> None:
-        """Continue with the states that `read_generators` returned in another process."""
+    def set_generators(self, states: Sequence[torch.Tensor], spans: Sequence[Span]) -> None:
+        """Continue with the states that `read_generators` returned in another process, for these spans."""
         parts = ([part.clone() for part in state.cpu()] for state in states)  # torch can't restore a state from a view
         of_spans = [[*state] for state in zip(*parts, strict=True)]
         if len(of_spans) == 1:
             self._set(of_spans[0])
         else:
-            self._name((self._rows, self._spans[BEFORE_LAYERS], of_spans))
+            self._name((self._rows, spans, of_spans))
 
     def enter_whole(self, layer: int) -> None:
         """Draw from the stream that a whole batch uses for this layer from now on."""

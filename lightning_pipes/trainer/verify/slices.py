@@ -74,7 +74,7 @@ class LayerSlices:
                 parameter.grad = None
             args, kwargs = self._joined([self._inputs[number][span] for span in spans], spans)
             with torch.enable_grad(), draws.draw_by_sample():
-                draws.enter(number)
+                draws.enter(number, spans)
                 out = alone(*args, **kwargs)
                 outputs = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
                 self._differentiate(outputs, self._gradients[number])

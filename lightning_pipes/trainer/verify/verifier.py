@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -415,9 +413,7 @@ class Verifier(StageListener):
         tied = {name for _, name, p in self._parts.parameters() if not run.local_layers.holdings.in_one_stage(p)}
         gradients = {key: value for key, value in _gradients(record.values).items() if key.name not in tied and first}
         job, number, rows = self._place
-        self._draws.begin_batch(
-            self._seed, job, number, rows, spans_of_layers(run.engine.plan, run.local_layers.holdings.layers, rows)
-        )
+        self._draws.begin_batch(self._seed, job, number, rows)
         kind = run.device.type
         with run.user_steps.step_context():
             cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -541,26 +537,22 @@ def parts_of_run(run: PipelineRun) -> ModuleParts:
 
 
 def spans_of_streams(run: PipelineRun, rows: int) -> Mapping[int, Sequence[Span]]:
-    """Return the spans of each random stream of a batch, by the number of the layer or of the draw in a unit."""
-    if run.user_steps.stream_units is None:
-        return spans_of_layers(run.engine.plan, run.local_layers.holdings.layers, rows)
-    return spans_of_units(run.engine.plan, rows)
+    """Return the spans in which a batch draws random numbers.
 
-
-def spans_of_units(plan: Plan, rows: int) -> Mapping[int, Sequence[Span]]:
-    """Return the spans in which a batch goes through the units of a step. They are the same for each stream."""
-    spans = [span for whole in plan.spans(Kind.F, 0) if (span := whole.clip_to(rows)).rows]
-    return defaultdict(partial(list, spans))
-
-
-def spans_of_layers(plan: Plan, layers: Sequence[Span], rows: int) -> dict[int, list[Span]]:
-    """Return the spans in which a batch goes through each layer, and through the code before and after the layers."""
-
-    def spans(stage: int) -> list[Span]:
-        every = [run.clip_to(rows) for span in plan.spans(Kind.F, stage) for run in run_spans(F(stage, span), plan)]
-        return [span for span in every if span.rows]
-
-    found = {BEFORE_LAYERS: spans(0), AFTER_LAYERS: spans(plan.n_stages - 1)}
-    for stage, numbers in enumerate(layers):
-        found |= dict.fromkeys(range(*numbers), spans(stage))
+    They are given by stage if the module is cut by units. Otherwise, they are given by layer, and for the code before
+    and after the layers.
+    """
+    plan = run.engine.plan
+    of_stages = [spans_of_stage(plan, stage, rows) for stage in range(plan.n_stages)]
+    if run.user_steps.stream_units is not None:
+        return dict(enumerate(of_stages))
+    found = {BEFORE_LAYERS: of_stages[0], AFTER_LAYERS: of_stages[-1]}
+    for spans, numbers in zip(of_stages, run.local_layers.holdings.layers, strict=True):
+        found |= dict.fromkeys(range(*numbers), spans)
     return found
+
+
+def spans_of_stage(plan: Plan, stage: int, rows: int) -> list[Span]:
+    """Return the spans in which a batch goes through a stage."""
+    every = [run.clip_to(rows) for span in plan.spans(Kind.F, stage) for run in run_spans(F(stage, span), plan)]
+    return [span for span in every if span.rows]

@@ -32,7 +32,7 @@ from lightning_pipes.trainer.user.unchanged import keep_unchanged
 from lightning_pipes.trainer.verify.record import ModuleParts, Phase, ValueKey
 from lightning_pipes.trainer.verify.reference import perturb_weights
 from lightning_pipes.trainer.verify.sample_draws import SampleDraws
-from lightning_pipes.trainer.verify.verifier import spans_of_streams
+from lightning_pipes.trainer.verify.verifier import spans_of_stage
 
 
 @dataclass(eq=False)
@@ -67,11 +67,12 @@ class RepeatedStage(Stage):
     Args:
         of: the stage of the training.
         run: the run of the pipeline.
+        rows: the number of samples in the batch.
         made: receives failures and random numbers of the stage.
         draws: draws the random numbers of micro-batches for a whole batch; None if the batch runs in micro-batches.
     """
 
-    def __init__(self, of: Stage, run: PipelineRun, made: RepeatedValues, draws: SampleDraws | None) -> None:
+    def __init__(self, of: Stage, run: PipelineRun, rows: int, made: RepeatedValues, draws: SampleDraws | None) -> None:
         # A bound method would be a reference cycle, which keeps gradients alive.
         body: Any = RepeatedStage._run_body
         seed, device = of.seed, of.device
@@ -80,7 +81,7 @@ class RepeatedStage(Stage):
         )
         self._user_body = run.user_steps.stage_body(of.number)
         self._is_last = of.number == run.engine.plan.n_stages - 1
-        self._made, self._draws = made, draws
+        self._made, self._draws, self._spans = made, draws, spans_of_stage(run.engine.plan, of.number, rows)
         self._seeded: Any = None
         self._sent: dict[Span, Any] = {}
         """The message for each micro-batch without the values of its tensors, if the stage runs again."""
@@ -89,7 +90,7 @@ class RepeatedStage(Stage):
         if self._draws is None:
             super().seed_generators(layer, seed)
         else:
-            self._draws.enter(layer)
+            self._draws.enter(layer, self._spans)
         if layer == BEFORE_LAYERS:
             self._seeded = _other_generators()
 
@@ -100,7 +101,7 @@ class RepeatedStage(Stage):
         if self._draws is None:
             super().set_generators(states)
         else:
-            self._draws.set_generators(states)
+            self._draws.set_generators(states, self._spans)
 
     def _run_body(self, item: Item, span: Span, received: Any) -> Any:
         earlier = self._sent.get(span)
@@ -172,8 +173,8 @@ class RepeatedBatch:
         draws = SampleDraws(run.device) if whole else None
         if draws is not None:
             seed = next(iter(run.stages.values())).seed
-            draws.begin_batch(seed, 0, step.number, step.rows, spans_of_streams(run, step.rows))
-        stages = [RepeatedStage(stage, run, made, draws) for stage in run.stages.values()]
+            draws.begin_batch(seed, 0, step.number, step.rows)
+        stages = [RepeatedStage(stage, run, step.rows, made, draws) for stage in run.stages.values()]
         data = TrainingBatch(
             move_data_to_device(copy_batch(self._batch), run.device),
             step.rows,

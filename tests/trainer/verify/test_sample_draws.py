@@ -36,10 +36,10 @@ def test_numbers_are_those_of_the_spans(name):
     if name == "samples on axis 1":
         x = torch.randn(8, 5)
     draws = SampleDraws(CPU)
-    draws.begin_batch(7, 0, 5, 8, {2: SPANS})
+    draws.begin_batch(7, 0, 5, 8)
     before = torch.get_rng_state()
     with draws.draw_by_sample():
-        draws.enter(2)
+        draws.enter(2, SPANS)
         whole = CODE[name](x)
     assert torch.equal(before, torch.get_rng_state())
     parts = []
@@ -53,9 +53,9 @@ def test_numbers_are_those_of_the_spans(name):
 
 def test_number_for_the_whole_batch_is_reported():
     draws = SampleDraws(CPU)
-    draws.begin_batch(7, 0, 5, 8, {2: SPANS})
+    draws.begin_batch(7, 0, 5, 8)
     with draws.draw_by_sample():
-        draws.enter(2)
+        draws.enter(2, SPANS)
         torch.rand(())
         torch.randn(3)
     assert [name.split(".")[1] for name in draws.common] == ["rand", "randn"]
@@ -66,11 +66,11 @@ def test_repeated_code_draws_again():
     gradients = []
     for again in (False, True):
         draws = SampleDraws(CPU)
-        draws.begin_batch(7, 0, 5, 8, {2: SPANS})
+        draws.begin_batch(7, 0, 5, 8)
         x = torch.ones(8, 6)
         layer.zero_grad()
         with draws.draw_by_sample():
-            draws.enter(2)
+            draws.enter(2, SPANS)
             y = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False) if again else layer(x)
             F.dropout(y, 0.5)  # other code draws numbers in the meantime
         with draws.draw_by_sample():
@@ -81,10 +81,10 @@ def test_repeated_code_draws_again():
 
 def test_generators_of_their_own_and_seeds_of_the_user_are_left_alone():
     draws = SampleDraws(CPU)
-    draws.begin_batch(7, 0, 5, 8, {2: SPANS})
+    draws.begin_batch(7, 0, 5, 8)
     own = torch.Generator().manual_seed(3)
     with draws.draw_by_sample():
-        draws.enter(2)
+        draws.enter(2, SPANS)
         first = torch.randn(8, generator=own)
         torch.manual_seed(3)
         second = torch.randn(8)

@@ -104,6 +104,15 @@ class Rich(Net):
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "interval": "step"}]
 
 
+class RichPlain(Rich):
+    """The same with layers that read no values of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3), nn.Linear(6, 6), nn.Tanh()) for _ in range(6)]
+        self.model = nn.Sequential(*layers).double()
+
+
 class RichSingle(Rich, Single):
     """The same in single precision, in which rounding differs."""
 
@@ -228,6 +237,18 @@ EQUALS: dict[str, Fault] = {
     "by units": Fault("", Rich, "", strategy=BY_UNITS | {"schedule": "kfkb", "microbatches": 4}),
     "by units, recomputed": Fault("", Single, "", strategy=BY_UNITS | {"recompute": True}),
     "by units, checkpointed": Fault("", Checkpointed, "", strategy=BY_UNITS | {"schedule": "zero_bubble"}),
+    "by units, unequal micro-batches": Fault(
+        "",
+        RichPlain,
+        "",
+        strategy=BY_UNITS
+        | {
+            "schedule": "umpipe",
+            "schedule_args": {"forward": (2, 4), "backward": (4, 1)},
+            "microbatches": None,
+            "partition": ["model.3.2"],
+        },
+    ),
     "csp": Fault("", Search, "", strategy={"schedule": "csp"}),
     "csp, cut by batch": Fault("", Search, "", strategy={"schedule": "csp", "schedule_args": {"balanced": True}}),
     "subnets with a flush": Fault("", Search, ""),

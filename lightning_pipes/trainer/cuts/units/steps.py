@@ -84,7 +84,8 @@ class UnitSteps(UserSteps):
         self.show_version = cut.show_version
         self._layout, self._holdings = layout, holdings
         self._end, self.ends_whole = end, end is not None
-        self.stream_units = StreamUnits.from_layout(layout, None if end is None else end.border)
+        starts = tuple(layout.starts[parts.start] for parts in holdings.layers) if crossing_rows is not None else (0,)
+        self.stream_units = StreamUnits.from_layout(layout, starts, None if end is None else end.border)
         self._lazy: dict[tuple[int, int, bool], LazyStep] = {}
         self._crossing_rows = crossing_rows
         self._make_joint = make_joint
