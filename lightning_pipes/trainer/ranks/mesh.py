@@ -22,7 +22,7 @@ from lightning_pipes.engine.watch.trust import Seal, dumps, loads
 MAX_CONNECTED_RANKS = 16
 """The largest number of ranks for which all pairs are connected. For more ranks, a tree is faster."""
 _HEAD_FORMAT = struct.Struct("<i q q")  # kind, number, bytes
-_READ_BYTES = 65536
+_SOCKET_READ_BYTES = 65536
 
 
 class MessageId(NamedTuple):
@@ -161,7 +161,7 @@ class _Peer:
     def read_messages(self) -> Sequence[tuple[MessageId, bytearray]]:
         """Return the messages that are complete."""
         try:
-            data = self.socket.recv(_READ_BYTES)
+            data = self.socket.recv(_SOCKET_READ_BYTES)
         except BlockingIOError:
             return []
         except OSError:

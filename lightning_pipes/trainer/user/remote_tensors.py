@@ -247,7 +247,7 @@ class RemoteTensor(torch.Tensor):
             return first._copy_remote(args[1])
         if name.startswith("_foreach_") and len(args[0]) > 1:
             return _one_by_one(func, args, kwargs)
-        if name in _RANDOM_FUNCTIONS:
+        if name in _RANDOM_TENSOR_FUNCTIONS:
             _draw(func, args, kwargs, first._scope.device)
         written = find_written(name, args, kwargs)
         if written:
@@ -434,7 +434,7 @@ def find_written(name: str, args: Any, kwargs: Any) -> list[torch.Tensor]:
 _CONVERSION_METHODS = ("__invert__", "__index__", "__int__", "__iter__")
 
 
-_RANDOM_FUNCTIONS = {
+_RANDOM_TENSOR_FUNCTIONS = {
     *("normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_", "geometric_", "log_normal_", "random_"),
     *("rand_like", "randn_like", "randint_like", "normal", "bernoulli", "multinomial", "poisson"),
     *("dropout", "dropout_", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "rrelu", "rrelu_"),
