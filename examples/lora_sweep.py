@@ -46,7 +46,8 @@ class FineTuning(L.LightningModule):
         """Build the model without memory. Each process reads its own layers, and only for the first trial."""
         if self.net is None:
             with torch.device("meta"):
-                net = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(self.base))
+                config = AutoConfig.from_pretrained(self.base)
+                net = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
                 load_pretrained(net, self.base)
                 self.net = get_peft_model(net, self.adapters)
 
