@@ -168,7 +168,7 @@ class PipelineStrategy(PipelineHost):
             their ranks. With "trained", rank 0 gets the parameters that train, such as adapters, and all others stay on
             their ranks. "auto" selects "all" if the hosts have enough free memory. Otherwise, it selects "rank0" if the
             host of rank 0 has enough free memory, and "none" if it has not. For layers that were made on `meta`, it
-            selects "trained" if a part of the parameters trains, and "none" otherwise.
+            selects "trained" if at most a quarter of their bytes trains, and "none" otherwise.
         replan: whether to move layers to other stages during training, away from devices that are slowed down, if the
             move is expected to save time. The trained weights do not change. The planner of "dynpipe" makes the
             decision, and a dict contains the settings of this planner, such as {"every": 50}. The schedule must flush

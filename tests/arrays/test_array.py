@@ -291,7 +291,7 @@ def test_settings_that_rounds_refuse() -> None:
     for text in run_ranks(cut_in_rounds, 2, Job(0), timeout=60):
         assert "a sibling cuts its batches into 2; set microbatches=1" in text
     for text in run_ranks(cut_in_rounds, 2, Job(0, schedule="hanayo", microbatches=1), timeout=60):
-        assert "the order of a round has 4 rows, and the 4 stages of siblings are on 2 ranks" in text
+        assert "the order of a round has 4 rows, but the 4 stages of siblings are on 2 ranks" in text
 
 
 def cut_in_rounds(rank: int, job: Job) -> str:

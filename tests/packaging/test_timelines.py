@@ -6,7 +6,7 @@ from tests.packaging.timelines import ROOT, drawings
 
 SCHEDULES = sorted(ROOT.glob("strategies/*/schedule.py"))
 LOOPS = {
-    "lightning_pipes/sim/loops/kernel.py": {"fixed", "chosen"},
+    "lightning_pipes/sim/loops/kernel.py": {"run_fixed_order", "run_chosen_order"},
     "strategies/jap/solvers/kernel.py": {
         "list_schedule",
         "time_sequence",

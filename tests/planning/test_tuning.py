@@ -126,7 +126,7 @@ def test_hysteresis(gain, switches):
     best, second = found[0], found[1]
 
     class Rigged(CandidateRanker):
-        def _rehearsal(self, candidate):
+        def _simulation_for(self, candidate):
             class Known:
                 def makespan(self, costs):
                     return int(1e9 * ((1 - gain) if candidate is best else 1))

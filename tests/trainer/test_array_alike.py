@@ -107,7 +107,7 @@ def test_job_that_is_not_a_function() -> None:
 
 
 def other_cuts(rank: int) -> list[str]:
-    """Run three siblings, the second of them with another cut, and return their error messages."""
+    """Run three siblings, the second of them with another cut, and return the texts of their errors."""
     quiet()
 
     return [
@@ -115,12 +115,8 @@ def other_cuts(rank: int) -> list[str]:
     ]
 
 
-def test_siblings_share_one_cut() -> None:
-    for texts in run_ranks(other_cuts, 2, timeout=60):
-        assert sorted(texts)[:2] == ["", ""]
-        assert any(
-            "sibling 1 of the array asks for stages that begin at the layers [2], sibling 0 at [1]" in t for t in texts
-        )
+def test_siblings_may_have_cuts_of_their_own() -> None:
+    assert run_ranks(other_cuts, 2, timeout=60) == [["", "", ""]] * 2
 
 
 @dataclass(frozen=True)

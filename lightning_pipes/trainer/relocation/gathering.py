@@ -27,6 +27,8 @@ Description = tuple[str, tuple[int, ...], str]
 
 AUTO, TRAINED = "auto", "trained"
 """Values of the setting `gather`."""
+MAX_TRAINED_SHARE = 0.25
+"""The largest share of the bytes of layers on `meta` that may train if rank 0 gets what trains with `AUTO`."""
 _MAX_JOINED_BYTES = 1 << 20
 """The number of bytes up to which small tensors are sent in one message."""
 
@@ -127,12 +129,14 @@ def describe_inventory(cut: ModuleCut) -> RankInventory:
 
 
 def _trains_few(inventories: Sequence[RankInventory]) -> bool:
-    """Return whether layers that were created on `meta` have weights that don't train, and rank 0 has room for the
-    weights of other ranks that train, as with adapters of a large model."""
+    """Return whether only a small part of layers that were created on `meta` trains, as with adapters of a large model.
+
+    Rank 0 must also have room for the weights of other ranks that train.
+    """
     trained = [sum(_count_bytes(each) for each in i.tensors if each[0] in i.trained) for i in inventories]
     whole = sum(_count_bytes(each) for i in inventories for each in i.tensors)
     has_room = sum(trained[1:]) <= inventories[0].available // 2
-    return any(i.spread for i in inventories) and 0 < sum(trained) < whole and has_room
+    return any(i.spread for i in inventories) and 0 < sum(trained) <= MAX_TRAINED_SHARE * whole and has_room
 
 
 def choose_receivers(gather: str, inventories: Sequence[RankInventory]) -> Sequence[int]:

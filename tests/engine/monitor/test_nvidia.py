@@ -34,9 +34,9 @@ for source in (GpmSource(sys.argv[1]), NvmlSource(sys.argv[1])):
         continue
     said = found[source.name] = {"reads": [], "lost": source.lost}
     if source.name == "gpm":
-        nvidia.LEAST_SECONDS = 60
+        nvidia.MIN_DEVICE_SECONDS = 60
         found["soon"] = list(map(str, source.read()))
-        nvidia.LEAST_SECONDS = 0
+        nvidia.MIN_DEVICE_SECONDS = 0
     for _ in range(5):
         try:
             said["reads"].append({n: v if v == v else None for n, v in zip(source.metrics, map(float, source.read()))})

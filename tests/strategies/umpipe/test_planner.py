@@ -247,7 +247,7 @@ def test_mistakes() -> None:
         solve_plan(Problem(UMPipe((2, 2), forward_links=(1, 1)), 2, 8))
     with pytest.raises(PlanError, match="remove one of them"):
         solve_plan(Problem(UMPipe((2, 2)), 2, 8, 4))
-    with pytest.raises(PlanError, match="has no room for a chunk of 1 samples"):
+    with pytest.raises(PlanError, match="too small for a chunk of 1 samples"):
         solve_plan(problem(UM1F1B(memory_limit=1000), LINEAR, FLAT))
     with pytest.raises(InputError, match="is not a size"):
         UM1F1B(memory_limit="a lot")

@@ -148,7 +148,7 @@ def test_a_window_that_contradicts_itself_is_refused() -> None:
     costs = CostModel.uniform(1, 1.0, 2.0)
     with pytest.raises(InputError, match="batches by spans"):
         Observation(costs, {(Kind.SF, 0): np.zeros((1, 1))})
-    with pytest.raises(InputError, match="2 devices were seen"):
+    with pytest.raises(InputError, match="2 devices were observed"):
         Observation(costs, devices=({}, {}), free=(1,))
     assert not Observation(costs).matches_plan(plan_of())
 
