@@ -94,12 +94,12 @@ def check_module(module: pl.LightningModule, fitting: bool) -> None:
             )
         if hasattr(parameter, "__tensor_flatten__") and not is_distributed(parameter):
             raise PipelineError(
-                f"{owner}.{name} is a {type(parameter).__name__}, which consists of several tensors, as quantised "
-                "weights do; ranks compare, send and save plain ones. Keep frozen weights in bfloat16, and quantise "
+                f"{owner}.{name} is a {type(parameter).__name__}, which consists of several tensors, as quantized "
+                "weights do; ranks compare, send and save plain ones. Keep frozen weights in bfloat16, and quantize "
                 "the layers after training"
             )
         if isinstance(parameter, UninitializedParameter):
-            raise PipelineError(f"{owner}.{name} has no shape yet; initialise lazy layers with a first forward")
+            raise PipelineError(f"{owner}.{name} has no shape yet; initialize lazy layers with a first forward")
 
 
 def warn_about_microbatch_effects(full: nn.Module) -> None:
@@ -107,13 +107,13 @@ def warn_about_microbatch_effects(full: nn.Module) -> None:
     names = [name for name in batch_statistics(full) if full.get_submodule(name).training]
     if names:
         rank_zero_warn(
-            f"layer{'s' * (len(names) > 1)} {_listed(names)}: batch normalisation sees one micro-batch at a time, so "
+            f"layer{'s' * (len(names) > 1)} {_listed(names)}: batch normalization sees one micro-batch at a time, so "
             "training differs from one process; use GroupNorm or LayerNorm, or PipelineStrategy(microbatches=1)"
         )
     names = spectral_norms(full)
     if names:
         rank_zero_warn(
-            f"layer{'s' * (len(names) > 1)} {_listed(names)}: spectral normalisation improves its estimate in every "
+            f"layer{'s' * (len(names) > 1)} {_listed(names)}: spectral normalization improves its estimate in every "
             "forward, so once for every micro-batch; training differs a little from one process. "
             "PipelineStrategy(microbatches=1) avoids it"
         )
@@ -279,8 +279,8 @@ def _take_over(tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, object]
     if any(control.any(bool(unequal))):
         where = f": {', '.join(unequal[:5])}" if unequal else ""
         raise PipelineError(
-            f"the ranks have built different weights of types that keep more than values, as quantised ones do{where}. "
-            "Make them from the same file or the same seed on every rank"
+            f"quantized or otherwise packed weights differ between ranks{where}. "
+            "Make them from the same file or with the same seed on every rank"
         )
     on_meta = control.any(*(tensors[name].is_meta for name in expected)) if expected else []
     for name, meta in zip(expected, on_meta, strict=True):

@@ -796,7 +796,7 @@ class PipelineStrategy(PipelineHost):
             PlanError: nothing has run yet.
         """
         if self._decision is None:
-            raise PlanError("nothing is decided before the strategy has run: call trainer.fit first")
+            raise PlanError("the schedule and the cut are not known before the first run. Call trainer.fit first")
         return self._decision
 
     def last_timing(self) -> Timing | None:

@@ -56,7 +56,7 @@ class Ready(RulePolicy):
         if self.slack < 0:
             raise InputError(f"{self.name}: slack counts micro-batches from 0, got {self.slack}")
         if min(self.limits, default=1) < 1:
-            raise InputError(f"{self.name}: limits count samples from 1, got {self.limits}")
+            raise InputError(f"{self.name}: every number in limits must be at least 1, got {self.limits}")
 
     # Drawn by `step(Ready(split=True), link=1)`:
     # rank 0 |0-1-2-3-..........0+0~1+1~2+2~3+3~| bubble 29.4%

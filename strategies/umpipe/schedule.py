@@ -68,7 +68,7 @@ class UnequalMicrobatches(ScheduleTraits):
         for what in ("forward", "backward", "forward_links", "backward_links"):
             counts = getattr(self, what)
             if min(counts, default=1) < 1:
-                raise InputError(f"{self.name}: {what} counts micro-batches from 1, got {counts}")
+                raise InputError(f"{self.name}: every number in {what} must be at least 1, got {counts}")
             if counts and not self.forward:
                 raise InputError(f"{self.name}: {what} is {counts}, and forward is missing; give both, or neither")
 

@@ -67,7 +67,7 @@ class ZeroBubble(Schedule):
         if min(self.extra, default=0) < 0:
             raise InputError(f"{self.name}: extra counts micro-batches from 0, got {self.extra}")
         if min(self.limits, default=1) < 1:
-            raise InputError(f"{self.name}: limits count samples from 1, got {self.limits}")
+            raise InputError(f"{self.name}: every number in limits must be at least 1, got {self.limits}")
 
     @property
     def splits_backward(self) -> bool:

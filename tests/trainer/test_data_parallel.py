@@ -217,7 +217,7 @@ def wrong_number(rank: int) -> str:
 
 def test_processes_that_cannot_be_shared_out():
     assert (
-        "3 processes can't be shared out to data_parallel=2 pipelines; take a multiple of 2"
+        "3 processes can't be divided among data_parallel=2 pipelines. Use a multiple of 2"
         in run_ranks(wrong_number, 3, timeout=30)[0]
     )
     with pytest.raises(PlanError, match="data_parallel must be at least 1, got 0"):

@@ -217,7 +217,7 @@ BAD: list[tuple[type[Lit], dict[str, Any], str]] = [
     (Sharded, {}, "model.0.0.weight is sharded over"),
     (Lit, {"partition": [1, 2]}, "partition=[1, 2] makes 3 stages, but there are 2; give 1 number, the layers"),
     (Lit, {"partition": [10]}, "partition=[10]: the layers at which stages begin must ascend from 0 to 9"),
-    (Lit, {"module": "encoder"}, "module='encoder': Lit has no such module; It has 'model', 'mean'"),
+    (Lit, {"module": "encoder"}, "module='encoder': Lit has no such module. It has 'model', 'mean'"),
     (Penalty, LAYERS, "a step goes through all modules or parameters of self.model"),
     (Lit, {"module": "mean"}, "Lit.mean is a MeanOfAll; only an nn.Sequential, or an nn.ModuleList"),
     (NoSequential, {}, "is to be cut by units, but its training_step can't be recorded: AttributeError"),
@@ -422,10 +422,10 @@ class Normal(Lit):
 
 
 def test_batch_normalisation_warns_once():
-    with pytest.warns(UserWarning, match="^layer 2: batch normalisation sees one micro-batch at a time") as caught:
+    with pytest.warns(UserWarning, match="^layer 2: batch normalization sees one micro-batch at a time") as caught:
         warn_about_microbatch_effects(Normal().model)
     assert len(caught) == 1
-    with pytest.warns(UserWarning, match="^layers 0, 1: batch normalisation"):
+    with pytest.warns(UserWarning, match="^layers 0, 1: batch normalization"):
         warn_about_microbatch_effects(nn.Sequential(nn.BatchNorm1d(6), nn.BatchNorm1d(6)))
 
 
@@ -461,7 +461,7 @@ def warned(rank: int, ways: list[tuple[int, int | None, bool]]) -> list[bool]:
                 assert [o.error for o in JobArray(size).run(jobs)] == [None] * size
             else:
                 jobs[0]()
-        found.append(any("batch normalisation" in text for text in said))
+        found.append(any("batch normalization" in text for text in said))
     return found
 
 
@@ -535,7 +535,7 @@ def test_an_adapter_for_layers_elsewhere_is_named():
 def test_spectral_norm_warns():
     module = Lit()
     nn.utils.parametrizations.spectral_norm(module.model[2][0])
-    with pytest.warns(UserWarning, match=r"2\.0: spectral normalisation improves its estimate in every forward"):
+    with pytest.warns(UserWarning, match=r"2\.0: spectral normalization improves its estimate in every forward"):
         warn_about_microbatch_effects(module.model)
 
 
@@ -563,7 +563,7 @@ class Pair(torch.Tensor):
 def test_weights_of_several_tensors_are_refused():
     lit: Any = Lit()
     lit.model[0][0].weight = nn.Parameter(torch.zeros(2).as_subclass(Pair), requires_grad=False)
-    with pytest.raises(PipelineError, match=r"Lit.model.0.0.weight is a Pair, .* quantise the layers after training"):
+    with pytest.raises(PipelineError, match=r"Lit.model.0.0.weight is a Pair, .* quantize the layers after training"):
         checks.check_module(lit, fitting=True)
 
 

@@ -442,7 +442,7 @@ def test_two_stages_of_two_shards_of_two_tensor_parallel_ranks(tmp_path):
 
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"tensor_parallel": 4}, {}, r"2 processes can't be shared out to data_parallel=1 pipelines of tensor_parallel=4"),
+    ({"tensor_parallel": 4}, {}, r"2 processes can't be divided among data_parallel=1 pipelines of tensor_parallel=4"),
     ({"tensor_parallel": 2}, {"heads": 3}, r"tensor_parallel=2 does not divide the 3 heads of LitGPT.model.layers.0"),
     ({"tensor_parallel": 2}, {"hidden": 31}, r"does not divide axis 1 of LitGPT.model.layers.0.down.weight, .* 31"),
     ({"data_parallel": 2}, {"how": "one unit"}, r"sharded the layers of self.model.layers as one unit, self.model"),

@@ -120,7 +120,7 @@ def test_module_without_foreign_layers_reports_it():
 def test_lazy_layers_are_still_told_from_it():
     module = Lit()
     module.model.append(nn.LazyLinear(3))
-    with pytest.raises(PipelineError, match="initialise lazy layers"):
+    with pytest.raises(PipelineError, match="initialize lazy layers"):
         check_module(module, fitting=True)
 
 

@@ -345,9 +345,10 @@ class ReplicaAverages(NeedSource):
         for replica, (said, _, _) in sorted(parts.items()):
             if said != names:
                 raise PipelineError(
-                    f"batch {number} steps layers {', '.join(names) or 'none'} of stage {stage} in replica "
-                    f"{self._replica}, and {', '.join(said) or 'none'} in replica {replica}, whose gradients would not "
-                    "match. layers_of_batch must be the same in all replicas: give explorers and spaces one seed"
+                    f"replicas train different layers of stage {stage} in batch {number}: "
+                    f"{', '.join(names) or 'none'} in replica {self._replica}, and {', '.join(said) or 'none'} in "
+                    f"replica {replica}. layers_of_batch must return the same layers in all replicas. Give explorers "
+                    "and spaces the same seed"
                 )
         with torch.no_grad():
             for n, p in enumerate(parameters):

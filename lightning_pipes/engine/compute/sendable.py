@@ -15,7 +15,7 @@ from lightning_pipes.ir import PipelineError
 
 _SENDABLE_TYPES = (str, bytes, int, float, complex, type(None), torch.dtype, torch.Size, SentWhole)
 _TENSOR_TYPES = frozenset((torch.Tensor, nn.Parameter, nn.Buffer))
-_SENDABLE_WAY_OUT = "Between stages travel plain tensors, and objects that pickle."
+_SENDABLE_WAY_OUT = "Only plain tensors and objects that can be pickled are sent between stages."
 
 
 def check_sendable(leaf: Any, where: str) -> None:

@@ -3,12 +3,12 @@
     sender      wait until no message waits for the network   chunk -->            wait   chunk -->
     receiver                                                           <-- arrived              <-- arrived
 
-Chunks have a group of their own for each pair and direction; the next one is packed while others travel. The more of
-the link is left by training, the more chunks are in flight (DynPipe, S V-C3), so that it never idles. They get smaller
-then: a message of training waits for MAX_FLIGHT_SECONDS at most.
+Each pair of ranks has a process group for the chunks of each direction. The next chunk is packed while others travel.
+If training leaves more of the link free, more and smaller chunks are in flight, so that the link does not idle
+(DynPipe, S V-C3). A message of training waits for at most MAX_FLIGHT_SECONDS.
 
-A pair of ranks connects when one sends and the other receives for the first time. A thread at each end waits for that;
-no other thread does.
+A pair of ranks connects when one of them sends and the other one receives for the first time. Only one thread at each
+end waits for the connection.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _CHUNK_HEADER = struct.Struct(
 _MAGIC = b"LPARC02\0"
 _CHUNK_HEADER_BYTES = 64
 _MAX_CHUNK_OVERHEAD_BYTES = 256
-"""Bytes that a chunk has in the network beside its own, at most."""
+"""The largest number of bytes that a chunk occupies in the network in addition to its content."""
 _HELLO, _GOODBYE = -1, -2
 _N_HELLOS = 3
 _DATA, _ARRIVED = 0, 1
@@ -148,7 +148,7 @@ class TransferStatistics:
 class BulkTransfer:
     """One rank's end of all bulk transfers.
 
-    All ranks create theirs equally often and in one order, but not at one moment. Creating one connects no ranks.
+    All ranks must create their instances in the same order, but not at the same time. Creating one connects no ranks.
 
     Args:
         rank: the global rank of this process.

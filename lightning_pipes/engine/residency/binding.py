@@ -289,6 +289,6 @@ def _check(holders: Mapping[str, _TensorHolder]) -> None:
         address = tensor.untyped_storage().data_ptr()
         if address and memory.setdefault(address, name) != name:
             raise PlanError(
-                f"{name} and {memory[address]} are parts of one memory, and would not be any more once they were moved "
-                "to the host. Make one of them a copy, or leave MemorySwap out"
+                f"{name} and {memory[address]} share memory, which moving them to the host would end. "
+                "Make one of them a copy, or leave MemorySwap out"
             )

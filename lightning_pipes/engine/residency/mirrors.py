@@ -226,8 +226,8 @@ class Mirrors:
             raise PlanError(
                 f"a hook changes {found[1]} of layer {name!r} where the layer is at home, while a batch has it on "
                 "another rank: the change would be lost. Change weights in "
-                "on_train_epoch_start, or those that a batch steps by optimizer.register_step_post_hook; or leave out "
-                "what cuts batches, as balanced=True does"
+                "on_train_epoch_start, or those that a batch steps by optimizer.register_step_post_hook; or remove "
+                "the setting that gives each batch its own cut, such as balanced=True"
             )
         state.put(module, device)
         left_out = {_join(at, key) for at, part in module.named_modules() for key in unsaved_buffers(part)}
@@ -305,7 +305,8 @@ class Mirrors:
                 if has_gradient_hooks(p) or has_accumulate_hooks(p):
                     raise PlanError(
                         f"layer {name!r} goes to another rank for a batch, and {at} in it has a hook for its gradient, "
-                        "which would not run there; leave out the hook, or what cuts batches"
+                        "which would not run there. Remove the hook, or the setting that gives each batch its own cut, "
+                        "such as balanced=True"
                     )
             return LayerState.from_layer(module, self.optimizers(), gradients=False)
         mirror, own = self.copies[name], LayerState.module_state(module)

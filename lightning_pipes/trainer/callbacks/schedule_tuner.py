@@ -128,7 +128,8 @@ class ScheduleTuner(PipelineCallback):
     - `tuner/gain`: the share of a step that the change saves, or 0 if nothing changes.
     - `tuner/error`: the error of the last prediction.
     - `tuner/unsteadiness`: the standard deviation of the transfer times divided by their mean, on the worst link.
-    - `tuner/slack`: the minimum number of inputs that waited at a launch while the pipeline was full.
+    - `tuner/slack`: the minimum number of micro-batches that were ready when a stage began its next
+      computation, while the pipeline was full.
     - `tuner/stalled`: the share of a step that the rank with the fewest stalls waited. If it is below `hysteresis`, the
       order does not change.
     - `tuner/ms`: the cost of the decision.

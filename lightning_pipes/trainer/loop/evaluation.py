@@ -116,8 +116,8 @@ class Evaluation:
         self._run.user_steps.apply_changes(([], {}))  # restores the state at the start of the batch
         self._joint_steps.add(_key_of(item.data.step, item, item.data.arguments))
         rank_zero_info(
-            f"{item.data.name} calls modules of the first stages again after modules of later stages, as decoding "
-            "does. Its batches therefore run on all stages jointly, and only one stage computes at a time"
+            f"{item.data.name} returns to modules of earlier stages after modules of later stages, as decoding does. "
+            "Its batches therefore run on one stage at a time, while the other stages wait"
         )
         return self._evaluate_jointly(item)
 

@@ -47,8 +47,8 @@ class Grid:
         if self.size % each:
             shards = f" of tensor_parallel={self.shards}" if self.shards > 1 else ""
             raise PlanError(
-                f"{self.size} processes can't be shared out to data_parallel={self.replicas} pipelines{shards}; "
-                f"take a multiple of {each} (devices x nodes)"
+                f"{self.size} processes can't be divided among data_parallel={self.replicas} pipelines{shards}. "
+                f"Use a multiple of {each} (devices x nodes)"
             )
 
     @property
@@ -169,7 +169,7 @@ class RankStatus:
         """
         if self.error is not None:
             raise PipelineError(
-                f"a step of this run has ended in {type(self.error).__name__}, and ranks can't continue together after "
+                f"a step of this run failed with {type(self.error).__name__}, and ranks can't continue together after "
                 "that. If BatchSizeFinder tried a batch size that is too large, set the one before it, or end the "
                 "search there by max_trials"
             ) from self.error

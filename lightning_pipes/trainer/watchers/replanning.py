@@ -110,8 +110,10 @@ class AsynchronousReplanning(Replanning):
             self._serialized_at = batch
             known = ", ".join(f"{bytes_text(each)} on rank {n}" for n, each in enumerate(free) if each is not None)
             rank_zero_warn(
-                f"batches {'run one by one' if serialized else 'overlap again'}: memory is "
-                f"{'getting short' if serialized else 'free again'}, {known}"
+                f"free memory is low ({known}), so batches run one by one. Use recompute=True or a smaller batch "
+                "size to let them overlap"
+                if serialized
+                else f"memory is free again ({known}), so batches overlap again"
             )
         self._training.serialized = serialized
 

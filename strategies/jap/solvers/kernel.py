@@ -205,7 +205,8 @@ def time_sequence(blocks, order, path, sweep):
 def insert_job(blocks, urgency, notes, order, k, row, ahead, limit, starts):
     """Insert the job `order[k]` among the k jobs of `row` at the best position, and return the end of these k + 1 jobs.
 
-    `ahead` is added to the urgency numbers of forwards. With 4 jobs, backwards go first.
+    `ahead` is added to the urgency numbers of forwards. If it is 4 times the number of jobs, all backwards are
+    more urgent than all forwards.
     """
     first, second = urgency
     active = notes.active

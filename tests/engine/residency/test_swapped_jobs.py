@@ -253,7 +253,7 @@ def lazy(model: Tied) -> None:
 
 @pytest.mark.parametrize(
     ("change", "says"),
-    [(parts_of_one, "part and .mask are parts of one memory"), (hooked, "a.bias has hooks"), (lazy, "Uninitialized")],
+    [(parts_of_one, "part and .mask share memory"), (hooked, "a.bias has hooks"), (lazy, "Uninitialized")],
 )
 def test_states_that_can_not_be_moved_are_refused(change: Any, says: str) -> None:
     model = Tied()

@@ -235,7 +235,7 @@ def test_memory_limits_what_stages_hold() -> None:
 
 
 def test_mistakes() -> None:
-    with pytest.raises(InputError, match="counts micro-batches from 1"):
+    with pytest.raises(InputError, match="every number in forward must be at least 1"):
         UMPipe((2, 0))
     with pytest.raises(InputError, match="must be one of few, powers, all, got 'some'"):
         UMPipe(counts="some")

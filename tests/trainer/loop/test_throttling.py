@@ -113,6 +113,6 @@ def test_batches_run_one_by_one_while_memory_is_short_and_then_layers_leave() ->
         assert 11 + 5 <= first <= 11 + 7
         assert moved[-1][0] < same[0][0]
     said = ranks[0][0][2]
-    assert any("batches run one by one: memory is getting short" in each for each in said)
-    assert any("batches overlap again: memory is free again" in each for each in said)
+    assert any("so batches run one by one" in each for each in said)
+    assert any("memory is free again" in each and "batches overlap again" in each for each in said)
     assert not any("memory" in each for each in ranks[0][2][2])

@@ -59,9 +59,9 @@ def find_pipelined(module: pl.LightningModule, path: str | None, seconds: Mappin
         full = module.get_submodule(path)
     except AttributeError:
         close = difflib.get_close_matches(path, [name for name, _ in module.named_modules()], n=1)
-        hint = f". Did you mean {close[0]!r}?" if close else ";"
+        hint = f" Did you mean {close[0]!r}?" if close else ""
         children = ", ".join(repr(n) for n, _ in module.named_children())
-        raise PipelineError(f"module={path!r}: {owner} has no such module{hint} It has {children}") from None
+        raise PipelineError(f"module={path!r}: {owner} has no such module.{hint} It has {children}") from None
     what = f"{owner}.{path} is a {type(full).__name__}"
     parts = path.split(".")
     for around in (".".join(parts[:n]) for n in range(len(parts) + 1)):
@@ -92,7 +92,8 @@ def find_pipelined(module: pl.LightningModule, path: str | None, seconds: Mappin
         raise PipelineError(f"{owner}.{path} has forward hooks, which no rank could run", "register them on its layers")
     if backward_hooks(full):
         raise PipelineError(
-            f"{owner}.{path} has backward hooks, which no rank could run, because its gradients are on several",
+            f"{owner}.{path} has backward hooks, which no rank could run, because its gradients are spread over "
+            "several ranks",
             "register them on its layers",
         )
     return path

@@ -311,8 +311,8 @@ class JointStep(LazyStep):
                 raise refuse_unit(
                     len(self.units),
                     f"the assignment to {name}",
-                    "gives a tensor of the batch, which each stage has, a value that one stage has made. Use a new "
-                    "tensor in its place",
+                    "gives a value of one stage to a tensor of the batch, of which every stage has a copy. Use a new "
+                    "tensor instead",
                 )
             function(to, value)
             return
@@ -448,7 +448,7 @@ class JointStep(LazyStep):
             raise refuse_unit(
                 len(self.units),
                 "grad",
-                "is read of a tensor of the batch, of which each stage has a part of the gradient. Use "
+                "of a tensor of the batch is read, but each stage has only a part of this gradient. Use "
                 "torch.autograd.grad(loss, tensor)",
             )
         return set() if key is None else {self._home[key]}
