@@ -71,8 +71,8 @@ class SharedTensors:
 
         Args:
             owner: the number of the training. Its earlier tensors are released.
-            tensors: its parameters and buffers by name. Those that train, small ones and tensors of subclasses are
-                skipped.
+            tensors: its parameters and buffers by name. Those that train, small ones, tensors of subclasses, and memory
+                that torch has not allocated are skipped.
             sources: the file entries of tensors that were read from files, by the id of the tensor.
         """
         self.release(owner)
@@ -81,6 +81,8 @@ class SharedTensors:
             if not _is_sharable(tensor):
                 continue
             entry = self._find_equal(tensor)
+            if entry is None:
+                continue
             entry.owners.add(owner)
             held[name] = tensor, entry
             if id(tensor) in sources:
@@ -112,8 +114,11 @@ class SharedTensors:
         for _, entry in self._held.pop(owner, {}).values():
             entry.owners.discard(owner)
 
-    def _find_equal(self, tensor: torch.Tensor) -> _Entry:
-        """Return the entry with the value of a tensor, which uses its memory afterwards. If there is none, make one."""
+    def _find_equal(self, tensor: torch.Tensor) -> _Entry | None:
+        """Return the entry with the value of a tensor, which uses its memory afterwards. If there is none, make one.
+
+        The result is None if torch has not allocated the memory of the tensor, for example if it is a mapped file.
+        """
         value = tensor.detach()
         checksum = torch.hash_tensor(_words(value)).view(torch.int64).item()
         entries = self._entries[value.shape, value.dtype, value.device, checksum]
@@ -123,9 +128,8 @@ class SharedTensors:
                 return entry
         try:
             entries.append(_Entry(make_copy_on_write(value)))
-        except RuntimeError:  # memory that torch has not allocated, such as a mapped file
-            tensor.data = value.clone()
-            entries.append(_Entry(make_copy_on_write(tensor.detach())))
+        except RuntimeError:
+            return None
         return entries[-1]
 
     def _forget_unused(self) -> None:

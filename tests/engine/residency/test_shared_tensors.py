@@ -42,8 +42,9 @@ def test_equal_tensors_exist_once() -> None:
         torch.ones(SIZE, device="meta"),
         torch.ones(2 * SIZE)[:SIZE],
         torch.ones(64, SIZE).t(),
+        torch.ones(SIZE).share_memory_(),
     ],
-    ids=["trains", "small", "meta", "part of a storage", "strided"],
+    ids=["trains", "small", "meta", "part of a storage", "strided", "not allocated by torch"],
 )
 def test_tensors_that_are_not_shared(tensor: torch.Tensor) -> None:
     shared = SharedTensors()
@@ -87,14 +88,6 @@ def test_memory_that_was_only_read_is_shared_again() -> None:
     assert storage_address(one) != storage_address(other)
     assert shared.renew(1) == []
     assert storage_address(one) == storage_address(other)
-
-
-def test_memory_of_others_is_copied_first() -> None:
-    """Check a tensor in shared memory, from which torch can't make copies on write."""
-    shared, tensor = SharedTensors(), torch.ones(SIZE).share_memory_()
-    shared.share(0, {"w": tensor})
-    assert is_copy_on_write(tensor)
-    assert tensor.equal(torch.ones(SIZE))
 
 
 def test_values_without_a_training_are_forgotten() -> None:
