@@ -148,7 +148,7 @@ def clone_leaf(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RankResources:
-    """What the stages of a rank share with its engine.
+    """Objects that the stages of a rank share with its engine.
 
     Attributes:
         mirrors: the copies of other ranks' layers on this rank, if batches may have cuts of their own. Layers are then

@@ -604,7 +604,7 @@ class _IncomingTree:
                 at += last - first
 
     def content(self) -> Any:
-        """Return the key and the content, whose objects are open; all of its bytes must have arrived."""
+        """Return the key and the opened content. All of its bytes must have arrived."""
         described = self._described or self._allocate()
         return described.fill(self._tensors)
 

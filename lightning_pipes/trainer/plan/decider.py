@@ -213,7 +213,7 @@ class PlanDecider(ProfilePlanner):
                     own, undisturbed_profile if request.may_replan else ModelProfile.mean_of
                 )
                 deployment = self.make_deployment(plain, speeds)
-                if not plain.schedule.flushes or not self._times_steps:  # trials run single batches only
+                if not plain.schedule.flushes or not self._times_steps:  # trials run single batches, alone
                     made = self.plan(request, plain, profile, rows, deployment)
                 else:
                     trials = partial(self._count_seconds_left, begun, expected_batches(self._trainer, data))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -52,7 +52,7 @@ class RankInventory(NamedTuple):
     spread: bool
     tensors: Sequence[Description]
     extra: dict[str, Any]
-    trained: Sequence[str] = ()
+    trained: Collection[str] = ()
 
 
 def gather_layers(local_layers: LocalLayers, pipeline: Control, gather: str) -> None:
@@ -124,7 +124,7 @@ def describe_inventory(cut: ModuleCut) -> RankInventory:
     with NoSubclassFunctions():  # stand-ins replace them, and their functions are slow
         missing = sum(t.nbytes for _, t in cut.tensors(foreign) if t.is_meta)
     available = int(psutil.virtual_memory().available)
-    trained = [key for key, tensor in cut.tensors(cut.local) if tensor.requires_grad]
+    trained = frozenset(key for key, tensor in cut.tensors(cut.local) if tensor.requires_grad)
     return RankInventory(socket.gethostname(), available, missing, cut.stays_spread, tensors, extra, trained)
 
 

@@ -575,10 +575,8 @@ def perturb_weights(module: nn.Module, attempt: int) -> None:
         module: the module. Weights on `meta` are skipped.
         attempt: the number of the repetition, on which the random numbers depend.
     """
-    generator, amplitude = (
-        torch.Generator().manual_seed(attempt),
-        _PERTURBATION_ROUNDINGS[attempt % len(_PERTURBATION_ROUNDINGS)],
-    )
+    generator = torch.Generator().manual_seed(attempt)
+    amplitude = _PERTURBATION_ROUNDINGS[attempt % len(_PERTURBATION_ROUNDINGS)]
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.is_floating_point() and not parameter.is_meta:

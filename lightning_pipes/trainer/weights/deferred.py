@@ -99,10 +99,8 @@ class DeferredWeights:
         """The ids of the tensors in `_inside` that had values before and keep them."""
         self._adapters: dict[int, list[Callable[[], object]]] = {}
         self._pretrained = take_attached(module)
-        if SPREAD_ATTRIBUTE in vars(module) or not has_meta(
-            module
-        ):  # an earlier run has initialized the weights of this rank
-            return
+        if SPREAD_ATTRIBUTE in vars(module) or not has_meta(module):
+            return  # an earlier run has initialized the weights of this rank
         self._initializers = find_initializers(module)
         self._adapters = _find_adapters(module)
         writes = InitialWrites(module, self._initializers)
@@ -190,8 +188,11 @@ class DeferredWeights:
 
     def _needs_initializer(self, module: nn.Module) -> bool:
         """Return whether the initializer of a part runs, because the files do not contain all tensors that it sets."""
-        changed = (*own_tensors(module), *self._inside.get(id(module), ()))
-        return id(module) in self._initializers and not all(map(self._is_in_files, changed))
+        return id(module) in self._initializers and not all(map(self._is_in_files, self._list_initialized(module)))
+
+    def _list_initialized(self, module: nn.Module) -> list[torch.Tensor]:
+        """Return the tensors that the initializer of a part sets."""
+        return [*own_tensors(module), *self._inside.get(id(module), ())]
 
     def _adopt_tensors(self, group: Sequence[nn.Module], device: torch.device) -> set[int]:
         """Let frozen tensors of a group use the values that another training has read.
@@ -200,9 +201,7 @@ class DeferredWeights:
             The ids of these tensors. They are neither initialized nor read.
         """
         adopted: set[int] = set()
-        initialized = {
-            id(t) for m in group if self._needs_initializer(m) for t in (*own_tensors(m), *self._inside.get(id(m), ()))
-        }
+        initialized = {id(t) for m in group if self._needs_initializer(m) for t in self._list_initialized(m)}
         for module in group:
             values = {}
             for tensor in own_meta_tensors(module):

@@ -211,7 +211,7 @@ def merge_units(
 def find_slices(
     module: nn.Module, record: StepRecord, starts: Sequence[int], layers: Sequence[str]
 ) -> tuple[SequentialSlices | None, dict[str, tuple[int, int]]]:
-    """Return the slices of an nn.Sequential whose layers several stages run, and the recorded units of each slice.
+    """Return the slices of an nn.Sequential that runs on several stages, and the recorded units of each slice.
 
     The slices are None if the step does not call the nn.Sequential once and as a whole, a border divides a layer, or a
     layer can't be a unit, because it logs or leaves a trace in its attributes.
