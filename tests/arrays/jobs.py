@@ -25,14 +25,33 @@ LAST = 0
 """The global rank of the last stage."""
 
 
+class LoRALinear(nn.Module):
+    """A linear layer that does not train and is equal in all siblings of its width, with an adapter of low rank."""
+
+    def __init__(self, width: int, rank: int) -> None:
+        super().__init__()
+        g = torch.Generator().manual_seed(width)
+        self.base = nn.Linear(width, width, bias=False).requires_grad_(False)
+        self.base.weight.data.copy_(torch.randn(width, width, generator=g) / width**0.5)
+        self.down = nn.Linear(width, rank, bias=False)
+        self.up = nn.Linear(rank, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
 class Net(pl.LightningModule):
     """A module that depends on torch's and NumPy's random numbers, and whose step fails if `harmful` is set."""
 
-    def __init__(self, lr: float, width: int = 6, depth: int = 6) -> None:
+    def __init__(self, lr: float, width: int = 6, depth: int = 6, lora: int = 0) -> None:
         super().__init__()
         self.lr = lr
         self.harmful = False
-        blocks = [nn.Sequential(nn.Linear(width, width), nn.Dropout(0.3), nn.Tanh()) for _ in range(depth)]
+
+        def make_linear() -> nn.Module:
+            return LoRALinear(width, lora) if lora else nn.Linear(width, width)
+
+        blocks = [nn.Sequential(make_linear(), nn.Dropout(0.3), nn.Tanh()) for _ in range(depth)]
         self.layers = nn.Sequential(*blocks, nn.Linear(width, 1))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -50,7 +69,7 @@ class Net(pl.LightningModule):
         self.log("val_loss", nn.functional.mse_loss(self.layers(x), y))
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.Adam(self.parameters(), lr=self.lr)
+        optimizer = torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=self.lr)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
 
 
@@ -65,6 +84,7 @@ class Job:
     harm: str = ""
     width: int = 6
     depth: int = 6
+    lora: int = 0
     clip: float | None = None
     patience: int | None = None
     schedule: str | Schedule = "jap"
@@ -84,7 +104,7 @@ class Job:
             x = x[:24] if self.harm == "fewer batches" else x + (self.harm == "other samples")
             batch += 3 * (self.harm == "other rows")
         loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch, shuffle=shuffle)
-        module = Net(0.01 * (1 + self.number), self.width, self.depth)
+        module = Net(0.01 * (1 + self.number), self.width, self.depth, self.lora)
         seen = Seen(self.harm)
         callbacks: list[Callback] = [seen]
         if self.folder:

@@ -45,18 +45,19 @@ def array_and_alone(rank: int, jobs: list[Job], size: int) -> tuple[list[Any], l
 def test_siblings_are_what_they_are_alone(ranks: int, tmp_path: Path) -> None:
     """Check siblings with dropout, shuffling, clipping, and different batch sizes and numbers of epochs.
 
-    Two siblings stop early, one fails in its loss, and one joins late.
+    They have four widths, two depths and two LoRA ranks. Two siblings stop early, one fails in its loss, and one joins
+    late. The bases of siblings 4 and 6 are equal and therefore shared, and so are those of siblings 5 and 7.
     """
     jobs = [
         Job(0, str(tmp_path)),
-        Job(1, batch=16),
-        Job(2, patience=0, epochs=4),
+        Job(1, batch=16, width=3),
+        Job(2, patience=0, epochs=4, depth=8),
         Job(3, harm="loss"),
-        Job(4, batch=5, clip=0.1),
-        Job(5, patience=0, epochs=4),
-        Job(6, epochs=3),
-        Job(7, str(tmp_path), batch=40, width=9, depth=8),
-        Job(8, width=3),
+        Job(4, batch=5, clip=0.1, width=32, lora=1),
+        Job(5, patience=0, epochs=4, width=36, depth=8, lora=2),
+        Job(6, epochs=3, width=32, lora=2),
+        Job(7, str(tmp_path), batch=40, width=36, depth=8, lora=1),
+        Job(8, width=3, depth=8),
     ]
     for together, alone in run_ranks(array_and_alone, ranks, jobs, 8, timeout=90):
         assert sorted(index for index, _, _ in together) == list(range(9))

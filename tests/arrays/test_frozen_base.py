@@ -21,6 +21,7 @@ from lightning_pipes.arrays.siblings.sibling import current_sibling
 from lightning_pipes.engine.private_torch import storage_address
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.weights.pretrained import PretrainedWeights
+from tests.arrays.jobs import LoRALinear
 from tests.trainer.lit import quiet
 from tests.trainers import make_trainer
 
@@ -29,19 +30,6 @@ pytest.importorskip("safetensors", reason="the base is a safetensors file")
 WIDTH, DEPTH = 64, 4
 BASE_BYTES = WIDTH * WIDTH * 4
 """The bytes of the base of one layer."""
-
-
-class Adapted(nn.Module):
-    """A linear layer that does not train, with an adapter of low rank that does."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.base = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
-        self.down = nn.Linear(WIDTH, rank, bias=False)
-        self.up = nn.Linear(rank, WIDTH, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.base(x) + self.up(self.down(x)))
 
 
 class Tuned(pl.LightningModule):
@@ -55,7 +43,7 @@ class Tuned(pl.LightningModule):
         if self.net is not None:
             return
         with torch.device("meta"):
-            self.net = nn.Sequential(*(Adapted(self.job.rank) for _ in range(DEPTH)))
+            self.net = nn.Sequential(*(LoRALinear(WIDTH, self.job.rank) for _ in range(DEPTH)))
         load_pretrained(self.net, self.job.file, strict=False)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
