@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -21,7 +21,6 @@ from lightning_pipes.arrays.siblings.sibling import MisfitError, Outcome, curren
 from lightning_pipes.engine.watch.error_output import RemoteError
 from lightning_pipes.engine.watch.failure import PeerFailure
 from lightning_pipes.engine.watch.fault_points import fault_point
-from lightning_pipes.engine.watch.identity import Process
 from lightning_pipes.ir import InputError, PipelineError, check_count, check_number, check_type, short_repr
 from lightning_pipes.ir.clock import read_seconds
 from lightning_pipes.tune.studies.leader_store import LeaderStore, RankZeroEndedError
@@ -31,18 +30,10 @@ from lightning_pipes.tune.studies.private_optuna import (
     reset_stop,
     share_storage,
     storage_of,
-    untouched_generators,
 )
-from lightning_pipes.tune.studies.reporting import log, report_result
+from lightning_pipes.tune.studies.reporting import report_result
+from lightning_pipes.tune.studies.shared_study import ask_trial, enqueue_again, fail_dead_trials, reseed_for_resume
 from lightning_pipes.tune.studies.trial import ArrayTrial, StorageLostError, storage_errors, using_trial
-
-OWNER_ATTRIBUTE = "lightning_pipes:owner"
-"""The user attribute of a trial that identifies the process that runs it."""
-RETRY_ATTRIBUTE = "lightning_pipes:retry_of"
-"""The user attribute of a trial that repeats a trial of a dead process.
-
-Its value is the number of the repeated trial.
-"""
 
 _STUDY_REASON_SECONDS = 2.0
 """The longest time that other ranks wait for rank 0 to publish the reason why the study ended."""
@@ -343,68 +334,6 @@ def _run_objective(objective: Objective, trial: ArrayTrial) -> Any:
     fault_point("trial")
     with using_trial(trial):
         return objective(trial)
-
-
-def ask_trial(study: Study) -> Trial:
-    """Return a new trial of the study, marked as a trial of this process."""
-    trial = study.ask()
-    trial.set_user_attr(OWNER_ATTRIBUTE, str(Process.current()))
-    return trial
-
-
-def fail_dead_trials(study: Study) -> int:
-    """Fail the running trials of dead processes on this host, and queue their parameters again.
-
-    If these trials stayed in the state RUNNING, the sampler would avoid their parameters. Optuna's heartbeats serve the
-    same purpose, but they work only with `study.optimize`.
-
-    Returns:
-        The number of these trials.
-    """
-    dead = 0
-    for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-        if OWNER_ATTRIBUTE in trial.user_attrs and _has_ended(trial.user_attrs[OWNER_ATTRIBUTE]):
-            enqueue_again(study, trial.number, trial.params)
-            study.tell(trial.number, state=TrialState.FAIL)
-            dead += 1
-    if dead:
-        log.info("%d trial(s) of a process that has died are tried again", dead)
-    return dead
-
-
-def reseed_for_resume(study: Study) -> None:
-    """Reseed a new sampler that has a fixed seed, using the number of trials that were started before.
-
-    A resumed study then draws other parameters than before. It draws the same parameters each time it is resumed at
-    this point.
-    """
-    begun = sum(trial.state != TrialState.WAITING for trial in study.get_trials(deepcopy=False))
-    if begun:
-        for generator in untouched_generators(study.sampler):
-            generator.seed([generator.randint(2**31), begun])
-
-
-def enqueue_again(study: Study, number: int, params: Mapping[str, Any]) -> None:
-    """Queue the parameters of a trial of a dead process, including queued parameters that it did not suggest yet.
-
-    The parameters are queued only once. They are queued before the trial is set to FAIL, so that a kill between the two
-    does not lose them.
-
-    Args:
-        study: the study of the trial.
-        number: the number of the trial.
-        params: the parameters that the trial suggested.
-    """
-    trials = study.get_trials(deepcopy=False)
-    parameters = {**trials[number].system_attrs.get("fixed_params", {}), **params}
-    if parameters and not any(trial.user_attrs.get(RETRY_ATTRIBUTE) == number for trial in trials):
-        study.enqueue_trial(parameters, user_attrs={RETRY_ATTRIBUTE: number})
-
-
-def _has_ended(owner: object) -> bool:
-    """Return whether the process that `owner` identifies is known to have ended."""
-    process = Process.parse(owner) if isinstance(owner, str) else None
-    return process is not None and process.has_ended()
 
 
 def _with_trials(study: Study | None, name: str, directions: Any, user_attrs: Any, trials: Any) -> Study:

@@ -31,14 +31,13 @@ from lightning_pipes.engine.watch.identity import Process
 from lightning_pipes.ir import PlanError
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
 from lightning_pipes.tune.studies.leader_store import LeaderStore
-from lightning_pipes.tune.studies.study import (
+from lightning_pipes.tune.studies.shared_study import (
     OWNER_ATTRIBUTE,
     RETRY_ATTRIBUTE,
-    StudyFailedError,
-    _Follower,
     enqueue_again,
     fail_dead_trials,
 )
+from lightning_pipes.tune.studies.study import StudyFailedError, _Follower
 from lightning_pipes.tune.studies.trial import StorageLostError, current_trial
 from tests.launch.example import ROOT, environment
 from tests.tune.sweep import fit, new_study, objective, summary
