@@ -32,7 +32,7 @@ from lightning_pipes.ir.clock import read_seconds
 from lightning_pipes.tune.multirun import Multirun
 from lightning_pipes.tune.studies.private_optuna import inside_optimize_loop, is_stop_requested
 from lightning_pipes.tune.studies.reporting import optuna_in_root_log, report_result
-from lightning_pipes.tune.studies.shared_study import ask_trial, fail_dead_trials, reseed_for_resume
+from lightning_pipes.tune.studies.shared_study import ask_trial, ask_trials, fail_dead_trials, reseed_for_resume
 from lightning_pipes.tune.studies.study import run_leader_or_follower
 from lightning_pipes.tune.studies.trial import ArrayTrial, find_duplicate_trial, storage_errors
 
@@ -239,7 +239,7 @@ class OptunaSearch:
                 array.leader_store,
                 self._study,
                 lambda trial: self._job(array, trial),
-                self._budget,
+                lambda study: ask_trials(study, self._budget(study)),
                 array.make_array(),
                 self._settings["timeout"],
                 Exception,

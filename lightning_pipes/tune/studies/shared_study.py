@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from optuna import Study
@@ -26,6 +27,12 @@ def ask_trial(study: Study) -> Trial:
     trial = study.ask()
     trial.set_user_attr(OWNER_ATTRIBUTE, str(Process.current()))
     return trial
+
+
+def ask_trials(study: Study, n_trials: int | None) -> Iterator[Trial]:
+    """Yield up to `n_trials` new trials of the study, or trials without end if it is None."""
+    for _ in itertools.count() if n_trials is None else range(n_trials):
+        yield ask_trial(study)
 
 
 def fail_dead_trials(study: Study) -> int:

@@ -32,7 +32,7 @@ from lightning_pipes.tune.studies.private_optuna import (
     storage_of,
 )
 from lightning_pipes.tune.studies.reporting import report_result
-from lightning_pipes.tune.studies.shared_study import ask_trial, enqueue_again, fail_dead_trials, reseed_for_resume
+from lightning_pipes.tune.studies.shared_study import ask_trials, enqueue_again, fail_dead_trials, reseed_for_resume
 from lightning_pipes.tune.studies.trial import ArrayTrial, StorageLostError, storage_errors, using_trial
 
 _STUDY_REASON_SECONDS = 2.0
@@ -102,7 +102,14 @@ def optimize_array(
             raise InputError(f"catch must be an exception type or a tuple of exception types, got {short_repr(catch)}")
     check_type("callbacks", callbacks, Sequence[Callable])  # type: ignore[type-arg]
     return run_leader_or_follower(
-        LeaderStore(), study, objective, lambda _: n_trials, array_size, timeout, catch, callbacks
+        LeaderStore(),
+        study,
+        objective,
+        lambda opened: ask_trials(opened, n_trials),
+        array_size,
+        timeout,
+        catch,
+        callbacks,
     )
 
 
@@ -110,20 +117,20 @@ def run_leader_or_follower(
     leader_store: LeaderStore,
     study: Study | Callable[[], Study],
     objective: Objective,
-    budget: Callable[[Study], int | None],
+    new_trials: Callable[[Study], Iterator[Trial]],
     array_size: int | JobArray[Any],
     timeout: float | None,
     catch: type[Exception] | tuple[type[Exception], ...],
     callbacks: Sequence[Callback],
     tracebacks: bool = True,
 ) -> Study:
-    """Run `optimize_array` with an existing leader store and a budget that depends on the study.
+    """Run `optimize_array` with an existing leader store and another source of trials.
 
     Args:
         leader_store: the messages of rank 0.
         study: the study, or a function that creates it.
         objective: the objective of the study.
-        budget: returns the number of trials to start, or None for no limit. Only rank 0 calls it.
+        new_trials: returns an iterator of the trials to run, as `ask_trials` does. Only rank 0 calls it.
         array_size: number of concurrent trials, or a new `JobArray`.
         timeout: seconds after which no further trial starts.
         catch: exceptions of the objective after which the study continues.
@@ -135,7 +142,7 @@ def run_leader_or_follower(
         return _Follower(leader_store, objective).run(array, study if isinstance(study, Study) else None)
     leader = _Leader(leader_store, objective, timeout, catch, callbacks, tracebacks)
     try:
-        led = leader.run(array, study, budget)
+        led = leader.run(array, study, new_trials)
     except BaseException as error:
         leader_store.put("end", f"{type(error).__name__}: {error}")
         raise
@@ -163,7 +170,6 @@ class _Leader:
     ) -> None:
         self._leader_store = leader_store
         self._objective = objective
-        self._left: int | None = None
         self._until = None if timeout is None else read_seconds() + timeout
         self._catch = catch
         self._callbacks = callbacks
@@ -173,13 +179,16 @@ class _Leader:
         self._over = False
 
     def run(
-        self, array: JobArray[Any], study: Study | Callable[[], Study], budget: Callable[[Study], int | None]
+        self,
+        array: JobArray[Any],
+        study: Study | Callable[[], Study],
+        new_trials: Callable[[Study], Iterator[Trial]],
     ) -> Study:
         with storage_errors():
             self._study = study = _make_study(study)
             fail_dead_trials(study)
             reseed_for_resume(study)
-            self._left = budget(study)
+            self._new_trials = new_trials(study)
         reset_stop(study)
         with inside_optimize_loop(study):
             lost: PeerFailure | None = None
@@ -228,11 +237,9 @@ class _Leader:
 
     def _next_trial(self) -> Trial | None:
         late = self._until is not None and read_seconds() >= self._until
-        if is_stop_requested(self._study) or self._error is not None or self._left == 0 or late:
+        if is_stop_requested(self._study) or self._error is not None or late:
             return None
-        if self._left is not None:
-            self._left -= 1
-        return ask_trial(self._study)
+        return next(self._new_trials, None)
 
     def _array_trial(self, index: int, trial: Trial) -> ArrayTrial:
         return ArrayTrial(trial.number, self._study.directions, self._leader_store, _ended_key(index), trial)
