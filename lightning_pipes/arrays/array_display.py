@@ -24,6 +24,7 @@ class ArrayDisplay:
 
     The line of a sibling shows its epoch, its batches, the remaining time, and the metrics of its progress bar. The
     summary line shows the number of siblings that have ended, and the share of the time in which this rank computed.
+    If other progress bars are open, such as the bar of a study, the lines are shown below them.
 
     Args:
         shown: whether anything is shown.
@@ -49,7 +50,7 @@ class ArrayDisplay:
             return
         if index not in self._bars:
             slot = self._slots[index] = next(n for n in count(1) if n not in self._slots.values())
-            self._bars[index] = tqdm(position=slot, leave=False, file=sys.stderr, unit="batch")
+            self._bars[index] = tqdm(position=abs(self._whole.pos) + slot, leave=False, file=sys.stderr, unit="batch")
         bar, now = self._bars[index], read_seconds()
         bar.n, bar.total = trainer.fit_loop.total_batch_idx + 1, _batches(trainer)
         if now > self._drawn.get(index, 0.0) + _REDRAW_SECONDS:

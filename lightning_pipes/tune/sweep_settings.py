@@ -72,6 +72,25 @@ class GPSettings(SamplerSettings):
 
 
 @dataclass
+class CmaEsSettings(SamplerSettings):
+    """CMA-ES, which needs `pip install cmaes`."""
+
+    _target_: str = "optuna.samplers.CmaEsSampler"
+    n_startup_trials: int = 1
+    sigma0: float | None = None
+    popsize: int | None = None
+    with_margin: bool = False
+
+
+@dataclass
+class BoTorchSettings(SamplerSettings):
+    """Bayesian optimization by BoTorch, which needs `pip install optuna-integration[botorch]`."""
+
+    _target_: str = "optuna.integration.BoTorchSampler"
+    n_startup_trials: int = 10
+
+
+@dataclass
 class NSGAIISettings(SamplerSettings):
     _target_: str = "optuna.samplers.NSGAIISampler"
     population_size: int = 50
@@ -130,6 +149,8 @@ class SuccessiveHalvingSettings:
 SAMPLERS: dict[str, type] = {
     "tpe": TPESettings,
     "gp": GPSettings,
+    "cmaes": CmaEsSettings,
+    "botorch": BoTorchSettings,
     "nsgaii": NSGAIISettings,
     "random": RandomSettings,
     "qmc": QMCSettings,

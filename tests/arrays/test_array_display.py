@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tqdm import tqdm
 
 from lightning_pipes.arrays.array_display import ArrayDisplay
 
@@ -33,6 +34,16 @@ def test_a_line_for_each_sibling(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().err
     for part in ("sibling 0, epoch 1", "sibling 1, epoch 1", "sibling 2, epoch 0", "14/20", "loss=0.5", "1 ended"):
         assert part in text
+
+
+def test_lines_are_below_the_progress_bar_of_a_study(capsys: pytest.CaptureFixture[str]) -> None:
+    """Check that each bar has its own line. tqdm stores the number of the line with a negative sign."""
+    with tqdm(total=3) as bar:
+        display = ArrayDisplay(shown=True)
+        for sibling in (0, 1):
+            display.update_sibling(sibling, trainer(13))
+        assert sorted(abs(each.pos) for each in (bar, display._whole, *display._bars.values())) == [0, 1, 2, 3]
+        display.close()
 
 
 def test_nothing_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:

@@ -218,6 +218,19 @@ def test_mistakes(more: list[str], said: str, tmp_path: Path) -> None:
     assert said in run_ranks(multirun, 1, str(tmp_path), *arguments, *sweep, *more)[0]
 
 
+def search_without(rank: int, folder: str, sampler: str, *packages: str) -> str:
+    """Run a search with a sampler, as if these packages were not installed."""
+    sys.modules.update(dict.fromkeys(packages))  # type: ignore[arg-type]
+    return search(rank, folder, f"hydra/sweeper/sampler={sampler}", "hydra.sweep.dir=out")
+
+
+def test_error_names_the_package_of_a_sampler(tmp_path: Path) -> None:
+    missing = {"cmaes": "pip install cmaes", "botorch": "pip install optuna-integration[botorch]"}
+    for sampler, said in missing.items():
+        (error,) = run_ranks(search_without, 1, str(tmp_path), sampler, "cmaes", "optuna_integration")
+        assert said in error, error
+
+
 class StrangersStore:
     """A store that returns the message of an unknown sender, because the hosts have no secret."""
 
@@ -311,19 +324,28 @@ class TestSettings:
             compose("app", overrides=overrides, return_hydra_config=True)
         assert said in f"{raised.value} {raised.value.__cause__}"
 
-    @pytest.mark.parametrize("group", ["sampler", "pruner"])
-    def test_settings_match_optuna(self, group: str) -> None:
-        for name, node in {"sampler": sweep_settings.SAMPLERS, "pruner": sweep_settings.PRUNERS}[group].items():
-            cfg = compose(
-                "app", overrides=["hydra/sweeper=optuna", f"hydra/sweeper/{group}={name}"], return_hydra_config=True
-            )
-            settings = cfg.hydra.sweeper[group]
-            made = get_class(settings._target_)
-            taken = inspect.signature(made).parameters
-            assert isinstance(instantiate(settings), made)
-            for field in fields(node):
-                if not field.name.startswith("_"):
-                    assert taken[field.name].default == field.default, (name, field.name)
+    @pytest.mark.parametrize(
+        ("group", "name"),
+        [
+            *(("sampler", name) for name in sweep_settings.SAMPLERS),
+            *(("pruner", name) for name in sweep_settings.PRUNERS),
+        ],
+    )
+    @pytest.mark.filterwarnings("ignore")
+    def test_settings_match_optuna(self, group: str, name: str) -> None:
+        if name == "botorch":
+            pytest.importorskip("optuna_integration")
+        node = {"sampler": sweep_settings.SAMPLERS, "pruner": sweep_settings.PRUNERS}[group][name]
+        cfg = compose(
+            "app", overrides=["hydra/sweeper=optuna", f"hydra/sweeper/{group}={name}"], return_hydra_config=True
+        )
+        settings = cfg.hydra.sweeper[group]
+        made = get_class(settings._target_)
+        taken = inspect.signature(made).parameters
+        assert isinstance(instantiate(settings), made)
+        for field in fields(node):
+            if not field.name.startswith("_"):
+                assert taken[field.name].default == field.default, field.name
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,17 @@ def test_storage_and_study_id(study):
 
 def test_trial_id(study):
     study.ask()
-    assert private_optuna.stored_trial(study, study.ask()).number == 1
+    trial = study.ask()
+    assert private_optuna.stored_trial(study, trial).number == 1
+    assert study._storage.get_trial(private_optuna.id_of(trial)).number == 1
+
+
+def test_progress_bar(study, capsys):
+    study.tell(study.ask(), 2.5)
+    bar = private_optuna.ProgressBar(True, n_trials=3, timeout=None)
+    bar.update(1.0, study)
+    bar.close()
+    assert "Best trial: 0. Best value: 2.5:  33%" in capsys.readouterr().err
 
 
 def test_tell_with_warning(study):

@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 from optuna import Study
+from optuna.progress_bar import _ProgressBar
 from optuna.samplers import BaseSampler
 from optuna.samplers._lazy_random_state import LazyRandomState
 from optuna.storages import BaseStorage
 from optuna.study._tell import _tell_with_warning
 from optuna.trial import FrozenTrial, Trial
 
+ProgressBar = _ProgressBar
 tell_with_warning = _tell_with_warning
 _INITIAL_POSITION = 624
 """The position of a newly seeded Mersenne Twister, which is at the end of its block of numbers."""
@@ -24,6 +26,11 @@ def storage_of(study: Study) -> BaseStorage:
     return study._storage
 
 
+def id_of(trial: Trial) -> int:
+    """Return the identifier of a trial in its storage."""
+    return trial._trial_id
+
+
 def share_storage(study: Study, other: Study) -> None:
     """Make `study` use the storage and the trials of `other`."""
     study._storage, study._study_id = other._storage, other._study_id
@@ -31,7 +38,7 @@ def share_storage(study: Study, other: Study) -> None:
 
 def stored_trial(study: Study, trial: Trial) -> FrozenTrial:
     """Return a trial as the storage contains it."""
-    return study._storage.get_trial(trial._trial_id)
+    return study._storage.get_trial(id_of(trial))
 
 
 def log_completed(study: Study, values: Any, trial: FrozenTrial) -> None:
@@ -63,12 +70,18 @@ def inside_optimize_loop(study: Study) -> Iterator[None]:
         local.in_optimize_loop = before
 
 
-def untouched_generators(sampler: BaseSampler) -> Iterator[np.random.RandomState]:
-    """Yield the seeded random generators of a sampler and its inner samplers that have not drawn any numbers yet."""
+def samplers_of(sampler: BaseSampler) -> Iterator[BaseSampler]:
+    """Yield a sampler and its inner samplers."""
+    yield sampler
     for value in vars(sampler).values():
         if isinstance(value, BaseSampler):
-            yield from untouched_generators(value)
-        elif (
+            yield from samplers_of(value)
+
+
+def untouched_generators(sampler: BaseSampler) -> Iterator[np.random.RandomState]:
+    """Yield the seeded random generators of a sampler and its inner samplers that have not drawn any numbers yet."""
+    for value in (value for each in samplers_of(sampler) for value in vars(each).values()):
+        if (
             isinstance(value, LazyRandomState)
             and value._rng is not None
             and value.rng.get_state(legacy=False)["state"]["pos"] == _INITIAL_POSITION

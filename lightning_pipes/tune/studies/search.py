@@ -17,6 +17,7 @@ import optuna
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
 from hydra.core.utils import JobReturn
+from hydra.errors import InstantiationException
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext
 from hydra.utils import get_method, instantiate
@@ -32,7 +33,7 @@ from lightning_pipes.ir.clock import read_seconds
 from lightning_pipes.tune.multirun import Multirun
 from lightning_pipes.tune.studies.private_optuna import inside_optimize_loop, is_stop_requested
 from lightning_pipes.tune.studies.reporting import optuna_in_root_log, report_result
-from lightning_pipes.tune.studies.shared_study import ask_trial, ask_trials, fail_dead_trials, reseed_for_resume
+from lightning_pipes.tune.studies.shared_study import ask_trial, ask_trials, prepare_study
 from lightning_pipes.tune.studies.study import run_leader_or_follower
 from lightning_pipes.tune.studies.trial import ArrayTrial, find_duplicate_trial, storage_errors
 
@@ -213,11 +214,11 @@ class OptunaSearch:
         study = optuna.create_study(
             study_name=settings["study_name"],
             storage=storage,
-            pruner=_instantiate(settings["pruner"]),
+            pruner=_instantiate("pruner", settings),
             directions=self._directions,
             load_if_exists=True,
         )
-        study.sampler = _instantiate(settings["sampler"])
+        study.sampler = _instantiate("sampler", settings)
         return study
 
     def _budget(self, study: Study) -> int:
@@ -273,8 +274,7 @@ class OptunaSearch:
         """Run trials with a launcher that returns when all jobs of a batch have ended."""
         with storage_errors():
             study = self._study()
-            fail_dead_trials(study)
-            reseed_for_resume(study)
+            prepare_study(study)
         source = self._trials(study, self._budget(study))
         size = int(getattr(self._launcher, "n_jobs", None) or 1)
         with inside_optimize_loop(study):
@@ -353,5 +353,21 @@ def open_storage(given: str | None) -> str | BaseStorage | None:
     return JournalStorage(JournalFileBackend(given))
 
 
-def _instantiate(settings: Any) -> Any:
-    return instantiate(dict(settings))
+def _instantiate(name: str, settings: Mapping[str, Any]) -> Any:
+    """Return the sampler or the pruner that the settings describe.
+
+    Raises:
+        InputError: it needs a package that is not installed.
+    """
+    try:
+        return instantiate(dict(settings[name]))
+    except InstantiationException as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, ImportError):
+            cause = cause.__cause__ or cause.__context__
+        if cause is None:
+            raise
+        message = " ".join(str(cause).split())
+        raise InputError(
+            f"hydra.sweeper.{name}: {settings[name]['_target_']} needs a package that is not installed. {message}"
+        ) from error

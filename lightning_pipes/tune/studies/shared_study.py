@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from optuna import Study
 from optuna.trial import Trial, TrialState
 
 from lightning_pipes.engine.watch.identity import Process
-from lightning_pipes.tune.studies.private_optuna import untouched_generators
+from lightning_pipes.ir import InputError
+from lightning_pipes.tune.studies.private_optuna import samplers_of, untouched_generators
 from lightning_pipes.tune.studies.reporting import log
 
 OWNER_ATTRIBUTE = "lightning_pipes:owner"
@@ -20,6 +22,26 @@ RETRY_ATTRIBUTE = "lightning_pipes:retry_of"
 
 Its value is the number of the repeated trial.
 """
+
+_PACKAGES_OF_SAMPLERS = {"CmaEsSampler": "cmaes", "GPSampler": "scipy", "QMCSampler": "scipy"}
+"""The packages that samplers of Optuna import only when they suggest their first values."""
+
+
+def prepare_study(study: Study) -> None:
+    """Prepare a study for new trials: check its sampler, and continue the trials of an earlier run.
+
+    Raises:
+        InputError: the sampler needs a package that is not installed.
+    """
+    for sampler in samplers_of(study.sampler):
+        package = _PACKAGES_OF_SAMPLERS.get(type(sampler).__name__)
+        if package is not None and find_spec(package) is None:
+            raise InputError(
+                f"the study's {type(sampler).__name__} needs the package {package}, which is not installed. Run `pip "
+                f"install {package}`, or choose another sampler, such as TPESampler"
+            )
+    fail_dead_trials(study)
+    reseed_for_resume(study)
 
 
 def ask_trial(study: Study) -> Trial:

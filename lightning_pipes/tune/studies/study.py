@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from lightning_pipes.ir import InputError, PipelineError, check_count, check_num
 from lightning_pipes.ir.clock import read_seconds
 from lightning_pipes.tune.studies.leader_store import LeaderStore, RankZeroEndedError
 from lightning_pipes.tune.studies.private_optuna import (
+    ProgressBar,
     inside_optimize_loop,
     is_stop_requested,
     reset_stop,
@@ -32,7 +33,7 @@ from lightning_pipes.tune.studies.private_optuna import (
     storage_of,
 )
 from lightning_pipes.tune.studies.reporting import report_result
-from lightning_pipes.tune.studies.shared_study import ask_trials, enqueue_again, fail_dead_trials, reseed_for_resume
+from lightning_pipes.tune.studies.shared_study import ask_trials, enqueue_again, prepare_study
 from lightning_pipes.tune.studies.trial import ArrayTrial, StorageLostError, storage_errors, using_trial
 
 _STUDY_REASON_SECONDS = 2.0
@@ -54,6 +55,7 @@ def optimize_array(
     timeout: float | None = None,
     catch: type[Exception] | tuple[type[Exception], ...] = (),
     callbacks: Sequence[Callback] = (),
+    show_progress_bar: bool = False,
 ) -> Study:
     """Run a study like `study.optimize`, but with `array_size` trials at a time that share one pipeline.
 
@@ -79,12 +81,15 @@ def optimize_array(
             layers of the other trials, which share one pipeline, fails alone. An exception on another rank is treated
             like an exception on rank 0. If no copy of it can be sent, it becomes a SiblingFailure.
         callbacks: functions that rank 0 calls with the study and the finished trial, in the order in which trials end.
+        show_progress_bar: whether rank 0 shows the progress bar of Optuna, which counts the trials that have ended, or
+            the seconds if there is a `timeout` but no `n_trials`.
 
     Returns:
         The study, which contains all trials on every rank.
 
     Raises:
-        InputError: an argument is invalid, or the ranks cannot communicate before they train.
+        InputError: an argument is invalid, the study's sampler needs a package that is not installed, or the ranks
+            cannot communicate before they train.
         StorageLostError: the storage failed. It contains the trials that had ended before.
         StudyFailedError: rank 0 raised an exception. Raised on the other ranks.
     """
@@ -101,16 +106,20 @@ def optimize_array(
         if not isinstance(kind, type) or not issubclass(kind, Exception):
             raise InputError(f"catch must be an exception type or a tuple of exception types, got {short_repr(catch)}")
     check_type("callbacks", callbacks, Sequence[Callable])  # type: ignore[type-arg]
-    return run_leader_or_follower(
-        LeaderStore(),
-        study,
-        objective,
-        lambda opened: ask_trials(opened, n_trials),
-        array_size,
-        timeout,
-        catch,
-        callbacks,
-    )
+    check_type("show_progress_bar", show_progress_bar, bool)
+    leader_store, started = LeaderStore(), read_seconds()
+    with closing(ProgressBar(show_progress_bar and leader_store.is_leader, n_trials, timeout)) as bar:
+        callbacks = [*callbacks, lambda study, _: bar.update(read_seconds() - started, study)]
+        return run_leader_or_follower(
+            leader_store,
+            study,
+            objective,
+            lambda opened: ask_trials(opened, n_trials),
+            array_size,
+            timeout,
+            catch,
+            callbacks,
+        )
 
 
 def run_leader_or_follower(
@@ -186,8 +195,7 @@ class _Leader:
     ) -> Study:
         with storage_errors():
             self._study = study = _make_study(study)
-            fail_dead_trials(study)
-            reseed_for_resume(study)
+            prepare_study(study)
             self._new_trials = new_trials(study)
         reset_stop(study)
         with inside_optimize_loop(study):

@@ -8,14 +8,17 @@ from contextvars import ContextVar
 from datetime import datetime
 from typing import Any, Never
 
+from optuna import Study
 from optuna.distributions import BaseDistribution, CategoricalChoiceType
 from optuna.exceptions import StorageInternalError
+from optuna.storages import BaseStorage
 from optuna.study import StudyDirection
-from optuna.trial import BaseTrial, FrozenTrial, Trial, TrialState
+from optuna.trial import FrozenTrial, Trial, TrialState
 
 from lightning_pipes.arrays.siblings.sibling_board import SiblingFailure
 from lightning_pipes.ir import InputError, PipelineError
 from lightning_pipes.tune.studies.leader_store import LeaderStore
+from lightning_pipes.tune.studies.private_optuna import id_of, storage_of
 
 _trial: ContextVar[ArrayTrial | None] = ContextVar("lightning_pipes_trial", default=None)
 
@@ -24,12 +27,65 @@ class StorageLostError(PipelineError):
     """The study's storage does not respond. Earlier results remain in the storage."""
 
 
-class ArrayTrial(BaseTrial):
+STUDY_ATTRIBUTES = (
+    "best_params",
+    "best_trial",
+    "best_trials",
+    "best_value",
+    "direction",
+    "directions",
+    "metric_names",
+    "study_name",
+    "trials",
+    "user_attrs",
+)
+STUDY_METHODS = ("enqueue_trial", "get_trials", "set_metric_names", "set_user_attr", "stop")
+_ADVICE = (
+    "To prune trials, give the Trainer OptunaPruning(monitor) of lightning_pipes in place of the "
+    "PyTorchLightningPruningCallback of optuna-integration"
+)
+
+
+class ArrayStudy:
+    """The study that an objective reads from `trial.study`.
+
+    It has the attributes and methods of a study that do not need the study's sampler, pruner or storage, which only
+    rank 0 has. They return rank 0's values on every rank. All ranks must make the same calls in the same order.
+
+    Args:
+        ask: returns the result of a function of rank 0's study on every rank, given the name of the call.
+    """
+
+    def __init__(self, ask: Callable[[str, Callable[[Study], Any]], Any]) -> None:
+        self._ask = ask
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute or a method of rank 0's study.
+
+        Raises:
+            AttributeError: only rank 0 has this attribute.
+        """
+        if name in STUDY_ATTRIBUTES:
+            return self._ask(name, lambda study: getattr(study, name))
+        if name in STUDY_METHODS:
+            return lambda *args, **kwargs: self._ask(name, lambda study: getattr(study, name)(*args, **kwargs))
+        if name.startswith("__"):  # copy and pickle look up such names
+            raise AttributeError(name)
+        raise AttributeError(
+            f"trial.study of an array has no {name}, because only rank 0 has the study with its sampler and its "
+            f"storage. All ranks can use {', '.join(STUDY_ATTRIBUTES + STUDY_METHODS)}. For everything else, use the "
+            f"study in optimize_array(callbacks=[lambda study, trial: ...]). {_ADVICE}"
+        )
+
+
+class ArrayTrial(Trial):
     """The trial that an objective receives.
 
-    It behaves like a trial of Optuna and returns rank 0's values on every rank.
+    It behaves like a trial of Optuna and returns rank 0's values on every rank. It is an instance of `optuna.Trial`,
+    because functions such as `optuna.artifacts.upload_artifact` accept nothing else, but shares no code with it.
 
-    All ranks must make the same calls in the same order, which they do if they run the same code.
+    All ranks must make the same calls in the same order, which they do if they run the same code. Only the storage,
+    and functions that use it, are available on rank 0 alone.
 
     Args:
         number: the number of the trial.
@@ -58,10 +114,35 @@ class ArrayTrial(BaseTrial):
     def number(self) -> int:
         return self._number
 
+    @property
+    def study(self) -> ArrayStudy:  # type: ignore[override]
+        """The study of this trial, as far as all ranks can read it."""
+        return ArrayStudy(lambda name, ask: self._ask_leader(f"study.{name}", lambda t: ask(t.study)))
+
+    @property
+    def storage(self) -> BaseStorage:  # type: ignore[override]
+        """The storage of the study, on rank 0 only. `upload_artifact` writes to it.
+
+        Raises:
+            InputError: this is another rank.
+        """
+        return storage_of(self._trial_of_leader().study)
+
+    @property
+    def _trial_id(self) -> int:  # type: ignore[override]
+        return id_of(self._trial_of_leader())
+
+    def _trial_of_leader(self) -> Trial:
+        if self._trial is None:
+            raise InputError(
+                f"trial {self._number}: rank {self._leader_store.rank} has no storage of the study, so functions such "
+                "as upload_artifact work on rank 0 only, and the artifact is uploaded once. Write `if "
+                "trainer.is_global_zero:` before the call"
+            )
+        return self._trial
+
     def __getattr__(self, name: str) -> Never:
         """Raise an error for attributes that exist only in a trial of a single process.
-
-        The most common one is `study`, which ranks cannot share.
 
         Raises:
             AttributeError: always, with an alternative in its message.
@@ -69,10 +150,8 @@ class ArrayTrial(BaseTrial):
         if name.startswith("__"):  # copy and pickle look up such names
             raise AttributeError(name)
         raise AttributeError(
-            f"a trial of an array has no {name}, because only rank 0 has the study. Use the study in "
-            "optimize_array(callbacks=[lambda study, trial: ...]); trial.find_duplicate() finds equal parameters. To "
-            "prune trials, give the Trainer OptunaPruning(monitor) of lightning_pipes in place of the "
-            "PyTorchLightningPruningCallback of optuna-integration"
+            f"a trial of an array has no {name}, because only rank 0 has the trial of Optuna. The public methods of "
+            f"optuna.Trial are available, and trial.find_duplicate() finds equal parameters. {_ADVICE}"
         )
 
     def suggest_float(

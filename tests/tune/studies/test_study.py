@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -11,13 +12,17 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import Any
+from wsgiref.util import setup_testing_defaults
 
 import lightning.pytorch as pl
 import optuna
 import pytest
 from lightning.pytorch.callbacks import Callback
+from optuna.artifacts import FileSystemArtifactStore, get_all_artifact_meta, upload_artifact
 from optuna.pruners import HyperbandPruner, SuccessiveHalvingPruner
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
@@ -158,7 +163,7 @@ def prune_as_optuna_integration(trial: Any) -> float:
     trial.report(1.0, step=0)
     if trial.should_prune():
         raise optuna.TrialPruned
-    return len(trial.study._storage.get_trial_system_attrs(trial._trial_id)) if trial._trial_id else 0.0
+    return float(len(trial.study._storage.get_trial_system_attrs(trial._trial_id)))
 
 
 def test_a_trial_that_is_too_large_fails_alone() -> None:
@@ -197,9 +202,11 @@ def test_stop_and_maximal_trials() -> None:
         return 1.0
 
     assert len(optimize_array(study, stops_itself, 9, 1).trials) == 3
-    with pytest.raises(AttributeError, match="Use the study in optimize_array"):
-        optimize_array(new_study(), lambda trial: trial.study.best_value, 1, 1)
-    with pytest.raises(AttributeError, match=r"has no _trial_id, .*give the Trainer OptunaPruning\(monitor\)"):
+    with pytest.raises(AttributeError, match=r"has no sampler, .*use the study in optimize_array"):
+        optimize_array(new_study(), lambda trial: trial.study.sampler, 1, 1)
+    with pytest.raises(AttributeError, match=r"has no relative_params, .*public methods of optuna\.Trial"):
+        optimize_array(new_study(), lambda trial: trial.relative_params, 1, 1)
+    with pytest.raises(AttributeError, match=r"has no _storage, .*give the Trainer OptunaPruning\(monitor\)"):
         optimize_array(new_study(), prune_as_optuna_integration, 1, 1)
     grid = optuna.create_study(sampler=optuna.samplers.GridSampler({"x": [-1.0, 0.0, 1.0]}, seed=0))
     assert sorted(t.params["x"] for t in optimize_array(grid, toy, None, 1).trials) == [-1.0, 0.0, 1.0]
@@ -495,27 +502,188 @@ def test_a_rank_that_fails_alone_before_there_are_connections(tmp_path: Path) ->
     assert run_ranks(apart, 2, str(tmp_path / "flag")) == ["", "'no such file'"]
 
 
+class Reader:
+    """An objective that reads and changes the study by its trial, and uploads an artifact on rank 0.
+
+    Attributes:
+        read: what the trials have read on this rank.
+    """
+
+    def __init__(self, rank: int, folder: Path) -> None:
+        self.read: list[Any] = []
+        self._rank = rank
+        self._folder = folder
+        self._folder.mkdir(exist_ok=True)
+
+    def __call__(self, trial: optuna.Trial) -> float:
+        study = trial.study
+        names = "study_name", "direction", "directions", "user_attrs", "metric_names", "best_value", "best_params"
+        self.read += [trial.number, *(self._call(getattr, study, name) for name in names)]
+        self.read += [[t.number for t in self._call(getattr, study, name)] for name in ("trials", "best_trials")]
+        self.read.append([t.params for t in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))])
+        study.set_user_attr(f"began_{trial.number}", True)
+        if trial.number == 1:
+            study.enqueue_trial({"x": 0.25})
+            self.read.append((study.best_trial.number, study.best_trial.params, isinstance(trial, optuna.Trial)))
+        if trial.number == 3:
+            study.stop()
+        file = self._folder / "notes.txt"
+        file.write_text(f"trial {trial.number}")
+        store = FileSystemArtifactStore(self._folder)
+        if self._rank == 0:
+            upload_artifact(artifact_store=store, file_path=str(file), study_or_trial=trial)
+        else:
+            with pytest.raises(PlanError, match=r"rank 1 has no storage .*if trainer\.is_global_zero"):
+                upload_artifact(artifact_store=store, file_path=str(file), study_or_trial=trial)
+        return toy(trial)
+
+    @staticmethod
+    def _call(function: Any, *args: Any) -> Any:
+        try:
+            return function(*args)
+        except ValueError as error:
+            return type(error), str(error)
+
+
+def contents(study: optuna.Study, folder: Path) -> list[Any]:
+    """Return the names and the contents of the artifacts of each trial in `folder`."""
+    metas = [get_all_artifact_meta(study_or_trial=t, storage=study._storage) for t in study.trials]
+    return [[(m.filename, (folder / m.artifact_id).read_text()) for m in of_trial] for of_trial in metas]
+
+
+def test_trials_read_the_study_as_in_optuna(tmp_path: Path) -> None:
+    """Check `trial.study` and artifacts against the same objective in a study of Optuna."""
+
+    def run(name: str, optimize: Any) -> tuple[Any, ...]:
+        reader, study = Reader(0, tmp_path / name), new_study(study_name="read")
+        study.set_user_attr("data", [1, 2])
+        optimize(study, reader)
+        return reader.read, summary(study), study.user_attrs, contents(study, tmp_path / name)
+
+    plain = run("plain", lambda study, reader: study.optimize(reader, 9))
+    assert len(plain[1]) == 4
+    assert plain[3] == [[("notes.txt", f"trial {n}")] for n in range(4)]
+    assert run("array", lambda study, reader: optimize_array(study, reader, 9, 1)) == plain
+
+
+def dashboard(storage: Any, folder: Path) -> dict[str, Any]:
+    """Return what optuna-dashboard serves about the only study in the storage, without times and identifiers."""
+    wsgi = pytest.importorskip("optuna_dashboard").wsgi(storage, artifact_store=FileSystemArtifactStore(folder))
+
+    def get(path: str) -> bytes:
+        answers: list[str] = []
+        environ: dict[str, Any] = {"PATH_INFO": path}
+        setup_testing_defaults(environ)
+        content = b"".join(wsgi(environ, lambda status, *_: answers.append(status)))
+        assert answers == ["200 OK"], content
+        return content
+
+    served: dict[str, Any] = json.loads(get("/api/studies/1"))
+    for trial in served["trials"]:
+        for artifact in trial["artifacts"]:
+            artifact["content"] = get(f"/artifacts/1/{trial['trial_id']}/{artifact.pop('artifact_id')}").decode()
+        trial["user_attrs"] = [attr for attr in trial["user_attrs"] if attr["key"] != OWNER_ATTRIBUTE]
+        del trial["datetime_start"], trial["datetime_complete"]
+    served["best_trials"] = [trial["number"] for trial in served["best_trials"]]
+    del served["union_user_attrs"]  # with OWNER_ATTRIBUTE
+    return served
+
+
+def test_dashboard_shows_the_study_as_any_other(tmp_path: Path) -> None:
+    """Check the trials, the intermediate values and the artifacts that optuna-dashboard serves."""
+
+    def run(name: str, optimize: Any) -> dict[str, Any]:
+        folder = tmp_path / name
+        reader = Reader(0, folder)
+        storage = optuna.storages.RDBStorage(f"sqlite:///{folder}/study.db")
+        optimize(new_study(storage=storage, study_name="s"), reader)
+        return dashboard(storage, folder)
+
+    plain = run("plain", lambda study, reader: study.optimize(reader, 9))
+    assert [len(trial["artifacts"]) for trial in plain["trials"]] == [1] * 4
+    assert run("array", lambda study, reader: optimize_array(study, reader, 9, 1)) == plain
+
+
+def bars(run: Any) -> list[str]:
+    """Return the last state of each progress bar, without elapsed seconds, and all log messages."""
+    optuna.logging.set_verbosity(logging.INFO)
+    logging.getLogger("optuna.lightning_pipes").setLevel(logging.NOTSET)
+    with redirect_stderr(StringIO()) as stream:
+        run(optuna.create_study(study_name="bars", sampler=optuna.samplers.RandomSampler(seed=0)))
+    text = re.sub(r"[\d:]+<[\d:?]+, +[\d.?]+(it/s|s/it)|\d+\.\d+/\d+\.\d+ seconds|\d\d:\d\d/", "", stream.getvalue())
+    return [line.split("\r")[-1].rstrip() for line in text.split("\n")]
+
+
+@pytest.mark.parametrize("limits", [(5, None), (5, 1000.0), (None, 1000.0)])
+def test_progress_bar_of_optuna(limits: tuple[int | None, float | None]) -> None:
+    def stop(study: optuna.Study, trial: FrozenTrial) -> None:
+        if trial.number == 4:
+            study.stop()
+
+    n_trials, timeout = limits
+    plain = bars(lambda s: s.optimize(toy, n_trials, timeout, callbacks=[stop], show_progress_bar=True))
+    assert re.match(r"Best trial: \d\. Best value: \S+ +\d+%\|", plain[-2])
+    assert bars(lambda s: optimize_array(s, toy, n_trials, 1, timeout, (), [stop], show_progress_bar=True)) == plain
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "package"),
+    [
+        ("CmaEsSampler", "cmaes", "cmaes"),
+        ("GPSampler", "scipy", "scipy"),
+        ("QMCSampler", "scipy", "scipy"),
+        ("BoTorchSampler", "optuna_integration", r"optuna-integration\[botorch\]"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_samplers_of_other_packages(name: str, module: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that samplers suggest the values of Optuna, and that an error names a package that is not installed."""
+
+    def two(trial: BaseTrial) -> float:
+        return trial.suggest_float("x", -1.0, 1.0) ** 2 + trial.suggest_float("y", -1.0, 1.0)
+
+    def study() -> optuna.Study:
+        few = {} if name == "QMCSampler" else {"n_startup_trials": 2}
+        of = optuna.integration if module == "optuna_integration" else optuna.samplers
+        return optuna.create_study(sampler=getattr(of, name)(seed=0, **few))
+
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, module, None)
+        patch.delitem(sys.modules, "optuna_integration.botorch", raising=False)
+        with pytest.raises((PlanError, ImportError), match=f"pip install {package}"):
+            optimize_array(study, two, 4, 2)
+    pytest.importorskip(module)
+    plain = study()
+    plain.optimize(two, 5)
+    assert [t.params for t in optimize_array(study, two, 5, 1).trials] == [t.params for t in plain.trials]
+
+
 def toy_of_sweep(trial: BaseTrial) -> float:
     return trial.suggest_float("lr", 1e-4, 1.0, log=True)
 
 
-def following(rank: int, storage: str) -> tuple[str, list[Any]]:
-    """Run a study for which each rank has its own storage.
+def following(rank: int, folder: str) -> tuple[str, list[Any], list[Any], str]:
+    """Run a study for which each rank has its own storage, and then another one whose trials read it.
 
     Only the storage of rank 0 may be used.
     """
     logging.disable(logging.CRITICAL)
-    study = optimize_array(new_study(storage=f"{storage}{rank}", study_name="s"), objective, 3, 2)
+    study = optimize_array(new_study(storage=f"sqlite:///{folder}/study{rank}", study_name="s"), objective, 3, 2)
     assert current_sibling() is None
-    second = optimize_array(new_study(), toy, 3, 2)  # another study in the same processes
-    return states(study)[0] if study.trials else "none", summary(second)
+    reader = Reader(rank, Path(folder) / f"artifacts{rank}")
+    with redirect_stderr(StringIO()) as stream:
+        second = optimize_array(new_study(), reader, 9, 2, show_progress_bar=True)
+    return states(study)[0] if study.trials else "none", summary(second), reader.read, stream.getvalue()
 
 
 def test_others_write_to_no_storage(tmp_path: Path) -> None:
-    zero, one = run_ranks(following, 2, f"sqlite:///{tmp_path}/study", timeout=60)
+    """Check that all ranks read the study of rank 0, but only rank 0 writes, and only rank 0 shows a progress bar."""
+    zero, one = run_ranks(following, 2, str(tmp_path), timeout=60)
     assert (zero[0], one[0]) == ("COMPLETE", "none")
-    assert zero[1] == one[1]
-    assert len(one[1]) == 3
+    assert zero[1:3] == one[1:3]
+    assert [state for _, state, *_ in one[1]].count("COMPLETE") >= 3
+    assert ("/9 [" in zero[3], one[3]) == (True, "")
+    assert [len([*(tmp_path / f"artifacts{rank}").iterdir()]) for rank in (0, 1)] == [len(one[1]) + 1, 1]
 
 
 def one_of_two_arrays(rank: int, number: int, folder: str) -> tuple[list[int], list[str]]:
