@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -37,7 +38,8 @@ from lightning_pipes.trainer.user.unchanged import keep_unchanged
 from lightning_pipes.trainer.weights.deferred import has_meta
 
 N_TIMED_ROWS, N_TIMED_RUNS = 4, 4
-"""The number of samples of the step in which containers are timed, and the number of runs. The fastest run counts."""
+"""The number of samples of the step in which containers are timed, and the number of runs. For each layer, the fastest
+run counts."""
 MIN_WORK_OF_LAYERS = 0.5
 """The smallest share of the work that the layers should have."""
 MIN_PARAMETER_SHARE = 0.8
@@ -150,7 +152,7 @@ def _time_containers(
     except NotMeasuredError:
         return None
     paths = set.intersection(*map(set, found))
-    return {path: sum(each[path] for each in found) / len(found) for path in sorted(paths)} or None
+    return {path: min(each[path] for each in found) for path in sorted(paths)} or None
 
 
 def _time_step(trainer: pl.Trainer, module: pl.LightningModule, data: Any, device: torch.device) -> dict[str, float]:
@@ -184,25 +186,32 @@ class ContainerTimer:
 
     Attributes:
         path: the path of the container.
-        least: the seconds of the layers in the fastest step.
     """
 
     def __init__(self, path: str, layers: Sequence[nn.Module], device: torch.device) -> None:
         self.path = path
-        self.least = math.inf
         self._layers = layers
         self._device = device
+        self._least = [math.inf] * len(layers)
         self._called: list[int] = []
 
     @property
+    def least(self) -> float:
+        """The seconds of the layers, each in the step in which it was fastest.
+
+        A pause of a busy machine therefore counts only if it comes at the same layer in every step.
+        """
+        return sum(self._least)
+
+    @property
     def in_order(self) -> bool:
-        """Whether all layers were called once and in order."""
+        """Whether all layers were called once and in order in the last step."""
         return self._called == list(range(len(self._layers)))
 
     @contextmanager
     def time_step(self) -> Iterator[None]:
-        """Time the step that the block runs."""
-        seconds, begun, self._called = 0.0, 0.0, []
+        """Time the layers in the step that the block runs."""
+        begun, self._called = 0.0, []
 
         def before(*_: Any, number: int) -> None:
             nonlocal begun
@@ -210,18 +219,15 @@ class ContainerTimer:
             wait_for_device(self._device)
             begun = read_seconds()
 
-        def after(*_: Any) -> None:
-            nonlocal seconds
+        def after(*_: Any, number: int) -> None:
             wait_for_device(self._device)
-            seconds += read_seconds() - begun
+            self._least[number] = min(self._least[number], read_seconds() - begun)
 
         with ExitStack() as hooks:
             for number, layer in enumerate(self._layers):
-                first = layer.register_forward_pre_hook(lambda *_, number=number: before(number=number))
-                hooks.callback(first.remove)
-                hooks.callback(layer.register_forward_hook(after).remove)
+                hooks.callback(layer.register_forward_pre_hook(partial(before, number=number)).remove)
+                hooks.callback(layer.register_forward_hook(partial(after, number=number)).remove)
             yield
-        self.least = min(self.least, seconds)
 
 
 def warn_about_outside(module: pl.LightningModule, path: str, profile: ModelProfile | None) -> None:

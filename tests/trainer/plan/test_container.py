@@ -233,3 +233,23 @@ def test_layers_in_order() -> None:
                 layers[n](x)
         found.append(clock.in_order)
     assert found == [True, False, False, False]
+
+
+def test_pauses_of_a_busy_machine_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that the time of a container has no pause that comes at different layers in different steps."""
+    now, took = 0.0, 0.0
+
+    class Layer(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            nonlocal now
+            now += took
+            return x
+
+    monkeypatch.setattr("lightning_pipes.trainer.plan.container.read_seconds", lambda: now)
+    layers = [Layer(), Layer()]
+    timer = ContainerTimer("", layers, torch.device("cpu"))
+    for durations in ([100.0, 1.0], [2.0, 100.0]):
+        with timer.time_step():
+            for layer, took in zip(layers, durations, strict=True):  # noqa: B007 - read in forward
+                layer(torch.ones(1))
+    assert timer.least == 3.0
