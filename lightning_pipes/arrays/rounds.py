@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
@@ -20,13 +19,13 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_pipes.arrays.memory_swap import SiblingMemory
 from lightning_pipes.arrays.siblings.sibling import Sibling
-from lightning_pipes.cost import CostModel
+from lightning_pipes.cost import CostModel, Costs, JobCosts
 from lightning_pipes.ir import Kind, Plan, PlanError, Program
 from lightning_pipes.planning.fit import price_stages
 from lightning_pipes.trainer.loop.host import PipelineHost
 
-RoundOrder = Callable[[Plan, CostModel], Program]
-"""Returns the order of one batch of each job of a plan, given the seconds of the plan's stages."""
+RoundOrder = Callable[[Plan, Costs], Program]
+"""Returns the order of one batch of each job of a plan, given the costs of the stages of each job."""
 
 
 S = TypeVar("S", bound=Sibling[Any])
@@ -72,7 +71,8 @@ class Rounds(Generic[S]):
             PlanError: a batch is cut into several micro-batches, or the device has no room for the states that must be
                 resident at the same time.
         """
-        working = {s.index: (s, s.engine) for s in queue if s is not None and s.engine is not None}
+        present = sorted((s for s in queue if s is not None), key=lambda s: s.index)
+        working = {s.index: (s, s.engine) for s in present if s.engine is not None}
         plans = {index: engine.plan for index, (_, engine) in working.items()}
         for plan in plans.values():
             pieces = len(plan.jobs[0].forward[0])
@@ -112,9 +112,8 @@ class Rounds(Generic[S]):
         """
         if not siblings:
             return []
-        first = plans[siblings[0].index]
-        plan = replace(first, jobs=tuple(plans[s.index].jobs[0] for s in siblings))
-        program = self._order(plan, self._measured_costs(siblings[0], plan))
+        costs = self._measured_costs(siblings, [plans[s.index] for s in siblings])
+        plan, program = costs.plan, self._order(costs.plan, costs)
         if len(program.head) != len(plan.stages):
             raise PlanError(
                 f"the order of a round has {len(program.head)} rows, but the {plan.n_stages} stages of siblings are "
@@ -125,21 +124,31 @@ class Rounds(Generic[S]):
             [(siblings[i.job].index, i.kind is Kind.B) for i in row if i.kind is not Kind.STEP] for row in program.head
         ]
 
-    def _measured_costs(self, sibling: S, plan: Plan) -> CostModel:
-        """Return the costs of the stages according to the profile of the siblings' layers, or equal costs without a
-        profile."""
-        assert sibling.trainer is not None, "a sibling with a window has a trainer"
-        host: PipelineHost = sibling.trainer.strategy  # type: ignore[assignment]  # a sibling with a window has one
-        decision = host.decision
-        if decision.profile is not None and decision.deployment is not None:
-            return price_stages(decision.profile, plan, decision.deployment)
+    def _measured_costs(self, siblings: Sequence[S], plans: Sequence[Plan]) -> JobCosts:
+        """Return the costs of each sibling's stages according to the profile of its layers.
+
+        If the layers of a sibling were not measured, the stages of all siblings have equal costs.
+        """
+        models = []
+        for sibling, plan in zip(siblings, plans, strict=True):
+            assert sibling.trainer is not None, "a sibling with a window has a trainer"
+            host: PipelineHost = sibling.trainer.strategy  # type: ignore[assignment]  # a sibling with a window has one
+            decision = host.decision
+            if decision.profile is None or decision.deployment is None:
+                self._warn_about_times(sibling.index, decision.why)
+                models = [CostModel.uniform(plan.n_stages, 1e-3, 2e-3, rows=1)] * len(plans)
+                break
+            models.append(price_stages(decision.profile, plan, decision.deployment))
+        return JobCosts(tuple(plans), tuple(models))
+
+    def _warn_about_times(self, index: int, why: str) -> None:
         if not self._warned:
             self._warned = True
-            why = decision.why or "layers are measured where partition='auto'"
+            reason = why or "layers are measured where partition='auto'"
             rank_zero_info(
-                f"JobArray: rounds are ordered as if stages were equal, because their times are unknown: {why}"
+                f"JobArray: rounds are ordered as if stages were equal, because the times of sibling {index} are "
+                f"unknown: {reason}"
             )
-        return CostModel.uniform(plan.n_stages, 1e-3, 2e-3, rows=1)
 
     def begin_turn(self, sibling: S | None) -> None:
         """Begin a turn of the round. The batch that the sibling hands in during this turn belongs to the next round."""

@@ -5,6 +5,7 @@ The order of execution is simulated in the package `sim`.
 
 from lightning_pipes.cost.cluster import Cluster, Device
 from lightning_pipes.cost.deployment import Deployment
+from lightning_pipes.cost.job_costs import JobCosts
 from lightning_pipes.cost.layer import LayerProfile, Table
 from lightning_pipes.cost.links import FREE_LINK, Link, Regime
 from lightning_pipes.cost.measurement import RecordedTimeline
@@ -18,6 +19,7 @@ __all__ = [
     "Costs",
     "Deployment",
     "Device",
+    "JobCosts",
     "LayerProfile",
     "Link",
     "ModelProfile",

@@ -19,10 +19,10 @@ from lightning_pipes.arrays.arrivals import Arrivals, order_first_batches
 from lightning_pipes.arrays.memory_swap import MemorySwap, SiblingMemory
 from lightning_pipes.arrays.siblings.sibling import ArrayCancelledError, Sibling, current_sibling
 from lightning_pipes.arrays.siblings.sibling_board import SiblingFailure
-from lightning_pipes.cost import CostModel
+from lightning_pipes.cost import Costs
 from lightning_pipes.cost.layer import at_rows
 from lightning_pipes.engine.watch.failure import PeerFailure
-from lightning_pipes.ir import B, F, Kind, PipelineError, Plan, PlanError, Program, Schedule
+from lightning_pipes.ir import B, F, Kind, PipelineError, Plan, PlanError, Program, Schedule, Span
 from lightning_pipes.strategies.jap import round_order
 from lightning_pipes.strategies.umpipe import UM1F1B, UMPipe
 from lightning_pipes.testing.ranks import run_ranks, scale_timeout, watch_ranks
@@ -215,7 +215,7 @@ def in_rounds(rank: int, jobs: list[Job], size: int) -> tuple[Any, ...]:
     layer_profiler.MIN_MEASURED_SECONDS = 0.0  # layers as small as these count, in the process of this rank
     asked = []
 
-    def order(plan: Plan, costs: CostModel) -> Program:
+    def order(plan: Plan, costs: Costs) -> Program:
         found = round_order(plan, costs)
         asked.append((plan, costs, list(_profiles.values()), found))
         return found
@@ -238,20 +238,34 @@ def in_rounds(rank: int, jobs: list[Job], size: int) -> tuple[Any, ...]:
 
 
 def test_rounds() -> None:
-    """Check that siblings in rounds give the same results as alone, and run in the order of the rounds.
+    """Check that unlike siblings in rounds give the same results as alone, and run in the order of the rounds.
 
     In each round, a rank runs a batch of every sibling, in the order that rank 0 has found from the measured times of
-    the layers. A sibling steps after its last backward, so that at most one sibling has gradients on the first stage.
+    each sibling's own stages. A sibling steps after its last backward, so that at most one sibling has gradients on the
+    first stage.
     """
-    jobs = [Job(n, batch=batch, epochs=2, microbatches=1) for n, batch in enumerate((8, 20, 40))]
+    jobs = [
+        Job(0, epochs=2, microbatches=1),
+        Job(1, batch=20, epochs=2, microbatches=1, width=9, depth=9),
+        Job(2, batch=40, epochs=2, microbatches=1, depth=3, recompute=True),
+    ]
     results = run_ranks(in_rounds, 2, jobs, 3, timeout=90)
-    plan, costs, ((profile, _),), order = next(each for each in results[0][4] if each[0].jobs[2].rows == 40)
+    plan, costs, profiles, order = next(
+        each for each in results[0][4] if [cut.rows for cut in each[0].jobs] == [8, 20, 40]
+    )
     assert not results[1][4]
-    for stage, layers in enumerate(plan.layers):
-        parts = [*profile.layers[layers.start : layers.stop], profile.after if stage else profile.before]
-        for rows in {rows for part in parts for rows, _ in part.backward}:  # between these, no layer's time is negative
-            measured = [at_rows(part.backward, rows) for part in parts]
-            assert costs.seconds_at(Kind.B, stage, rows) == pytest.approx(sum(measured), rel=1e-6)
+    assert [own.layers[-1].stop for own in costs.plans] == [7, 10, 4], "the layers of each sibling"
+    for job, ((profile, _), own) in enumerate(zip(profiles, costs.plans, strict=True)):
+        for stage, layers in enumerate(own.layers):
+            rows = plan.jobs[job].rows
+            parts = [*profile.layers[layers.start : layers.stop], profile.after if stage else profile.before]
+            backward, forward = (
+                sum(at_rows(table, rows) for table in each)
+                for each in ([part.backward for part in parts], [part.forward for part in parts])
+            )
+            expected = backward + forward * (job == 2 and stage == 0)  # sibling 2 recomputes there
+            found = costs.duration_ns(B(stage, Span(0, rows), job), plan)
+            assert found == pytest.approx(1e9 * expected, rel=1e-6, abs=5)
     for rank, (values, errors, alone, timeline, _, gradients) in enumerate(results):
         assert not errors
         assert max(map(len, gradients)) == 3, "siblings with a batch"
@@ -303,7 +317,7 @@ def cut_in_rounds(rank: int, job: Job) -> str:
     return str(caught.value)
 
 
-def in_waves(plan: Plan, costs: CostModel) -> Program:
+def in_waves(plan: Plan, costs: Costs) -> Program:
     """Return an order of two siblings with stages 0 and 3 on one rank, and stages 1 and 2 on the other.
 
     Each rank runs the forwards of both siblings, stage by stage, and then the backwards. The second rank begins with
@@ -383,7 +397,9 @@ def misfits(rank: int) -> list[str]:
     quiet()
     found = [
         told_text(o.error)
-        for o in JobArray(2, rounds=round_order).run([Job(0, microbatches=1), Job(1, width=5, microbatches=1)])
+        for o in JobArray(2, rounds=round_order).run(
+            [Job(0, microbatches=1), Job(1, "", schedule="hanayo", microbatches=1)]
+        )
     ]
     found += [told_text(o.error) for o in JobArray(2).run([Job(0, width=6 + rank), lambda: 7])]
     found += [told_text(o.error) for o in JobArray(2).run([lambda: [*JobArray(1).run([])]])]
@@ -394,10 +410,14 @@ def misfits(rank: int) -> list[str]:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    """Check siblings with other layers in rounds, other layers on each rank, and siblings that run an array."""
+    """Check siblings with other ranks in rounds, other layers on each rank, and siblings that run an array."""
     for found in run_ranks(misfits, 2, timeout=60):
         assert found.count("") == 2
-        assert any("layers.0.0.weight of shape (5, 5)" in text and "sibling 0 has (6, 6)" in text for text in found)
+        assert any(
+            "sibling 1 of the array has its stages on the ranks (0, 1, 1, 0), with schedule 'hanayo', but sibling 0 "
+            "has them on the ranks (0, 1), with schedule 'jap'" in text
+            for text in found
+        )
         assert any("the ranks have built different modules" in text for text in found)
         assert any("can't run another array" in text for text in found)
 

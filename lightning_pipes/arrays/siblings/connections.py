@@ -277,18 +277,18 @@ def decide_shared_cut(
         decide: makes a complete decision. It is called once for each requested cut of each structure.
 
     Raises:
-        MisfitError: the array runs in rounds, and the sibling differs from the first one in its parameters, its
-            ranks, or the requested cut.
+        MisfitError: the array runs in rounds, and the stages of the sibling are on other ranks than the stages of the
+            first sibling.
     """
     own, shared = _structure(module), sibling.array.shared
-    first, structure, asked = shared.facts.setdefault("first", (sibling.index, own, plain))
-    if sibling.array.runs_in_rounds:
-        different = _difference(structure, own, first) or _different_cut(asked, plain, first)
-        if different:
-            raise MisfitError(
-                f"sibling {sibling.index} of the array {different}. In rounds, all siblings must have the same layers "
-                "and the same cut. Leave out rounds=, or run this sibling in another array"
-            )
+    first, ranks, schedule = shared.facts.setdefault("first", (sibling.index, plain.ranks, plain.schedule.name))
+    if sibling.array.runs_in_rounds and plain.ranks != ranks:
+        raise MisfitError(
+            f"sibling {sibling.index} of the array has its stages on the ranks {plain.ranks}, with schedule "
+            f"{plain.schedule.name!r}, but sibling {first} has them on the ranks {ranks}, with schedule {schedule!r}. "
+            "In rounds, the stages of all siblings must be on the same ranks. Choose a schedule with the same number "
+            "of stages, leave out rounds=, or run this sibling in another array"
+        )
     decisions: dict[object, tuple[int, Decision]] = shared.facts.setdefault("decisions", {})
     key = (*own.items(), plain.ranks, plain.layers)
     if key not in decisions:
@@ -327,26 +327,3 @@ def _level_work(sibling: Sibling[object], decision: Decision) -> Decision:
 
 def _structure(module: pl.LightningModule) -> Structure:
     return {name: (tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()}
-
-
-def _different_cut(first: Decision, own: Decision, index: int) -> str:
-    if own.ranks != first.ranks:
-        return f"has stages on ranks {own.ranks} with schedule {own.schedule.name!r}, sibling {index} on {first.ranks}"
-    if own.layers != first.layers:
-        cuts = [[span.start for span in each.layers[1:]] for each in (own, first)]
-        return f"requests stages that begin at the layers {cuts[0]}, sibling {index} at {cuts[1]}"
-    return ""
-
-
-def _difference(first: Structure, own: Structure, index: int) -> str:
-    for name in {**first, **own}:
-        if name not in own:
-            return f"has no parameter {name}, which sibling {index} has"
-        if name not in first:
-            return f"has a parameter {name}, which sibling {index} does not have"
-        if first[name] != own[name]:
-            return (
-                f"has {name} of shape {own[name][0]} and {own[name][1]}, sibling {index} has {first[name][0]} and "
-                + first[name][1]
-            )
-    return ""
