@@ -19,12 +19,12 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_pipes.arrays.memory_swap import SiblingMemory
 from lightning_pipes.arrays.siblings.sibling import Sibling
-from lightning_pipes.cost import CostModel, Costs, JobCosts
+from lightning_pipes.cost import CostModel, JobCosts
 from lightning_pipes.ir import Kind, Plan, PlanError, Program
 from lightning_pipes.planning.fit import price_stages
 from lightning_pipes.trainer.loop.host import PipelineHost
 
-RoundOrder = Callable[[Plan, Costs], Program]
+RoundOrder = Callable[[Plan, JobCosts], Program]
 """Returns the order of one batch of each job of a plan, given the costs of the stages of each job."""
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
 
-from lightning_pipes.cost import Costs
+from lightning_pipes.cost import CostModel, JobCosts
 from lightning_pipes.ir import STEP, B, F, Instruction, Kind, Plan, Program, check_count, check_fields, check_number
 from lightning_pipes.ir.checks import lookup_name
 from lightning_pipes.strategies.jap.problem import Array, ArrayProblem, ArraySolution, problem_from_plan
@@ -63,7 +63,7 @@ class RoundOrder:
         if self.method == EXACT_SEARCH:
             require_ortools()
 
-    def __call__(self, plan: Plan, costs: Costs) -> Program:
+    def __call__(self, plan: Plan, costs: CostModel | JobCosts) -> Program:
         """Return the program of a round.
 
         Args:
@@ -83,7 +83,7 @@ class RoundOrder:
 
 
 @lru_cache(maxsize=256)
-def _order(order: RoundOrder, plan: Plan, costs: Costs) -> Program:
+def _order(order: RoundOrder, plan: Plan, costs: CostModel | JobCosts) -> Program:
     return program_from_order(order.solve(problem_from_plan(plan, costs)).order, plan)
 
 
