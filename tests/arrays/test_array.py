@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -420,6 +421,47 @@ def test_what_does_not_fit_is_refused() -> None:
         )
         assert any("the ranks have built different modules" in text for text in found)
         assert any("can't run another array" in text for text in found)
+
+
+def fit_by_units(number: int) -> tuple[list[int], dict[str, torch.Tensor]]:
+    """Train a module that is cut by units. Return the stages that compute here, by layer, and the weights."""
+    torch.manual_seed(number)
+    data = TensorDataset(torch.randn(16, 8), torch.ones(16, 1))
+    module = Net(0.1, width=8, depth=8 + number)
+    strategy = PipelineStrategy("jap", microbatches=1, module="", seed=number)
+    make_trainer(strategy=strategy, max_epochs=1).fit(module, DataLoader(data, 8))
+    assert strategy.decision.stage_seconds
+    cut = [
+        sum(piece.layer == stage and piece.name.startswith("layers") for piece in strategy.decision.pieces)
+        for stage in range(2)
+    ]
+    return cut, {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+def level_units(rank: int) -> Any:
+    """Return the results of `fit_by_units` next to siblings that are busy on one stage each, and without siblings."""
+    quiet()
+    found = []
+    for busy in ([1e3, 0.0], [0.0, 1e3], None):
+        array = JobArray[Any](2)
+        if busy is not None:
+            array.shared.stage_loads._seconds[-1] = np.array(busy)
+        found.append([o.value for o in array.run([partial(fit_by_units, 1)])])
+        assert found[-1][0] is not None
+    return [each for (each,) in found]
+
+
+def test_units_are_cut_so_that_ranks_have_the_same_work() -> None:
+    """Check that a sibling that is cut by units leaves a rank that other siblings keep busy almost without work.
+
+    Its weights are the same as with any other cut.
+    """
+    for first, last, alone in run_ranks(level_units, 2, timeout=90):
+        assert first[0][0] <= 2 < 8 <= first[0][1]
+        assert last[0][1] <= 2 < 8 <= last[0][0]
+        for name, expected in alone[1].items():
+            assert torch.equal(first[1][name], expected)
+            assert torch.equal(last[1][name], expected)
 
 
 def ended(rank: int, harm: str) -> tuple[str, list[str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -93,6 +93,12 @@ class SiblingConnections(Connections):
         self, module: pl.LightningModule, plain: Decision, decide: Callable[[], Decision]
     ) -> Decision:
         return decide_shared_cut(self.sibling, module, plain, decide)
+
+    @override
+    def share_work_of_others(self) -> Sequence[float]:
+        seconds = self.sibling.array.shared.stage_loads.sum_seconds()
+        found: list[float] = json.loads(self.sibling.meet_peers(json.dumps(seconds))[0])
+        return found
 
     @override
     def find_tensor(self, source: Hashable, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
@@ -266,7 +272,8 @@ def decide_shared_cut(
 ) -> Decision:
     """Return the decision for a sibling, with its own schedule and micro-batches.
 
-    Siblings with equal parameters that request the same cut share one cut. Any other sibling has its own cut. If the
+    Siblings with equal parameters that request the same cut share one cut. Any other sibling has its own cut, and so
+    does a sibling whose units were measured, because its cut was chosen before. If the
     layers of this sibling were measured, its cut gives most work to the stages that have the least work from the other
     siblings, so that all stages of the array are equally busy.
 
@@ -290,7 +297,7 @@ def decide_shared_cut(
             "of stages, leave out rounds=, or run this sibling in another array"
         )
     decisions: dict[object, tuple[int, Decision]] = shared.facts.setdefault("decisions", {})
-    key = (*own.items(), plain.ranks, plain.layers)
+    key = (*own.items(), plain.ranks, plain.layers, plain.stage_seconds)
     if key not in decisions:
         decisions[key] = sibling.index, _level_work(sibling, decide())
     decider, decision = decisions[key]

@@ -36,7 +36,7 @@ class StageLoads:
         ):
             return decision.layers
         plan, _ = decision.plans().for_rows(decision.rows)
-        others = np.sum(list(self._seconds.values()), axis=0)
+        others = self.sum_seconds()
         loads = [
             _with_others(load, others[rank], len(plan.spans(Kind.F, stage)))
             for stage, (load, rank) in enumerate(
@@ -45,10 +45,16 @@ class StageLoads:
         ]
         return evenest_partition(loads, len(profile.layers))
 
+    def sum_seconds(self) -> list[float]:
+        """Return the seconds per batch of all siblings together on each rank, or an empty list if there are none."""
+        return [float(each) for each in np.sum(list(self._seconds.values()), axis=0)] if self._seconds else []
+
     def begin_sibling(self, index: int, decision: Decision) -> None:
-        """Count the work of a sibling, if its layers were measured, until `end_sibling`."""
+        """Count the work of a sibling, if its layers or units were measured, until `end_sibling`."""
         profile, deployment = decision.profile, decision.deployment
         if profile is None or deployment is None:
+            if decision.stage_seconds:
+                self._seconds[index] = np.bincount(decision.ranks, decision.stage_seconds)
             return
         plan, _ = decision.plans().for_rows(decision.rows or decision.least)
         seconds = np.zeros(max(plan.ranks) + 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -75,6 +75,13 @@ class Connections:
     ) -> Decision:
         """Return the decision. Trainings of equal modules that request the same cut call `decide` once."""
         return decide()
+
+    def share_work_of_others(self) -> Sequence[float]:
+        """Return the seconds per batch of the other trainings on each rank, equal on all ranks. Collective.
+
+        The result is empty if no other training was measured.
+        """
+        return ()
 
     def find_tensor(self, source: Hashable, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
         """Return a tensor with the value that another training has read from the same files, or None.

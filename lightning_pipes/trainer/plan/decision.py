@@ -41,6 +41,7 @@ class Decision:
         least: the smallest number of samples of a micro-batch that the module allows. The profile may have a larger
             one.
         pieces: the units that are cut, by the part that counts as a layer. Empty for layers, which `save_pieces` lists.
+        stage_seconds: the seconds of F and B of one batch on each stage, if units were measured.
     """
 
     schedule: Schedule | Policy
@@ -59,6 +60,7 @@ class Decision:
     movable: bool = False
     least: int = 1
     pieces: tuple[Piece, ...] = ()
+    stage_seconds: tuple[float, ...] = ()
 
     def save_pieces(self, path: str) -> None:
         """Write the layers or units of the stages to a file, for `lightning-pipes plan`."""

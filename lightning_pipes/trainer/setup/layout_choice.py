@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
@@ -116,7 +117,8 @@ class LayoutChoice:
         costs = self._recorder.measure(record, request) if measures else {}
         seconds = [forward + backward for forward, backward in costs[max(costs)].seconds] if costs else None
         borders = Borders(record, seconds)
-        starts, end = self._choose_starts(record, borders, request, stages)
+        others = self._share_work_of_others(request, max(costs)) if costs else ()
+        starts, end = self._choose_starts(record, borders, request, stages, others)
         self._describe = partial(self._describe_cut, record, borders, "time" if seconds else "operations")
         self._first_units, self.pieces = starts, borders.list_pieces(starts)
         if self._moves_parts or (self.plans_cuts and end is None):
@@ -129,22 +131,34 @@ class LayoutChoice:
         return layout
 
     def _choose_starts(
-        self, record: StepRecord, borders: Borders, request: RunRequest, stages: int
+        self, record: StepRecord, borders: Borders, request: RunRequest, stages: int, others: Sequence[float]
     ) -> tuple[tuple[int, ...], int | None]:
         """Return the first unit of each stage, and the first unit that runs on whole batches.
 
-        The latter is None if no unit runs on whole batches.
+        The latter is None if no unit runs on whole batches. `others` is the work of other trainings on each stage.
         """
         if not isinstance(request.partition, str):
             starts = borders.at(_checked_names(self._name_modules(request.partition), stages))
             return starts, self._find_end(record, borders, starts[-1], request)
         end = self._find_end(record, borders, stages - 1, request)
         try:
-            return borders.choose(stages, end), end
+            return borders.choose(stages, end, others), end
         except PlanError:
             if end is None or self._settings.loss == BATCH:
                 raise
-            return borders.choose(stages), None
+            return borders.choose(stages, others=others), None
+
+    def _share_work_of_others(self, request: RunRequest, rows: int) -> Sequence[float]:
+        """Return the seconds that each stage works for other trainings per `rows` samples of this one.
+
+        The result is empty if the user chose the cut, if ranks have several stages, or if no other training was
+        measured. Collective.
+        """
+        ranks = request.schedule.place_stages(self._ranks.grid.n_planned)
+        if request.partition != AUTO or len({*ranks}) < len(ranks):
+            return ()
+        seconds = self._context.connections.share_work_of_others()
+        return [seconds[rank] * rows / self._recorder.batch_rows for rank in ranks] if seconds else ()
 
     def _name_modules(self, partition: list[int] | list[str]) -> list[str]:
         """Return the paths of the modules at which stages begin. Numbers count the layers of the largest container.
@@ -257,6 +271,18 @@ class LayoutChoice:
         )
         self.starts = tuple(span.start for span in cut)
         return layout
+
+    def sum_seconds(self, parts: Sequence[Span]) -> tuple[float, ...]:
+        """Return the measured seconds of one batch on each stage. Empty if units were not measured.
+
+        Args:
+            parts: the parts of each stage.
+        """
+        if not self.pieces or any(piece.seconds is None for piece in self.pieces):
+            return ()
+        batches = self._recorder.batch_rows / self._recorder.recorded_rows
+        of_parts = np.bincount([each.layer for each in self.pieces], [each.seconds or 0.0 for each in self.pieces])
+        return tuple(batches * float(of_parts[span.start : span.stop].sum()) for span in parts)
 
     def describe_cut(self, parts: Sequence[Span]) -> str:
         """Return a description of the borders of the stages for the log. Empty if no step was recorded.

@@ -146,7 +146,8 @@ class UnitSetup(ModuleSetup):
             (cut,) = decision.plans(degrees=degrees).for_rows(CHECKED_ROWS)[0].jobs
             if len(cut.distinct_spans) > 1 and self._choice.layout.names:
                 self._crossing_rows = self._choice.find_crossing_rows(request.schedule.name)
-        decision = replace(decision, pieces=self._choice.pieces)
+        stage_seconds = self._choice.sum_seconds(decision.layers)
+        decision = replace(decision, pieces=self._choice.pieces, stage_seconds=stage_seconds)
         if description := self._choice.describe_cut(decision.layers):
             rank_zero_info(description)
         return self._context.connections.agree_on_decision(self._module, decision, lambda: decision)

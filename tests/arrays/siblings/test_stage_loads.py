@@ -73,3 +73,16 @@ def test_a_cut_of_the_user_stays() -> None:
     chosen = decide([1.0] * 9, movable=False)
     assert loads.level_cut(chosen) == chosen.layers
     assert loads.level_cut(replace(chosen, movable=True, profile=None)) == chosen.layers
+
+
+def test_units_count_as_layers_do() -> None:
+    """Check that a sibling whose units were measured counts on the ranks of its stages, until it ends."""
+    loads, unmeasured = StageLoads(), replace(decide([1.0] * 9), profile=None)
+    assert loads.sum_seconds() == []
+    loads.begin_sibling(0, unmeasured)
+    assert loads.sum_seconds() == []
+    loads.begin_sibling(1, replace(unmeasured, stage_seconds=(2.0, 20.0, 1.0)))
+    loads.begin_sibling(2, replace(unmeasured, ranks=(0, 1, 2, 1, 0), stage_seconds=(1.0, 2.0, 4.0, 8.0, 16.0)))
+    assert loads.sum_seconds() == [19.0, 30.0, 5.0]
+    loads.end_sibling(2)
+    assert loads.level_cut(decide([1.0] * 9))[1] == Span(4, 5), "the stage in the middle is busy"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -110,8 +111,8 @@ class Borders:
             for n, (part, unit) in enumerate(zip(parts, self._record.units, strict=True))
         )
 
-    def choose(self, stages: int, end: int | None = None) -> tuple[int, ...]:
-        """Return the first unit of each stage, such that the stages have about equal costs.
+    def choose(self, stages: int, end: int | None = None, others: Sequence[float] = ()) -> tuple[int, ...]:
+        """Return the first unit of each stage, such that the stages have about equal costs, other work included.
 
         Near each ideal place, the border is chosen that divides the uses of the fewest weights. Ties are broken by the
         number of bytes that cross the border.
@@ -119,6 +120,7 @@ class Borders:
         Args:
             stages: the number of stages.
             end: the last stage must begin before this unit.
+            others: the cost of other work of each stage, in the unit of this step's costs. By default, there is none.
 
         Raises:
             PlanError: there are too few possible borders.
@@ -132,10 +134,11 @@ class Borders:
                 f"training_step has {len(units)} units (calls of modules and functions) with {len(possible)} possible "
                 f"borders, too few for {stages} stages; start fewer processes (devices x nodes), or split large modules"
             )
-        starts = [0]
+        starts, loads = [0], [*others] or [0.0] * stages
         for stage in range(1, stages):
             left = stages - stage
-            goal = before[starts[-1]] + (before[-1] - before[starts[-1]]) / (left + 1)
+            level = _even_level(loads[stage - 1 :], before[-1] - before[starts[-1]])
+            goal = before[starts[-1]] + max(0.0, level - loads[stage - 1])
             options = [border for border in possible if border > starts[-1]]
             options = options[: len(options) - left + 1]
             off = {border: abs(before[border] - goal) / (before[-1] or 1) * stages for border in options}
@@ -170,6 +173,16 @@ class Borders:
                 )
             starts.append(border)
         return tuple(starts)
+
+
+def _even_level(loads: Sequence[float], work: float) -> float:
+    """Return the smallest possible load of the heaviest of the less loaded stages, among which work is divided."""
+    ordered, level = sorted(loads), 0.0
+    for count, following in enumerate((*ordered[1:], math.inf), start=1):
+        level = (work + sum(ordered[:count])) / count
+        if level <= following:
+            break
+    return level
 
 
 def merge_units(

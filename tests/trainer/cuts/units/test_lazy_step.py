@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -450,6 +451,21 @@ def test_borders_balance_measured_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(seconds) == pytest.approx(0.12, abs=1e-3), "the others have none of it"
     border = Borders(found, seconds).choose(2)[1]
     assert sleeps[0] < border <= sleeps[1]
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [((), (4, 4, 4)), ((0, 6, 0), (6, 1, 5)), ((3, 0, 0), (2, 5, 5)), ((50, 0, 0), (1, 5, 6)), ((2, 1, 6), (5, 6, 1))],
+)
+def test_borders_level_the_work_with_other_work(others: tuple[float, ...], expected: tuple[int, ...]) -> None:
+    """Check the units of each stage if units are equal, and stages have other work of their own."""
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(12))).double()
+    case = Case(layers, (torch.randn(8, 4, dtype=torch.float64), torch.arange(8) % 4), classify)
+    found = record(case)
+    seconds = [float(unit.name.isdigit()) for unit in found.units]
+    assert sum(seconds) == 12
+    starts = Borders(found, seconds).choose(3, others=others)
+    assert tuple(round(sum(seconds[a:b])) for a, b in pairwise((*starts, len(seconds)))) == expected
 
 
 def test_units_count_the_bytes_that_they_save() -> None:
