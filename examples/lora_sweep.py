@@ -1,6 +1,7 @@
 """Tune LoRA in a pipeline of two processes: `python examples/lora_sweep.py` trains adapters of different ranks over one
 frozen base, four at a time. Each process holds its half of the base once. Bad trials are pruned, and the adapters of
-every other trial are written in the format of peft.
+every other trial are written in the format of peft. `python examples/train.py -m model=lora` uses the same module in a
+multirun of Hydra.
 
 The script needs the packages transformers, peft and safetensors. It downloads nothing: the base is a small Llama with
 random weights, unless `--base` names a folder that `save_pretrained` has written.
@@ -19,27 +20,32 @@ import lightning as L
 import optuna
 import torch
 from data import StdlibText
+from models import Task
 from peft import LoraConfig, get_peft_model
 from plots import save_sweep
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
 from lightning_pipes import JobArray, OptunaPruning, PipelineStrategy, load_pretrained, optimize_array
 
 
-class FineTuning(L.LightningModule):
+class FineTuning(Task):
     """Trains adapters of a causal language model.
 
     Args:
         base: the folder of the model.
         adapters: the settings of the adapters.
         lr: the learning rate.
+        weight_decay: the weight decay of AdamW.
+        warmup: the number of warm-up steps.
     """
 
-    def __init__(self, base: Path, adapters: LoraConfig, lr: float) -> None:
-        super().__init__()
-        self.base, self.adapters, self.lr = base, adapters, lr
+    def __init__(
+        self, base: str | Path, adapters: LoraConfig, lr: float = 1e-2, weight_decay: float = 0.01, warmup: int = 0
+    ) -> None:
+        super().__init__(lr, weight_decay, warmup)
+        self.base, self.adapters = Path(base), adapters
         self.net: Any = None
 
     def configure_model(self) -> None:
@@ -49,17 +55,31 @@ class FineTuning(L.LightningModule):
                 config = AutoConfig.from_pretrained(self.base)
                 net = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
                 load_pretrained(net, self.base)
+                self._check_targets(net)
                 self.net = get_peft_model(net, self.adapters)
+
+    def _check_targets(self, net: nn.Module) -> None:
+        """Raise a ValueError if the base has no layer with one of the names. peft ignores a name if others match."""
+        layers = {name.rpartition(".")[2]: layer for name, layer in net.named_modules() if not [*layer.children()]}
+        missing = sorted(set(self.adapters.target_modules) - layers.keys())
+        if missing:
+            matrices = [name for name, layer in layers.items() if any(p.ndim == 2 for p in layer.parameters())]
+            raise ValueError(
+                f"The base {self.base} has no layers named {', '.join(missing)}. Choose the target modules of the "
+                f"adapters from {', '.join(sorted(matrices))}."
+            )
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss: Tensor = self.net(input_ids=batch[0], labels=batch[0]).loss
+        self.log("train_loss", loss)
         return loss
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.log("val_loss", self.net(input_ids=batch[0], labels=batch[0]).loss)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=self.lr)
+    def save_adapters(self, folder: Path) -> None:
+        """Write the adapters in the format of peft. After `fit`, process 0 has the adapters of all stages."""
+        self.net.save_pretrained(folder)
 
 
 def objective(trial: optuna.trial.BaseTrial) -> float:
@@ -87,15 +107,15 @@ def objective(trial: optuna.trial.BaseTrial) -> float:
         enable_model_summary=False,
     )
     trainer.fit(module, StdlibText(context=64, windows=arguments.windows, batch_size=batch_size))
-    if trainer.is_global_zero:  # after fit, rank 0 has the adapters of all stages
-        module.net.save_pretrained(arguments.out / f"trial_{trial.number}")
+    if trainer.is_global_zero:
+        module.save_adapters(arguments.out / f"trial_{trial.number}")
     return float(trainer.callback_metrics["val_loss"])
 
 
-def make_base(folder: Path) -> Path:
+def make_base(folder: str | Path) -> Path:
     """Write a small Llama with random weights, unless the folder exists, and return the folder."""
+    folder = Path(folder)
     if not folder.exists():
-        torch.manual_seed(0)
         config = LlamaConfig(
             vocab_size=256,
             hidden_size=128,
@@ -105,7 +125,9 @@ def make_base(folder: Path) -> Path:
             max_position_embeddings=128,
         )
         own = folder.with_name(f"{folder.name}.{os.getpid()}")
-        LlamaForCausalLM(config).save_pretrained(own)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            LlamaForCausalLM(config).save_pretrained(own)
         try:
             own.rename(folder)
         except OSError:  # another process was faster

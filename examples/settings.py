@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
@@ -34,6 +35,24 @@ class ResNetDigitsSettings:
 
 
 @dataclass
+class AdaptersSettings:
+    _target_: str = "peft.LoraConfig"
+    _convert_: str = "all"  # to lists, as peft needs them
+    task_type: str = "CAUSAL_LM"
+    r: int = 8
+    lora_alpha: int = 16
+    lora_dropout: float = 0.0
+    target_modules: list[str] = field(default_factory=lambda: ["q_proj", "v_proj"])
+
+
+@dataclass
+class LoRASettings:
+    _target_: str = "lora_sweep.FineTuning"
+    base: Any = MISSING  # the folder of a causal language model
+    adapters: AdaptersSettings = field(default_factory=AdaptersSettings)
+
+
+@dataclass
 class DataSettings:
     _target_: str = MISSING
     batch_size: int = 32
@@ -56,6 +75,7 @@ SETTINGS: dict[str, type] = {
     "model/gpt": GPTSettings,
     "model/mlp": MLPSettings,
     "model/resnet_digits": ResNetDigitsSettings,
+    "model/lora": LoRASettings,
     "data/stdlib": StdlibSettings,
     "data/digits": DigitsSettings,
 }

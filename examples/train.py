@@ -27,7 +27,12 @@ from lightning_pipes.cost.units import seconds_text
 from lightning_pipes.trainer import PipelineReport
 from lightning_pipes.tune.messages import plain_errors
 
-READS = {"gpt": "stdlib", "mlp": "digits", "resnet_digits": "digits"}  # the data that each model can read
+READS = {
+    "gpt": "stdlib",
+    "lora": "stdlib",
+    "mlp": "digits",
+    "resnet_digits": "digits",
+}  # the data that each model can read
 UNITS = {"stdlib": "tokens/s", "digits": "images/s"}
 
 
@@ -126,10 +131,18 @@ def main(cfg: DictConfig) -> float:
     )
     speed = Speed()
     bar = [TQDMProgressBar(refresh_rate=5)] if cfg.trainer.enable_progress_bar else []
+    save_adapters = getattr(model, "save_adapters", None)  # of model=lora; a checkpoint would contain the whole base
     trainer = L.Trainer(
         strategy=strategy,
         logger=CSVLogger(directory, name="metrics", version=attempt(directory / "metrics")),
-        callbacks=[checkpoint, speed, TimelineLogger(), OptunaPruning("val_loss"), *bar],
+        enable_checkpointing=save_adapters is None,
+        callbacks=[
+            *([checkpoint] if save_adapters is None else []),
+            speed,
+            TimelineLogger(),
+            OptunaPruning("val_loss"),
+            *bar,
+        ],
         default_root_dir=directory,
         **cfg.trainer,
     )
@@ -149,7 +162,11 @@ def main(cfg: DictConfig) -> float:
         print(f"{UNITS[HydraConfig.get().runtime.choices['data']]:11} {speed.labels / max(speed.seconds, 1e-9):.0f}")
         print(f"step        {seconds_text(report.measured.step)} measured. {report.prediction_text}".rstrip())
         print(f"bubble      {describe_bubble(report)}")
-        print(f"checkpoint  {checkpoint.best_model_path or 'none: nothing was validated'}")
+        if save_adapters is None:
+            print(f"checkpoint  {checkpoint.best_model_path or 'none: nothing was validated'}")
+        else:
+            save_adapters(directory / "adapters")
+            print(f"adapters    {directory / 'adapters'}")
         print(f"timeline    {saved.picture}")
         print(f"report      {saved.page}")
         print(f"advice      {report.advice.sentence}")

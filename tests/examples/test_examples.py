@@ -372,23 +372,68 @@ def test_lora(tmp_path: Path) -> None:
     assert all(bool(value.any()) for value in saved.values())  # all have been trained
 
 
-def test_lora_sweep(tmp_path: Path) -> None:
-    """Check that plain peft reads the adapters of every trial, which have the ranks that the study has chosen."""
-    peft = pytest.importorskip("peft")
+def save_base(folder: Path) -> None:
+    """Write a tiny Llama."""
     from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    base = LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes))
-    base.save_pretrained(tmp_path / "base")
+    LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes)).save_pretrained(folder)
+
+
+def check_adapters(base: Path, folder: Path, rank: int) -> None:
+    """Check that plain peft reads adapters of this rank from `folder`, and that they have been trained."""
+    import peft
+    from transformers.models.llama import LlamaForCausalLM
+
+    tuned = peft.PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(base), folder)
+    trained = [p for name, p in tuned.named_parameters() if ".lora_B." in name]
+    assert trained
+    assert all(p.shape[1] == rank and bool(p.any()) for p in trained)
+
+
+def test_lora_sweep(tmp_path: Path) -> None:
+    """Check that plain peft reads the adapters of every trial, which have the ranks that the study has chosen."""
+    pytest.importorskip("peft")
+    save_base(tmp_path / "base")
     options = ["--trials", "3", "--epochs", "1", "--windows", "96", "--out", "out"]
     found = run_in_ranks("lora_sweep.py", tmp_path, "--base", "base", *options)
     assert found.returncode == 0, found.stdout + found.stderr
     ranks = re.findall(r"^ +\d+ COMPLETE .*'rank': (\d+)", found.stdout, re.M)
     assert len(ranks) == 3
     for number, rank in enumerate(ranks):
-        plain = LlamaForCausalLM.from_pretrained(tmp_path / "base")
-        tuned = peft.PeftModel.from_pretrained(plain, tmp_path / "out" / f"trial_{number}")
-        trained = [p for name, p in tuned.named_parameters() if ".lora_B." in name]
-        assert trained
-        assert all(p.shape[1] == int(rank) and bool(p.any()) for p in trained)
+        check_adapters(tmp_path / "base", tmp_path / "out" / f"trial_{number}", int(rank))
     assert (tmp_path / "out" / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+ARRAY = ["-m", "hydra/launcher=job_array", "schedule=jap", "pipeline.microbatches=1", "hydra.sweep.dir=out"]
+QUIET = ["trainer.enable_progress_bar=false"]
+
+
+def test_lora_multirun(tmp_path: Path) -> None:
+    """Check that each job of a multirun leaves its adapters in its directory.
+
+    A job whose adapters belong to layers that the base does not have fails alone, and its error names these layers.
+    """
+    pytest.importorskip("peft")
+    save_base(tmp_path / "base")
+    sweep = ["model.adapters.r=2,4", "model.adapters.target_modules=[q_proj,v_proj],[nope,q_proj]", "optimizer.lr=1e-2"]
+    model = ["model=lora", "model.base=base", "data.windows=96"]
+    found = run("train.py", tmp_path, *ARRAY, *QUIET, *model, *sweep)
+    assert found.returncode != 0
+    assert "The base base has no layers named nope. Choose the target modules of the adapters from" in found.stderr
+    assert re.findall(r"^adapters +(\S+)", found.stdout, re.M) == [str(tmp_path / f"out/{n}/adapters") for n in (0, 2)]
+    for job, rank in ((0, 2), (2, 4)):
+        check_adapters(tmp_path / "base", tmp_path / "out" / str(job) / "adapters", rank)
+    assert not [*tmp_path.rglob("*.ckpt")]
+
+
+@pytest.mark.slow
+def test_multirun_over_the_depth_and_the_width(tmp_path: Path) -> None:
+    """Check that jobs of one array may have models of different depths and widths, and save these models."""
+    model = ["model=mlp", *SHORT["mlp"][:1], *SHORT["mlp"][2:], "model.blocks=2,3", "model.width=8,16"]
+    found = run_in_ranks("train.py", tmp_path, *ARRAY, *QUIET, *model)
+    assert found.returncode == 0, found.stdout + found.stderr
+    for job, (blocks, width) in enumerate([(2, 8), (2, 16), (3, 8), (3, 16)]):
+        state = torch.load(tmp_path / "out" / str(job) / "checkpoints" / "last.ckpt", weights_only=False)["state_dict"]
+        assert len([name for name in state if name.endswith("weight")]) == blocks + 2
+        assert state["layers.1.0.weight"].shape == (width, 64)
