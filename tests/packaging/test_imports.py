@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 LATER = [
-    *("matplotlib", "numba", "ortools", "sklearn", "optuna", "hydra", "torch.distributed.checkpoint"),
-    *(f"lightning_pipes.{name}" for name in ("arrays", "cost.zoo", "sim.page", "supernets", "tune")),
+    *("matplotlib", "numba", "ortools", "sklearn", "optuna", "hydra", "ray", "torch.distributed.checkpoint"),
+    *(f"lightning_pipes.{name}" for name in ("arrays", "cost.zoo", "sim.page", "supernets", "tune", "ray")),
 ]
 PROGRAM = """
 import sys

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LAYERS = ["ir", "cost", "sim", "planning", "engine", "trainer", "supernets", "arrays", "tune"]  # from the bottom
+LAYERS = ["ir", "cost", "sim", "planning", "engine", "trainer", "supernets", "arrays", "tune", "ray"]  # from the bottom
 ROOMS = {  # of a layer, from the bottom; a room is a folder or a file
     "sim": [
         "timeline",

@@ -16,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PUBLIC = {
     "lightning_pipes": "the names that users import",
+    "lightning_pipes.ray": "the names that users import on a Ray cluster",
     "lightning_pipes.supernets": "the names that users import for supernets",
     "lightning_pipes.testing": "for tests of users' schedules and modules; all of its modules",
     "lightning_pipes.tune.cli": "commands, which are found by their names; all of its modules",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
 from optuna import Study
-from optuna.trial import Trial, TrialState
+from optuna.trial import FrozenTrial, Trial, TrialState
 
 from lightning_pipes.engine.watch.identity import Process
 from lightning_pipes.ir import InputError
@@ -66,15 +66,18 @@ def fail_dead_trials(study: Study) -> int:
     Returns:
         The number of these trials.
     """
-    dead = 0
-    for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-        if OWNER_ATTRIBUTE in trial.user_attrs and _has_ended(trial.user_attrs[OWNER_ATTRIBUTE]):
-            enqueue_again(study, trial.number, trial.params)
-            study.tell(trial.number, state=TrialState.FAIL)
-            dead += 1
+    running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+    return fail_trials(study, [trial for trial in running if _has_ended(trial.user_attrs.get(OWNER_ATTRIBUTE))])
+
+
+def fail_trials(study: Study, dead: Sequence[FrozenTrial]) -> int:
+    """Fail running trials whose process has died, and queue their parameters again. Return the number of trials."""
+    for trial in dead:
+        enqueue_again(study, trial.number, trial.params)
+        study.tell(trial.number, state=TrialState.FAIL)
     if dead:
-        log.info("%d trial(s) of a process that has died are tried again", dead)
-    return dead
+        log.info("%d trial(s) of a process that has died are tried again", len(dead))
+    return len(dead)
 
 
 def reseed_for_resume(study: Study) -> None:
@@ -92,8 +95,8 @@ def reseed_for_resume(study: Study) -> None:
 def enqueue_again(study: Study, number: int, params: Mapping[str, Any]) -> None:
     """Queue the parameters of a trial of a dead process, including queued parameters that it did not suggest yet.
 
-    The parameters are queued only once. They are queued before the trial is set to FAIL, so that a kill between the two
-    does not lose them.
+    A trial that had no parameters yet is queued without parameters. Each trial is queued only once, and before it is
+    set to FAIL, so that a kill between the two does not lose it.
 
     Args:
         study: the study of the trial.
@@ -102,7 +105,7 @@ def enqueue_again(study: Study, number: int, params: Mapping[str, Any]) -> None:
     """
     trials = study.get_trials(deepcopy=False)
     parameters = {**trials[number].system_attrs.get("fixed_params", {}), **params}
-    if parameters and not any(trial.user_attrs.get(RETRY_ATTRIBUTE) == number for trial in trials):
+    if not any(trial.user_attrs.get(RETRY_ATTRIBUTE) == number for trial in trials):
         study.enqueue_trial(parameters, user_attrs={RETRY_ATTRIBUTE: number})
 
 

@@ -95,17 +95,9 @@ def optimize_array(
     """
     if not isinstance(study, Study) and not callable(study):
         raise InputError(f"study must be a study of Optuna, or a function that returns one, got {short_repr(study)}")
-    check_type("objective", objective, Callable)
-    if check_type("n_trials", n_trials, int | None):
-        check_count("n_trials", n_trials, "; or None for as many as there is time for")
+    check_study_arguments(objective, n_trials, timeout, catch, callbacks)
     if not isinstance(array_size, JobArray):
         check_count("array_size", array_size, "; or give a JobArray")
-    if timeout is not None:
-        check_number("timeout", timeout, "seconds from 0 on, or None", lambda x: x >= 0)
-    for kind in catch if isinstance(catch, tuple) else (catch,):
-        if not isinstance(kind, type) or not issubclass(kind, Exception):
-            raise InputError(f"catch must be an exception type or a tuple of exception types, got {short_repr(catch)}")
-    check_type("callbacks", callbacks, Sequence[Callable])  # type: ignore[type-arg]
     check_type("show_progress_bar", show_progress_bar, bool)
     leader_store, started = LeaderStore(), read_seconds()
     with closing(ProgressBar(show_progress_bar and leader_store.is_leader, n_trials, timeout)) as bar:
@@ -120,6 +112,25 @@ def optimize_array(
             catch,
             callbacks,
         )
+
+
+def check_study_arguments(
+    objective: object, n_trials: object, timeout: object, catch: object, callbacks: object
+) -> None:
+    """Check the arguments that describe how a study runs.
+
+    Raises:
+        InputError: an argument is invalid.
+    """
+    check_type("objective", objective, Callable)
+    if check_type("n_trials", n_trials, int | None):
+        check_count("n_trials", n_trials, "; or None for as many as there is time for")
+    if timeout is not None:
+        check_number("timeout", timeout, "seconds from 0 on, or None", lambda x: x >= 0)
+    for kind in catch if isinstance(catch, tuple) else (catch,):
+        if not isinstance(kind, type) or not issubclass(kind, Exception):
+            raise InputError(f"catch must be an exception type or a tuple of exception types, got {short_repr(catch)}")
+    check_type("callbacks", callbacks, Sequence[Callable])  # type: ignore[type-arg]
 
 
 def run_leader_or_follower(
