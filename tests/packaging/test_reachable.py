@@ -227,8 +227,14 @@ def resolve_name(module: str, name: str) -> Name | None:
 
 
 def is_override(module: str, owner: str, method: str) -> bool:
-    """Return whether a base class from another package has a method of this name."""
-    kind = getattr(import_module(module), owner)
+    """Return whether a base class from another package has a method of this name.
+
+    If an extra that the module needs is not installed, the result is True.
+    """
+    try:
+        kind = getattr(import_module(module), owner)
+    except ModuleNotFoundError:
+        return True
     bases = (base for base in kind.__mro__[1:] if base.__module__.partition(".")[0] not in OWN_PACKAGES)
     return any(method in vars(base) for base in bases)
 
