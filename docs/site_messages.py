@@ -17,6 +17,7 @@ AREAS = {
     "engine": "Processes and messages between them",
     "arrays": "Job arrays and MemorySwap",
     "tune": "Studies, sweeps and the command line",
+    "ray": "Ray",
     "hydra_plugins": "Hydra",
     "supernets": "Supernets",
     "strategies": "Schedules",

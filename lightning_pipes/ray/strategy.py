@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import ray
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from ray.train.lightning import RayTrainReportCallback
 from ray.train.lightning import prepare_trainer as prepare_trainer_of_ray
 from ray.train.torch import get_device
