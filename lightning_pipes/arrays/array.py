@@ -37,7 +37,7 @@ from lightning_pipes.arrays.siblings.connections import join
 from lightning_pipes.arrays.siblings.shared import SharedConnections
 from lightning_pipes.arrays.siblings.sibling import ArrayCancelledError, MisfitError, Outcome, Sibling, current_sibling
 from lightning_pipes.arrays.siblings.sibling_board import Failure, JobCount, PeerStore, Return
-from lightning_pipes.engine.allocator import kept_heap, share_heap
+from lightning_pipes.engine.allocator import kept_heap, share_heap, trim_heap
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.ir import InputError, PlanError, check_count, check_type, short_repr
@@ -262,6 +262,9 @@ class JobArray(Generic[T]):
         sibling.begin_turn()
         while not sibling.resume_turn():
             self._work_until(sibling.is_ready, idle=filling)
+        if sibling.leaves_free_memory or sibling.outcome is not None:
+            trim_heap(kept=True)
+            sibling.leaves_free_memory = False
         if sibling.outcome is None:
             self._end_turn(sibling)
         self._update_display(sibling)
@@ -277,6 +280,7 @@ class JobArray(Generic[T]):
         self._terminated |= isinstance(sibling.outcome.error, SIGTERMException)  # on all ranks, in the same turn
         del self._running[sibling.index]
         self.shared.stage_loads.end_sibling(sibling.index)
+        self.shared.tensors.renew(sibling.index)  # the module may exist for some time until it is collected
         self.shared.tensors.release(sibling.index)
         self._news_of_peers.pop(sibling.index, None)
         if self._fails_later_on_peers(sibling):

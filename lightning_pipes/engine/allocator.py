@@ -46,13 +46,15 @@ def release_free_memory() -> None:
         trim_heap()
 
 
-def trim_heap() -> None:
-    """Return free memory to the system, except inside `kept_heap`, if glibc is the allocator.
+def trim_heap(kept: bool = False) -> None:
+    """Return free memory to the system if glibc is the allocator. This takes milliseconds.
 
-    This takes milliseconds.
+    Args:
+        kept: whether this is also done inside `kept_heap`, after work that needs blocks of other sizes than a step.
+            Otherwise, such blocks would fragment the heap, so that it grows each time.
     """
     libc = load_libc()
-    if libc is not None and not _heaps_kept:
+    if libc is not None and (not _heaps_kept or (kept and can_set_options())):
         libc.malloc_trim(0)
 
 

@@ -70,6 +70,22 @@ def is_copy_on_write(tensor: torch.Tensor) -> bool:
     return bool(torch._C._is_cow_tensor(tensor))  # type: ignore[attr-defined]
 
 
+def shield_copies_on_write(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict that can be saved or sent without giving copies on write of the module separate memory.
+
+    Saving reads tensors in a way that counts as a write. The entries are therefore further copies on write. Entries
+    that shared a storage, such as tied weights, still do.
+    """
+    made: dict[int, torch.Tensor] = {}
+    shielded = dict(state)
+    for key, value in state.items():
+        if type(value) not in (torch.Tensor, nn.Parameter) or value.is_meta or not is_copy_on_write(value):
+            continue
+        one = made.setdefault(value.untyped_storage()._cdata, make_copy_on_write(value.detach()))
+        shielded[key] = one.as_strided(value.size(), value.stride(), value.storage_offset())
+    return shielded
+
+
 def storage_address(tensor: torch.Tensor) -> int:
     """Return the address at which the memory of a tensor begins, without giving a copy on write separate memory."""
     address: int = torch._C._data_address(tensor)  # type: ignore[attr-defined]

@@ -927,6 +927,7 @@ class PipelineStrategy(PipelineHost):
         training = current is not None and current.run.is_fitting and not self._is_isolated
         cut = self._cut or self._spread
         checkpointing.save(checkpoint, filepath, self._trainer, cut, training, storage_options)
+        self._session.connections.trim_memory_later()
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint, unless this rank has failed and its own part does not replace a complete checkpoint."""

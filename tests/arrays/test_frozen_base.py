@@ -53,18 +53,17 @@ class Tuned(pl.LightningModule):
         self.losses.append(float(outputs["loss"]))
         for layer in self.net if self.job.writes and batch_idx == 2 else ():
             layer.base.weight.data.mul_(0.5)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        sibling = current_sibling()
-        if batch_idx == 5 and sibling is not None:
-            BASES[sibling.index] = addresses(self.net)
+        if current_sibling() is not None:
+            BASES.update(addresses(self.net))
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.job.lr)
 
 
-BASES: dict[int, list[int]] = {}
-"""The addresses of the bases on this rank, by the index of the sibling."""
+BASES: set[int] = set()
+"""The addresses of the bases on this rank after each batch and its checkpoint, and after the array."""
+MODULES: list[Tuned] = []
+"""The modules of the siblings on this rank."""
 
 
 def addresses(net: nn.Module) -> list[int]:
@@ -99,15 +98,25 @@ class Job:
                 callbacks=saving,
             )
             trainer.fit(module, DataLoader(TensorDataset(x), 4))
+        if self.folder:
+            MODULES.append(module)
+            torch.save(module.state_dict(), f"{self.folder}/{self.rank}-{trainer.global_rank}.pt")
         weights = {n: p.detach().clone() for n, p in module.named_parameters() if p.device.type != "meta"}
         return module.losses, weights
 
 
-def tune(rank: int, jobs: Sequence[Job], memory: MemorySwap | None = None) -> tuple[list[Any], list[Any], int, int]:
-    """Return the results in one array and alone, and the numbers of files read and of addresses of bases there."""
+def tune(
+    rank: int, jobs: Sequence[Job], memory: MemorySwap | None = None
+) -> tuple[list[Any], list[Any], int, int, int]:
+    """Return the results in one array and alone, and three counts of the array.
+
+    The counts are the tensors read from files, the addresses of bases, and the turns after which free memory is
+    returned to the system.
+    """
     quiet()
     logging.getLogger("lightning_pipes").setLevel(logging.ERROR)
     reads: list[str] = []
+    trims: list[bool] = []
     read = PretrainedWeights._read
 
     def counted(self: PretrainedWeights, key: str) -> torch.Tensor:
@@ -116,11 +125,12 @@ def tune(rank: int, jobs: Sequence[Job], memory: MemorySwap | None = None) -> tu
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PretrainedWeights, "_read", counted)
+        patch.setattr("lightning_pipes.arrays.array.trim_heap", lambda kept: trims.append(kept))
         outcomes = sorted(JobArray[Any](len(jobs), memory=memory).run(jobs), key=lambda each: each.index)
     assert not [each.error for each in outcomes if each.error]
-    found = len(reads), len({each for bases in BASES.values() for each in bases})
+    found = len(reads), len(BASES.union(*(addresses(module.net) for module in MODULES)))
     alone = [outcome.value for job in jobs for outcome in JobArray[Any](1).run([job])]
-    return [each.value for each in outcomes], alone, *found
+    return [each.value for each in outcomes], alone, *found, len(trims)
 
 
 @pytest.fixture
@@ -142,17 +152,21 @@ def assert_alike(together: list[Any], alone: list[Any]) -> None:
 
 @pytest.mark.parametrize("module", ["net", pytest.param("*", marks=pytest.mark.slow)])
 def test_one_base_is_held_and_read_once(module: str, base: str, tmp_path: Path) -> None:
-    """Check siblings with adapters of different ranks, and checkpoints, which contain the base."""
+    """Check siblings with adapters of different ranks, and checkpoints, which contain the base.
+
+    Each sibling has three turns with a checkpoint. The last of them is also its last turn.
+    """
     jobs = [Job(base, rank, 0.01 * rank, folder=str(tmp_path), module=module.strip("*")) for rank in (2, 4, 8)]
-    for together, alone, reads, bases in run_ranks(tune, 2, jobs, timeout=120):
+    for together, alone, reads, bases, trims in run_ranks(tune, 2, jobs, timeout=120):
         assert_alike(together, alone)
         assert reads == bases == DEPTH // 2
+        assert trims == 3 * len(jobs)
 
 
 def test_a_write_to_the_base_belongs_to_its_sibling(base: str) -> None:
     """Check that a sibling which writes the base trains as alone, and so do its neighbors."""
     jobs = [Job(base, 2, 0.01), Job(base, 4, 0.01, writes=True), Job(base, 8, 0.01)]
-    for together, alone, _, bases in run_ranks(tune, 2, jobs, timeout=120):
+    for together, alone, _, bases, _ in run_ranks(tune, 2, jobs, timeout=120):
         assert_alike(together, alone)
         assert bases == 2 * DEPTH // 2
 
@@ -161,7 +175,7 @@ def test_states_are_swapped_without_the_base(base: str) -> None:
     """Check states that take turns in memory that is too small for two bases."""
     jobs = [Job(base, rank, 0.01) for rank in (1, 2, 1, 2)]
     memory = MemorySwap(device_bytes=2 * BASE_BYTES)
-    for together, alone, _, bases in run_ranks(tune, 2, jobs, memory, timeout=120):
+    for together, alone, _, bases, _ in run_ranks(tune, 2, jobs, memory, timeout=120):
         assert_alike(together, alone)
         assert bases == DEPTH // 2
 

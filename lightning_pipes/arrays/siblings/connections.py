@@ -147,6 +147,10 @@ class SiblingConnections(Connections):
         self.sibling.array.release_sibling(self.sibling.index)
 
     @override
+    def trim_memory_later(self) -> None:
+        self.sibling.leaves_free_memory = True
+
+    @override
     def release_control(self, control: Control | None, peers_ended: bool) -> None:
         if control is not None and not peers_ended:
             self.sibling.array.shared.return_control(control)

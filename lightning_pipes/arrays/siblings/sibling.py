@@ -130,6 +130,7 @@ class Sibling(Generic[T]):
         engine: the engine whose window is being computed, between turns only.
         trainer: the trainer to which the sibling passed its model most recently.
         counts: whether the display counts the sibling as ended. It is False if there was nothing left to do.
+        leaves_free_memory: whether the current turn frees memory that steps do not need, such as a checkpoint.
     """
 
     def __init__(self, index: int, fn: Callable[[], T], array: Host, state: Mapping[str, Any]) -> None:
@@ -141,6 +142,7 @@ class Sibling(Generic[T]):
         self.engine: Engine | None = None
         self.trainer: pl.Trainer | None = None
         self.counts = True
+        self.leaves_free_memory = False
         self._fn = fn
         self._windows = 0
         self._meetings = 0

@@ -101,7 +101,7 @@ class SharedTensors:
         for name, (tensor, entry) in list(held.items()):
             if is_copy_on_write(tensor):
                 continue
-            if _equal_bytes(tensor, entry.value):
+            if _has_equal_layout(tensor, entry.value) and _equal_bytes(tensor, entry.value):
                 tensor.data = make_copy_on_write(entry.value)
             else:
                 changed.append(name)
@@ -149,6 +149,12 @@ def _is_sharable(tensor: torch.Tensor) -> bool:
         and tensor.is_contiguous()
         and MIN_SHARED_BYTES <= tensor.nbytes == tensor.untyped_storage().nbytes()
     )
+
+
+def _has_equal_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors have the same shape, strides, dtype and device, and memory for their values."""
+    layouts = [(t.shape, t.stride(), t.dtype, t.device, t.untyped_storage().nbytes()) for t in (one, other)]
+    return layouts[0] == layouts[1]
 
 
 def _equal_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:

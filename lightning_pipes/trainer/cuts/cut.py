@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
-from lightning_pipes.engine.private_torch import unsaved_buffers
+from lightning_pipes.engine.private_torch import shield_copies_on_write, unsaved_buffers
 from lightning_pipes.engine.residency.layer_state import LayerState
 from lightning_pipes.trainer.cuts.layers.proxy import Layers
 from lightning_pipes.trainer.user.remote_tensors import HookScope, ParameterSlot, RemoteParameters
@@ -177,8 +177,11 @@ class ModuleCut(ABC):
         return {number: self.full[number] for number in self.local}
 
     def local_state(self, outside: bool) -> dict[str, Any]:
-        """Return this rank's part of the module's state dict, which `select_own` selects."""
-        return self.select_own(self.module.state_dict(), outside)
+        """Return this rank's part of the module's state dict, which `select_own` selects.
+
+        The entries can be saved and sent without giving copies on write of the module separate memory.
+        """
+        return shield_copies_on_write(self.select_own(self.module.state_dict(), outside))
 
     def in_order(self, parts: Collection[Mapping[str, Any]]) -> dict[str, Any]:
         """Merge the parts of all ranks into one state dict, with the keys in the order of the whole module."""

@@ -142,6 +142,9 @@ class Connections:
     def release_state(self) -> None:
         """Move the training's weights and optimizers out of the memory that trainings share."""
 
+    def trim_memory_later(self) -> None:
+        """Return free memory to the system as soon as the caller has released its own, if trainings share a heap."""
+
     def release_control(self, control: Control | None, peers_ended: bool) -> None:
         """Release the control that `connect` returned.
 
