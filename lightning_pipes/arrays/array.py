@@ -40,6 +40,7 @@ from lightning_pipes.arrays.siblings.sibling_board import Failure, JobCount, Pee
 from lightning_pipes.engine.allocator import kept_heap, share_heap, trim_heap
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.watch.fault_points import fault_point
+from lightning_pipes.engine.watch.slurm import requeue_slurm_job
 from lightning_pipes.ir import InputError, PlanError, check_count, check_type, short_repr
 from lightning_pipes.ir.clock import read_seconds
 from lightning_pipes.sim.timeline import Event, Timeline
@@ -155,8 +156,9 @@ class JobArray(Generic[T]):
                 `Rounds.begin_round`.
             PeerFailure: a rank has died.
             SIGTERMException: any rank received SIGTERM, and the running siblings have ended because of it, each after
-                the same batch on all ranks. The exception is raised immediately if the ranks have not connected yet. In
-                both cases, no further job is started.
+                the same batch on all ranks. In a SLURM job, SIGUSR1 does the same, and rank 0 requeues the job. The
+                exception is raised immediately if the ranks have not connected yet. In all cases, no further job is
+                started.
             KeyboardInterrupt: Ctrl-C was pressed. It is raised after all siblings have been ended, but a second Ctrl-C
                 does not wait for them.
         """
@@ -191,6 +193,7 @@ class JobArray(Generic[T]):
                     self._order_first_batches()
                     filling = False
                 if not self._queue and self._terminated:
+                    self._requeue_if_requested()
                     raise sigterm_error()
                 if not self._queue:
                     self.timeline = self._record.timeline(self._gather_events())
@@ -460,6 +463,15 @@ class JobArray(Generic[T]):
                 self._running[index].handle_news(rank, news, now - since)
 
     # ---- ends
+
+    def _requeue_if_requested(self) -> None:
+        """Requeue the SLURM job if the siblings have ended because SLURM requested this of any rank."""
+        board = self.shared.board
+        board.post_value("requeue", json.dumps(self._interrupts.is_requeue))
+        self._work_until(lambda: board.have_all_posted("requeue"), idle=True)
+        found = board.values("requeue") if board.others else [json.dumps(self._interrupts.is_requeue)]
+        if board.rank == 0 and any(map(json.loads, found)):
+            requeue_slurm_job()
 
     def _gather_events(self) -> Sequence[Sequence[Event]]:
         """Return the events of each rank."""

@@ -42,11 +42,10 @@ def run_name() -> str:
         from lightning_pipes.engine.watch.rendezvous import launcher_hosts_store
 
         return _torchrun_name(now) if launcher_hosts_store() else f"torchrun-{os.environ['TORCHELASTIC_RUN_ID']}"
-    if "SLURM_PROCID" in os.environ and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive"):
-        task = os.environ.get("SLURM_ARRAY_TASK_ID")
-        job = os.environ["SLURM_JOB_ID"] if task is None else f"{os.environ['SLURM_ARRAY_JOB_ID']}_{task}"
-        return f"slurm-{job}.{os.environ.get('SLURM_STEP_ID', '0')}"
-    return now
+    from lightning_pipes.engine.watch.slurm import slurm_job
+
+    job = slurm_job()
+    return now if job is None else f"slurm-{job}.{os.environ.get('SLURM_STEP_ID', '0')}"
 
 
 def register() -> None:

@@ -16,6 +16,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch.distributed as dist
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from optuna import distributions
 from optuna.trial import FrozenTrial
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -26,6 +27,7 @@ from lightning_pipes.engine.watch.launcher import StartupWatch, environment_for_
 from lightning_pipes.engine.watch.process_exit import SerialCaller
 from lightning_pipes.engine.watch.rendezvous import launcher_hosts_store, wait_for_host
 from lightning_pipes.engine.watch.shared_store import LOOPBACK, adopt_store, current_store, run_store, store_on_loopback
+from lightning_pipes.engine.watch.slurm import count_slurm_tasks
 from lightning_pipes.engine.watch.trust import (
     TRUSTED_SEAL,
     dumps,
@@ -119,7 +121,7 @@ class LeaderStore:
         if not self.is_leader:
             self._call_store(partial(self._store.set, f"left/{self.rank}", ""))
         elif self._connection.hosted:
-            others = range(1, whole_group().size() if dist.is_initialized() else 1)
+            others = range(1, whole_group().size() if dist.is_initialized() else self._connection.size)
             until = time.monotonic() + _STORE_CLOSE_SECONDS
             while not all(self.has_key(f"left/{rank}") for rank in others) and time.monotonic() < until:
                 time.sleep(_STORE_POLL_SECONDS)
@@ -137,7 +139,7 @@ class _StoreConnection:
 
     def __init__(self) -> None:
         self.n_stores = 0
-        self.hosted = False
+        self.hosted, self.size = False, 1
         self._open = 0
         self._variables: dict[str, str] = {}
         self._environment = ExitStack()
@@ -156,11 +158,18 @@ class _StoreConnection:
             wait_for_host(LOOPBACK, port, _STORE_TIMEOUT, watch.check)  # rank 0 may have ended by now
             store = TCPStore(LOOPBACK, port, is_master=False, timeout=_STORE_TIMEOUT)
             self.store = seal_store(store, self.rank, one_host=True)
+        elif count_slurm_tasks() > 1 and "SLURM_STEP_ID" in os.environ:  # srun
+            slurm = SLURMEnvironment()
+            os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = slurm.main_address, str(slurm.main_port)
+            self.rank, size = slurm.global_rank(), slurm.world_size()
+            self.hosted, self.size = self.rank == 0, size
+            local = size if os.environ.get("SLURM_NNODES", "1") == "1" else 1
+            self.store = run_store(self.rank, size, local, _STORE_TIMEOUT, watch.check)
         else:
             if _has_other_launcher():
                 raise InputError(
-                    "the processes were started by a launcher other than Lightning or torchrun, and can't find rank "
-                    "0 before they train; start the script with torchrun, or with srun torchrun on SLURM"
+                    "the processes were started by a launcher other than Lightning, torchrun or srun, and can't find "
+                    "rank 0 before they train; start the script with torchrun, or with srun on SLURM"
                 )
             self.rank, self.hosted = 0, True
             secret = secret_for_children()
@@ -186,9 +195,11 @@ class _StoreConnection:
 
 def _has_other_launcher() -> bool:
     """Return whether a launcher other than Lightning started this process together with others."""
-    if "SLURM_PROCID" in os.environ and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive"):
-        return int(os.environ.get("SLURM_NTASKS", "1")) > 1
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 or int(os.environ.get("NODE_RANK", "0")) > 0
+    return (
+        count_slurm_tasks() > 1
+        or int(os.environ.get("WORLD_SIZE", "1")) > 1
+        or int(os.environ.get("NODE_RANK", "0")) > 0
+    )
 
 
 @cache
