@@ -46,8 +46,9 @@ def fit(
     width: int = 6,
     devices: int | None = None,
     callbacks: Sequence[pl.Callback] = (),
+    checkpoint: str | None = None,
 ) -> float:
-    """Train, and return the validation loss."""
+    """Train, from a checkpoint if one is given, and return the validation loss."""
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -60,7 +61,8 @@ def fit(
         max_epochs=epochs,
         callbacks=[OptunaPruning(), *callbacks],
     )
-    trainer.fit(Net(lr, width), DataLoader(data, batch, shuffle=True), DataLoader(data, 20))
+    loaders = DataLoader(data, batch, shuffle=True), DataLoader(data, 20)
+    trainer.fit(Net(lr, width), *loaders, ckpt_path=checkpoint)
     return float(trainer.callback_metrics["val_loss"])
 
 

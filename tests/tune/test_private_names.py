@@ -54,6 +54,18 @@ def test_storage_and_study_id(study):
     assert len(study.trials) == 3
 
 
+def test_study_attributes(study):
+    assert private_optuna.read_study_attributes(study) == {}
+    private_optuna.write_study_attribute(study, "name", [1])
+    assert private_optuna.read_study_attributes(study) == {"name": [1]}
+
+
+def test_database_url(study):
+    assert private_optuna.database_url(private_optuna.storage_of(study)) is None
+    made = optuna.create_study(storage="sqlite://")
+    assert private_optuna.database_url(private_optuna.storage_of(made)) == "sqlite://"
+
+
 def test_trial_id(study):
     study.ask()
     trial = study.ask()

@@ -11,7 +11,8 @@ from optuna import Study
 from optuna.progress_bar import _ProgressBar
 from optuna.samplers import BaseSampler
 from optuna.samplers._lazy_random_state import LazyRandomState
-from optuna.storages import BaseStorage
+from optuna.storages import BaseStorage, RDBStorage
+from optuna.storages._cached_storage import _CachedStorage
 from optuna.study._tell import _tell_with_warning
 from optuna.trial import FrozenTrial, Trial
 
@@ -29,6 +30,22 @@ def storage_of(study: Study) -> BaseStorage:
 def id_of(trial: Trial) -> int:
     """Return the identifier of a trial in its storage."""
     return trial._trial_id
+
+
+def read_study_attributes(study: Study) -> dict[str, Any]:
+    """Return the system attributes of a study, which users do not see."""
+    return study._storage.get_study_system_attrs(study._study_id)
+
+
+def write_study_attribute(study: Study, name: str, value: Any) -> None:
+    """Write a system attribute of a study."""
+    study._storage.set_study_system_attr(study._study_id, name, value)
+
+
+def database_url(storage: BaseStorage) -> str | None:
+    """Return the URL of a storage in a database, or None for another storage."""
+    inner = storage._backend if isinstance(storage, _CachedStorage) else storage
+    return inner.url if isinstance(inner, RDBStorage) else None
 
 
 def share_storage(study: Study, other: Study) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import optuna
 from optuna import Study
+from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from lightning_pipes.ir import InputError, check_type
@@ -38,7 +40,11 @@ def report_result(
     pruned = isinstance(error, optuna.TrialPruned)
     state = None if error is None else TrialState.PRUNED if pruned else TrialState.FAIL
     returned = value if error is None else None
-    state, values, why = tell_with_warning(study, trial, returned, state, skip_if_finished=True, suppress_warning=True)
+    tell = partial(tell_with_warning, study, trial, returned, state, skip_if_finished=True, suppress_warning=True)
+    try:
+        state, values, why = tell()
+    except UpdateFinishedTrialError:  # another process has ended the trial since `tell` looked at it
+        state, values, why = tell()
     frozen = stored_trial(study, trial)
     if state == TrialState.COMPLETE:
         assert values is not None
@@ -48,7 +54,7 @@ def report_result(
     else:
         log.warning(
             "Trial %d failed with parameters: %s because of the following error: %s.",
-            *(trial.number, frozen.params, why if error is None else repr(error)),
+            *(trial.number, frozen.params, repr(error) if error else why or "another process has ended the trial"),
             exc_info=error if traceback else None,
         )
     return frozen

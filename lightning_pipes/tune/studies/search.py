@@ -10,6 +10,7 @@ import itertools
 import logging
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from lightning_pipes.ir.clock import read_seconds
 from lightning_pipes.tune.multirun import Multirun
 from lightning_pipes.tune.studies.private_optuna import inside_optimize_loop, is_stop_requested
 from lightning_pipes.tune.studies.reporting import optuna_in_root_log, report_result
-from lightning_pipes.tune.studies.shared_study import ask_trial, ask_trials, prepare_study
+from lightning_pipes.tune.studies.shared_study import StudyLease, ask_trial, ask_trials, fail_dead_trials, join_study
 from lightning_pipes.tune.studies.study import run_leader_or_follower
 from lightning_pipes.tune.studies.trial import ArrayTrial, find_duplicate_trial, storage_errors
 
@@ -272,22 +273,24 @@ class OptunaSearch:
 
     def _in_batches(self) -> Study:
         """Run trials with a launcher that returns when all jobs of a batch have ended."""
-        with storage_errors():
-            study = self._study()
-            prepare_study(study)
-        source = self._trials(study, self._budget(study))
-        size = int(getattr(self._launcher, "n_jobs", None) or 1)
-        with inside_optimize_loop(study):
+        with ExitStack() as held:
+            with storage_errors():
+                study = self._study()
+                lease = held.enter_context(join_study(study))
+            source = self._trials(study, lease, self._budget(study))
+            size = int(getattr(self._launcher, "n_jobs", None) or 1)
+            held.enter_context(inside_optimize_loop(study))
             while batch := [*itertools.islice(source, max(1, size))]:
                 self._launch(study, batch)
         return study
 
-    def _trials(self, study: Study, left: int) -> Iterator[tuple[optuna.Trial, list[str]]]:
+    def _trials(self, study: Study, lease: StudyLease, left: int) -> Iterator[tuple[optuna.Trial, list[str]]]:
         until = None if self._settings["timeout"] is None else read_seconds() + self._settings["timeout"]
         for _ in range(left):
             if is_stop_requested(study) or (until is not None and read_seconds() >= until):
                 return
             with storage_errors():
+                fail_dead_trials(study, lease)
                 trial = ask_trial(study)
                 overrides = self._overrides(trial)
                 known = find_duplicate_trial(trial) if self._settings["reuse"] else None
@@ -310,7 +313,7 @@ class OptunaSearch:
                 self._record_outcome(study, frozen)
         finally:
             for trial in left:
-                study.tell(trial, state=TrialState.FAIL)
+                study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
 
 
 def _outcome(returned: JobReturn) -> tuple[Any, BaseException | None]:

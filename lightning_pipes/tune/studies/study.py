@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -33,8 +33,14 @@ from lightning_pipes.tune.studies.private_optuna import (
     storage_of,
 )
 from lightning_pipes.tune.studies.reporting import report_result
-from lightning_pipes.tune.studies.shared_study import ask_trials, enqueue_again, prepare_study
-from lightning_pipes.tune.studies.trial import ArrayTrial, StorageLostError, storage_errors, using_trial
+from lightning_pipes.tune.studies.shared_study import ask_trials, enqueue_again, fail_dead_trials, join_study
+from lightning_pipes.tune.studies.trial import (
+    ArrayTrial,
+    StorageLostError,
+    TrialEndedError,
+    storage_errors,
+    using_trial,
+)
 
 _STUDY_REASON_SECONDS = 2.0
 """The longest time that other ranks wait for rank 0 to publish the reason why the study ended."""
@@ -204,10 +210,14 @@ class _Leader:
         study: Study | Callable[[], Study],
         new_trials: Callable[[Study], Iterator[Trial]],
     ) -> Study:
-        with storage_errors():
-            self._study = study = _make_study(study)
-            prepare_study(study)
-            self._new_trials = new_trials(study)
+        with ExitStack() as held:
+            with storage_errors():
+                self._study = made = _make_study(study)
+                self._lease = held.enter_context(join_study(made))
+                self._new_trials = new_trials(made)
+            return self._run_trials(array, made)
+
+    def _run_trials(self, array: JobArray[Any], study: Study) -> Study:
         reset_stop(study)
         with inside_optimize_loop(study):
             lost: PeerFailure | None = None
@@ -220,7 +230,7 @@ class _Leader:
                 raise
             finally:
                 for trial in self._open.values():
-                    with suppress(StorageLostError), storage_errors():
+                    with suppress(StorageLostError, TrialEndedError), storage_errors():
                         if lost is not None:
                             enqueue_again(study, trial.number, trial.params)
                         study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
@@ -258,6 +268,7 @@ class _Leader:
         late = self._until is not None and read_seconds() >= self._until
         if is_stop_requested(self._study) or self._error is not None or late:
             return None
+        fail_dead_trials(self._study, self._lease)
         return next(self._new_trials, None)
 
     def _array_trial(self, index: int, trial: Trial) -> ArrayTrial:
@@ -277,7 +288,8 @@ class _Leader:
                 enqueue_again(self._study, trial.number, trial.params)
             frozen = report_result(self._study, trial, outcome.value, error, self._tracebacks)
         kinds = self._catch if isinstance(self._catch, tuple) else (self._catch,)
-        caught = (*kinds, MisfitError, torch.OutOfMemoryError)  # other trials may need less memory
+        # Other trials may need less memory, and may be of arrays that renew their leases.
+        caught = (*kinds, MisfitError, torch.OutOfMemoryError, TrialEndedError)
         if frozen.state == TrialState.FAIL and error is not None and not isinstance(error, caught):
             self._error = self._error or error
         for callback in self._callbacks:

@@ -10,7 +10,7 @@ from typing import Any, Never
 
 from optuna import Study
 from optuna.distributions import BaseDistribution, CategoricalChoiceType
-from optuna.exceptions import StorageInternalError
+from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
 from optuna.storages import BaseStorage
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, Trial, TrialState
@@ -25,6 +25,10 @@ _trial: ContextVar[ArrayTrial | None] = ContextVar("lightning_pipes_trial", defa
 
 class StorageLostError(PipelineError):
     """The study's storage does not respond. Earlier results remain in the storage."""
+
+
+class TrialEndedError(PipelineError):
+    """Another process has ended a trial that this array runs."""
 
 
 STUDY_ATTRIBUTES = (
@@ -258,9 +262,15 @@ def _answer(trial: Trial, ask: Callable[[Trial], Any]) -> tuple[Any, Exception |
 
 @contextmanager
 def storage_errors() -> Iterator[None]:
-    """Convert exceptions of a study's storage inside the block into StorageLostError."""
+    """Convert exceptions of a study's storage inside the block into StorageLostError or TrialEndedError."""
     try:
         yield
+    except UpdateFinishedTrialError as error:
+        raise TrialEndedError(
+            "another process has ended this trial, and its result is not used. Other arrays end and repeat the trials "
+            "of an array that did not renew its lease of the study. Check whether this process was stopped, or could "
+            "not reach the storage for minutes"
+        ) from error
     except (StorageInternalError, OSError) as error:
         cause: BaseException = error
         while cause.__cause__ is not None:  # Optuna's own error is general, and the last cause is specific
