@@ -23,7 +23,7 @@ RARE   := /(tests?|transformers/models|pip|mypy|networkx|fontTools|pygments/lexe
 USABLE := 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs ray test test-full test-newest test-lightning-main bench format lint install clean
+.PHONY: help demo docs ray postgresql test test-full test-newest test-lightning-main bench format lint install clean
 
 help:
 	@echo "make demo       train a small GPT in a pipeline of two processes and draw its timeline, about a minute"
@@ -42,12 +42,19 @@ demo: $(STAMP)
 test: format docs
 	@$(call with_types,-m "not slow" $(ARGS))
 
-test-full: format docs ray
+test-full: format docs ray postgresql
 	@$(call with_types,$(ARGS))
 
 ray: $(STAMP)
 	@$(PY) -c 'import ray.train' 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check $(PINS) -e '.[ray]' \
 	  || echo "Ray can't be installed, so its tests are skipped"
+
+postgresql: $(STAMP)   # the tests of a study in PostgreSQL are skipped if it can't be installed
+	@$(PY) -c 'import psycopg' 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check $(PINS) 'psycopg[binary]' \
+	  || echo "psycopg can't be installed"
+	@command -v initdb >/dev/null || ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 \
+	  || { [ "$$(id -u)" = 0 ] && apt-get install --yes -qq postgresql >/dev/null; } \
+	  || echo "PostgreSQL is not installed; on Debian and Ubuntu: apt install postgresql"
 
 test-newest:
 	@$(MAKE) --no-print-directory test-in VENV=$(NEWEST) PINS= UPGRADE="--upgrade --upgrade-strategy eager -e .[dev]" ARGS='$(ARGS)'
