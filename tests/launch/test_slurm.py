@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,9 @@ import torch
 
 from lightning_pipes.testing.ranks import run_ranks
 from tests.faults.training import EPOCHS, STEP, STEPS, Run, losses, train
+from tests.launch.slurm import path_with_scontrol
 
 JOB = "4711"
-SCONTROL = """#!/bin/sh
-echo "$@" >> "$CALLS"
-"""
 
 
 def as_task(rank: int, run: Run) -> tuple[dict[str, Any], str]:
@@ -58,43 +55,33 @@ def job(folder: Path, path: str, harm: str = "", place: str = "", victims: tuple
     return directory
 
 
-@dataclass(frozen=True)
-class Scheduler:
-    """A PATH with a `scontrol` command that records its calls."""
-
-    path: str
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return path_with_scontrol(tmp_path_factory.mktemp("bin"))
 
 
 @pytest.fixture(scope="module")
-def scheduler(tmp_path_factory: pytest.TempPathFactory) -> Scheduler:
-    folder = tmp_path_factory.mktemp("bin")
-    (folder / "scontrol").write_text(SCONTROL)
-    (folder / "scontrol").chmod(0o755)
-    return Scheduler(f"{folder}:{os.environ['PATH']}")
-
-
-@pytest.fixture(scope="module")
-def wanted(tmp_path_factory: pytest.TempPathFactory, scheduler: Scheduler) -> dict[int, set[str]]:
-    return losses(job(tmp_path_factory.mktemp("undisturbed"), scheduler.path))
+def wanted(tmp_path_factory: pytest.TempPathFactory, path: str) -> dict[int, set[str]]:
+    return losses(job(tmp_path_factory.mktemp("undisturbed"), path))
 
 
 @pytest.mark.parametrize("victims", [(0, 1), (1,)])
-def test_requeued_job_continues(victims, tmp_path, scheduler, wanted):
+def test_requeued_job_continues(victims, tmp_path, path, wanted):
     """A job that is requeued at the end of an epoch continues with the same losses from its checkpoint."""
-    first = job(tmp_path, scheduler.path, "requeue", "epoch end", victims)
+    first = job(tmp_path, path, "requeue", "epoch end", victims)
     assert (tmp_path / "calls").read_text() == f"requeue {JOB}\n"  # once, by rank 0
     (checkpoint,) = tmp_path.glob("hpc_ckpt_*.ckpt")
     assert torch.load(checkpoint, weights_only=False)["global_step"] == 2 * STEPS
-    again = job(tmp_path, scheduler.path)
+    again = job(tmp_path, path)
     assert losses(first) == wanted  # saving does not change the training
     assert losses(again) == {step: wanted[step] for step in range(2 * STEPS, EPOCHS * STEPS)}
 
 
-def test_a_requeue_is_agreed_on_in_the_middle_of_an_epoch(tmp_path, scheduler, wanted):
+def test_a_requeue_is_agreed_on_in_the_middle_of_an_epoch(tmp_path, path, wanted):
     """The job is requeued after the step with the signal, although only one rank received it."""
-    first = job(tmp_path, scheduler.path, "requeue", "forward", (1,))
+    first = job(tmp_path, path, "requeue", "forward", (1,))
     assert (tmp_path / "calls").read_text() == f"requeue {JOB}\n"
     (checkpoint,) = tmp_path.glob("hpc_ckpt_*.ckpt")
     assert torch.load(checkpoint, weights_only=False)["global_step"] == STEP + 1  # the step with the signal is finished
     assert losses(first) == wanted
-    assert losses(job(tmp_path, scheduler.path)) == {step: wanted[step] for step in range(STEP + 1, EPOCHS * STEPS)}
+    assert losses(job(tmp_path, path)) == {step: wanted[step] for step in range(STEP + 1, EPOCHS * STEPS)}

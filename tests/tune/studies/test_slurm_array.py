@@ -23,7 +23,7 @@ from lightning_pipes import optimize_array
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.tune.studies.search import open_storage
 from lightning_pipes.tune.studies.shared_study import RETRY_ATTRIBUTE
-from tests.launch.test_slurm import Scheduler, scheduler  # noqa: F401 - a fixture
+from tests.launch.slurm import path_with_scontrol
 from tests.tune.sweep import fit
 
 JOB, TASK = "4711", "3"
@@ -114,7 +114,7 @@ def alone(rank: int, rates: Sequence[float]) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victims", [(0, 1), (1,)])
-def test_a_requeued_task_continues_its_trials(victims: tuple[int, ...], tmp_path: Path, scheduler: Scheduler) -> None:  # noqa: F811
+def test_a_requeued_task_continues_its_trials(victims: tuple[int, ...], tmp_path: Path) -> None:
     """Check that all ranks end after the same batch, that rank 0 requeues the task once, and that the next attempt
     first continues the trials of the earlier attempt from their checkpoints, with the results of whole trainings."""
 
@@ -122,7 +122,7 @@ def test_a_requeued_task_continues_its_trials(victims: tuple[int, ...], tmp_path
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
-        env = {"PATH": scheduler.path, "CALLS": str(tmp_path / "calls"), "MASTER_PORT": port}
+        env = {"PATH": path_with_scontrol(tmp_path), "CALLS": str(tmp_path / "calls"), "MASTER_PORT": port}
         return run_ranks(one_task, 2, tmp_path, victims, restarts, timeout=90, env=env)
 
     assert attempt(0) == ["SIGTERMException 143"] * 2
