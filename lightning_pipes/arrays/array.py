@@ -294,16 +294,18 @@ class JobArray(Generic[T]):
     def _order_first_batches(self) -> None:
         """Put the siblings that have handed in their first batches in an order that keeps all stages busy.
 
-        The order is the same on all ranks, even if the ranks loaded batches of different sizes.
+        The order is the same on all ranks, even if the ranks loaded batches of different sizes or measured other times.
         """
         if self._rounds is not None or len(self._queue) < 3:
             return
         board = self.shared.board
-        mine = [0 if s is None or s.engine is None else s.engine.plan.jobs[0].rows for s in self._queue]
-        board.post_value("rows", json.dumps(mine))
-        self._work_until(lambda: board.have_all_posted("rows"), idle=True)
-        rows_of_ranks = [json.loads(each) for each in board.values("rows")] if board.others else [mine]
-        order = order_first_batches([max(each) for each in zip(*rows_of_ranks, strict=True)])
+        rows = {s.index: s.engine.plan.jobs[0].rows for s in self._queue if s is not None and s.engine is not None}
+        work = dict(zip(rows, self.shared.stage_loads.compare_batches(rows), strict=True))
+        mine = [0.0 if s is None else work.get(s.index, 0.0) for s in self._queue]
+        board.post_value("work", json.dumps(mine))
+        self._work_until(lambda: board.have_all_posted("work"), idle=True)
+        work_of_ranks = [json.loads(each) for each in board.values("work")] if board.others else [mine]
+        order = order_first_batches([max(each) for each in zip(*work_of_ranks, strict=True)])
         self._queue = deque(self._queue[n] for n in order)
 
     def _end_turn(self, sibling: Sibling[T]) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
+from lightning_pipes.cost import ModelProfile
 from lightning_pipes.ir import Kind, Span
 from lightning_pipes.planning.fit import stage_seconds
 from lightning_pipes.planning.partition import StageLoad, evenest_partition
@@ -16,6 +19,8 @@ class StageLoads:
     def __init__(self) -> None:
         self._seconds: dict[int, np.ndarray] = {}
         """The seconds of F and B of one batch on each rank, by the index of the sibling."""
+        self._profiles: dict[int, ModelProfile] = {}
+        """The measured layers of each of these siblings."""
 
     def level_cut(self, decision: Decision) -> tuple[Span, ...]:
         """Return the layers of each stage with which all ranks are equally busy, given the other siblings.
@@ -64,10 +69,30 @@ class StageLoads:
                 one = load.seconds(np.array([span.start]), np.array([span.stop]))
                 seconds[rank] += len(plan.spans(Kind.F, stage)) * float(one[0])
         self._seconds[index] = seconds
+        self._profiles[index] = profile
+
+    def compare_batches(self, rows: Mapping[int, int]) -> list[float]:
+        """Return the work of one batch of each sibling, in the same unit for all of them.
+
+        The unit is a second if the layers of all siblings were measured, and a sample if siblings have the same layers
+        or were not measured.
+
+        Args:
+            rows: the number of samples of the batch, by the index of the sibling.
+        """
+        found = [self._profiles.get(index) for index in rows]
+        profiles = [profile for profile in found if profile is not None]
+        if len(profiles) < len(rows) or len(set(map(id, profiles))) == 1:
+            return list(map(float, rows.values()))
+        return [
+            sum(profile.seconds(kind, layer, size) for kind in (Kind.F, Kind.B) for layer in range(len(profile.layers)))
+            for profile, size in zip(profiles, rows.values(), strict=True)
+        ]
 
     def end_sibling(self, index: int) -> None:
         """Stop counting the work of a sibling."""
         self._seconds.pop(index, None)
+        self._profiles.pop(index, None)
 
 
 def _with_others(load: StageLoad, others: float, microbatches: int) -> StageLoad:

@@ -86,3 +86,18 @@ def test_units_count_as_layers_do() -> None:
     assert loads.sum_seconds() == [19.0, 30.0, 5.0]
     loads.end_sibling(2)
     assert loads.level_cut(decide([1.0] * 9))[1] == Span(4, 5), "the stage in the middle is busy"
+
+
+def test_batches_of_unlike_siblings_are_compared_by_their_times() -> None:
+    """Check siblings of different layers, siblings with the same layers, and siblings without a measurement.
+
+    The time of a layer does not depend on the number of samples.
+    """
+    loads, alike = StageLoads(), decide([1.0] * 6)
+    loads.begin_sibling(0, decide([1.0] * 3))
+    loads.begin_sibling(1, alike)
+    loads.begin_sibling(2, replace(alike, rows=1))
+    assert loads.compare_batches({0: 10, 1: 1, 2: 4}) == pytest.approx([3.0, 6.0, 6.0])
+    assert loads.compare_batches({2: 1, 1: 4}) == [1.0, 4.0]
+    loads.begin_sibling(3, replace(alike, profile=None))
+    assert loads.compare_batches({0: 10, 3: 1}) == [10.0, 1.0]
