@@ -41,6 +41,9 @@ SCHEDULES = [
     ("zero_bubble", {"extra": (1, 0, 2), "limits": (8, 9, 8, 8)}, 4),
     ("ready", {"split": True}, 4),
     ("hanayo", {}, 2),
+    ("v", {}, 4),
+    ("v", {"k": 2}, 2),
+    ("v", {"split": False}, 2),
     ("ready", {}, 2),
     ("ready", {"slack": 0}, 4),
 ]

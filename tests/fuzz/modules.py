@@ -46,6 +46,7 @@ SCHEDULES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("kfkb", {"k": 2}),
     ("interleaved", {"stages_per_rank": 2}),
     ("hanayo", {"waves": 1}),
+    ("v", {}),
     ("zero_bubble", {}),
     ("umpipe", {}),
     ("um1f1b", {}),

@@ -51,7 +51,7 @@ WORDS = (
         "1e40Gbit/s",
     ),
 )
-SCHEDULES = ("1f1b", "gpipe", "kfkb", "interleaved", "zero_bubble", "hanayo", "deep", "per_link", "ready", "jap")
+SCHEDULES = ("1f1b", "gpipe", "kfkb", "interleaved", "zero_bubble", "hanayo", "v", "deep", "per_link", "ready", "jap")
 SCHEDULE_SETTINGS = (
     *("schedule.k", "schedule.slack", "schedule.limits", "schedule.waves", "schedule.extra"),
     *("schedule.stages_per_rank", "schedule", "schedule.name", "schedule._target_", "+schedule.x"),

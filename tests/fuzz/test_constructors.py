@@ -395,6 +395,7 @@ DOORS = [
             "kfkb": {"k": lambda v: count(v) or (isinstance(v, str) and v == "auto")},
             "interleaved": {"stages_per_rank": partial(count, most=2**12)},
             "hanayo": {"waves": partial(count, most=2**12)},
+            "v": {"k": lambda v: v is None or count(v, most=2**12), "split": flag},
             "deep": {"slack": whole},
             "per_link": {"extra": several(whole)},
             "ready": {"slack": whole, "limits": several(count), "alternate": flag},

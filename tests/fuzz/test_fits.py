@@ -30,7 +30,7 @@ from tests.trainers import make_trainer
 FEW, MANY = 4, 120
 EACH = 60.0
 """Seconds per case and rank. A busy machine needs ten times as long as a quiet one."""
-SCHEDULES = ("1f1b", "gpipe", "kfkb", "interleaved", "zero_bubble", "hanayo", "deep", "per_link", "ready")
+SCHEDULES = ("1f1b", "gpipe", "kfkb", "interleaved", "zero_bubble", "hanayo", "v", "deep", "per_link", "ready")
 STEPS = (
     *("loss",) * 6,
     *("dict", "dict with more", "none", "none sometimes", "no loss in dict", "vector", "integer", "nan", "raises"),

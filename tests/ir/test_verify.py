@@ -247,6 +247,7 @@ VARIANTS = [
     make_schedule("gpipe"),
     make_schedule("interleaved", stages_per_rank=2),
     make_schedule("hanayo"),
+    make_schedule("v"),
     make_schedule("zero_bubble"),
     make_schedule("pipedream"),
     make_schedule("pipedream_2bw"),

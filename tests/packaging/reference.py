@@ -40,7 +40,7 @@ TRIED: Mapping[str, Mapping[str, Any]] = {
 """For each setting that some schedules refuse, arguments that are tried with every schedule."""
 OVERLAPPING = {name for name in installed_schedules() if not make_schedule(name).flushes}
 REFUSED_BY_RUN = {
-    "loss": OVERLAPPING | {"interleaved", "hanayo"},
+    "loss": OVERLAPPING | {"interleaved", "hanayo", "v"},
     "verify": OVERLAPPING - {"csp"},
     "tensor_parallel": {"csp"},
     "shard_optimizer": OVERLAPPING,

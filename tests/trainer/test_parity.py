@@ -23,6 +23,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "kfkb": {"schedule": "kfkb", "schedule_args": {"k": 2}},
     "zero_bubble": {"schedule": "zero_bubble"},
     "hanayo": {"schedule": "hanayo"},
+    "v": {"schedule": "v"},
     "ready": {"schedule": "ready"},
 }
 TIED = {"model.4.weight": "model.0.weight"}  # name of the shared weights on a rank that only has the last layer

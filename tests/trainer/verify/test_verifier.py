@@ -220,6 +220,7 @@ EQUALS: dict[str, Fault] = {
     "kfkb": Fault("", Rich, "", strategy={"schedule": "kfkb", "schedule_args": {"k": 2}, "microbatches": 4}),
     "interleaved": Fault("", Rich, "", strategy={"schedule": "interleaved", "partition": "parameters"}),
     "hanayo": Fault("", Rich, "", strategy={"schedule": "hanayo", "partition": "parameters"}),
+    "v": Fault("", Rich, "", strategy={"schedule": "v", "partition": "parameters"}),
     "zero bubble": Fault("", Rich, "", strategy={"schedule": "zero_bubble"}),
     "umpipe": Fault(
         "",

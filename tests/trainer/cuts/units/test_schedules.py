@@ -26,6 +26,7 @@ FLUSHING: list[tuple[str, dict[str, Any]]] = [
     ("ready", {"slack": 1, "split": True}),
     ("interleaved", {}),
     ("hanayo", {}),
+    ("v", {"k": 2}),
     ("deep", {}),
     ("per_link", {}),
     ("jap", {}),
