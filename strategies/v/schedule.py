@@ -105,6 +105,11 @@ class V(Schedule):
             )
         return k
 
+    # Drawn by `step(V())`:
+    # rank 0 |0-1-2-3-..0'0'0'....1'1'0+1'2'2'0~1+2'3'3'2+1~3'2~3+3~| bubble 11.1%
+    # rank 1 |..0-1-2-0'3-..0'0'1'0+0~1'2'1'..1+2'3'1~2+3'2'2~3+3'3~| bubble 11.1%
+    # rank 2 |....0-0'1-1'2-..0'0+0'2'0~3-1'1+1'3'2'2+1~2'3'3+2~3'3~| bubble 11.1%
+    #         - forward  + input gradients  ~ weight gradients  . idle
     def program(self, plan: Plan) -> Program:
         check_one_batch(plan, self.name, self.split)
         check_placement(plan, self)
