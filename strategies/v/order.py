@@ -8,6 +8,8 @@ from functools import lru_cache, partial
 from itertools import accumulate
 from typing import NamedTuple
 
+from lightning_pipes.ir import PlanError
+
 PERIOD = 6
 """The slots of a pattern: F, I and W of a micro-batch on the two stages of a rank."""
 PATTERNS = (
@@ -75,7 +77,7 @@ Computation = tuple[int, int, int]
 Rows = tuple[tuple[Computation, ...], ...]
 
 
-class Times(NamedTuple):
+class Durations(NamedTuple):
     """The durations of F, I and W of a stage and of a message, in any unit."""
 
     forward: int = 1
@@ -84,7 +86,7 @@ class Times(NamedTuple):
     message: int = 0
 
 
-class Order(NamedTuple):
+class VOrder(NamedTuple):
     """The computations of every rank.
 
     Attributes:
@@ -113,7 +115,7 @@ class Pattern(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def find_order(p: int, m: int, k: int, times: Times, split: bool) -> Order | None:
+def find_order(p: int, m: int, k: int, times: Durations, split: bool) -> VOrder:
     """Return the order of m micro-batches on p ranks in which the rank that waits longest waits least.
 
     The patterns are compared with a few micro-batches, because all further micro-batches only repeat the pattern.
@@ -125,25 +127,23 @@ def find_order(p: int, m: int, k: int, times: Times, split: bool) -> Order | Non
         times: the durations of the computations.
         split: whether the backward runs as I and W.
 
-    Returns:
-        The order, or None if every pattern needs more memory.
+    Raises:
+        PlanError: every pattern needs more memory.
     """
     few = min(m, 2 * p)
-    found: list[tuple[Order, Rows, float]] = []
-    for rows_of in _sources(p, k):
-        rows = rows_of(few)
+    found: list[tuple[VOrder, Callable[[int], Rows], float]] = []
+    for make_rows in _sources(p, k):
+        rows = make_rows(few)
         for patience in PATIENCES:
             best = found[-1][0][:2] if found else (math.inf, math.inf)
             order = Execution(rows, few, k, times, patience, split).run(best[0])
             if order is not None and order[:2] < best:
-                found.append((order, rows_of, patience))
-    if m == few:
-        return found[-1][0] if found else None
-    for _, rows_of, patience in reversed(found):
-        order = Execution(rows_of(m), m, k, times, patience, split).run(math.inf)
-        if order is not None:
-            return order
-    return None
+                found.append((order, make_rows, patience))
+    for order, make_rows, patience in reversed(found):
+        longer = order if m == few else Execution(make_rows(m), m, k, times, patience, split).run(math.inf)
+        if longer is not None:
+            return longer
+    raise PlanError(f"v: no order of {m} micro-batches on {p} ranks holds at most {k} half-stages; raise k")
 
 
 def least_held(p: int) -> int:
@@ -211,7 +211,7 @@ def zero_bubble_rows(p: int, m: int) -> Rows:
 class Execution:
     """Executes rows of F and I under a limit of held half-stages. W fills the time in which ranks would wait."""
 
-    def __init__(self, rows: Rows, m: int, held: int, times: Times, patience: float, split: bool) -> None:
+    def __init__(self, rows: Rows, m: int, held: int, times: Durations, patience: float, split: bool) -> None:
         self.p, self.limit, self.times, self.patience = len(rows), held, times, patience
         self.split = split
         self.durations = (times.forward, times.inputs if split else times.inputs + times.weights, times.weights)
@@ -224,7 +224,7 @@ class Execution:
         self.pending: list[list[tuple[int, int]]] = [[] for _ in rows]
         self.ran: list[list[Computation]] = [[] for _ in rows]
 
-    def run(self, most_idle: float) -> Order | None:
+    def run(self, most_idle: float) -> VOrder | None:
         """Return the order in which everything ran, or None if it would take too long or ranks lack memory.
 
         Args:
@@ -246,7 +246,7 @@ class Execution:
                     waiting[r] = self._next(r)
         if any(at < len(row) for at, row in zip(self.at, self.rows, strict=True)):
             return None
-        return Order(max(self.idle), max(self.clock), tuple(map(tuple, self.ran)))
+        return VOrder(max(self.idle), max(self.clock), tuple(map(tuple, self.ran)))
 
     def _execute(self, rank: int, start: int, place: int) -> None:
         """Run the computation at `place` of the row of a rank, or its oldest W if `place` is negative."""

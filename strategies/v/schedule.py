@@ -23,7 +23,7 @@ from lightning_pipes.ir import (
     check_one_batch,
     check_placement,
 )
-from lightning_pipes.strategies.v.order import Times, find_order, least_held
+from lightning_pipes.strategies.v.order import Durations, find_order, least_held
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class V(Schedule):
         if any(plan.spans(kind, s) != spans for s in range(plan.n_stages) for kind in (Kind.F, Kind.B)):
             raise PlanError(f"{self.name} needs the same spans on all stages, forward and backward")
         k = self.held(plan.n_ranks)
-        order = find_order(plan.n_ranks, len(spans), k, Times(*self.times), self.split)
+        order = find_order(plan.n_ranks, len(spans), k, Durations(*self.times), self.split)
         kinds = (F, I if self.split else B, W)
         return Program(
             tuple(
