@@ -68,6 +68,8 @@ PATIENCES = (0.5, 0.1, 1e6)
 
 If this share of a later F or I, or of a W, fits, the rank runs it first. With the last value, it never does.
 """
+MAX_COMPARED_COMPUTATIONS = 200_000
+"""The number of executed computations after which no further patterns are compared."""
 LOOKAHEAD = 12
 """The number of later computations in its row among which a waiting rank chooses."""
 
@@ -132,11 +134,16 @@ def find_order(p: int, m: int, k: int, times: Durations, split: bool) -> VOrder:
     """
     few = min(m, 2 * p)
     found: list[tuple[VOrder, Callable[[int], Rows], float]] = []
+    executed = 0
     for make_rows in _sources(p, k):
+        if found and executed > MAX_COMPARED_COMPUTATIONS:
+            break
         rows = make_rows(few)
         for patience in PATIENCES:
             best = found[-1][0][:2] if found else (math.inf, math.inf)
-            order = Execution(rows, few, k, times, patience, split).run(best[0])
+            execution = Execution(rows, few, k, times, patience, split)
+            order = execution.run(best[0])
+            executed += sum(map(len, execution.ran))
             if order is not None and order[:2] < best:
                 found.append((order, make_rows, patience))
     for order, make_rows, patience in reversed(found):
