@@ -6,7 +6,6 @@ the number of siblings. After a run, a log message reports whether moving the st
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -92,9 +91,9 @@ class SiblingMemory:
         """Return whether the sibling's state fits on the device next to the states that have to stay there."""
         return True
 
-    def count_resident_states(self) -> int:
-        """Return the number of states as large as the largest one that fit on the device at the same time."""
-        return sys.maxsize
+    def explain_excess(self, indices: Iterable[int]) -> str:
+        """Return why the states of these siblings do not fit on the device together, or an empty text if they fit."""
+        return ""
 
     def begin_turn(self, index: int) -> None:
         """Prepare for a turn of the sibling, in which the sibling may change its state."""
@@ -206,12 +205,14 @@ class MemorySwap(SiblingMemory, PipelineCallback):
         self._copier: SlabCopier | None = None
         self._stages: set[int] = set()
         self._largest = 0
+        self._sizes: dict[int, int] = {}
+        """The bytes of the last state of each sibling."""
         self._blocks: Stopwatch | None = None
         self._notices: Notices | None = None
         self._all: Statistics | None = None
 
     def open(self, several: bool) -> None:
-        self._several, self._largest, self._blocks = several, 0, None
+        self._several, self._largest, self._sizes, self._blocks = several, 0, {}, None
         self.statistics, self.switching, self._all = Statistics(), None, None
 
     # ---- as a callback
@@ -330,8 +331,12 @@ class MemorySwap(SiblingMemory, PipelineCallback):
         swap = self._swap
         return swap is None or index not in swap or swap.is_leased(index) or swap.has_room(index)
 
-    def count_resident_states(self) -> int:
-        return min(self.device_bytes // max(1, self._largest), sys.maxsize if self.slots is None else self.slots)
+    def explain_excess(self, indices: Iterable[int]) -> str:
+        sizes = [self._sizes.get(index, 0) for index in indices]
+        if sum(sizes) <= self.device_bytes and (self.slots is None or len(sizes) <= self.slots):
+            return ""
+        slots = "" if self.slots is None else f", slots={self.slots}"
+        return f"They have {sum(sizes)} bytes, but MemorySwap has device_bytes={self.device_bytes}{slots}"
 
     def begin_turn(self, index: int) -> None:
         if self._swap is not None and index in self._swap:
@@ -346,7 +351,8 @@ class MemorySwap(SiblingMemory, PipelineCallback):
             return
         self.release_sibling(index)
         found = Binding(module, optimizers, device)
-        self._largest = max(self._largest, swap.add(index, found, lambda size: self._check(index, size)))
+        self._sizes[index] = swap.add(index, found, lambda size: self._check(index, size))
+        self._largest = max(self._largest, self._sizes[index])
 
     def begin_block(self, index: int, stage: int) -> None:
         self._stages.add(stage)

@@ -228,30 +228,36 @@ def _fit_row(
     Raises:
         PlanError: there is no room for the resident states in any order.
     """
-    room, siblings = memory.count_resident_states(), len({index for index, _ in row})
+    siblings = {index for index, _ in row}
 
-    def count_needed(blocks: list[tuple[int, bool]]) -> int:
-        """Return the largest number of states that are resident at the same time.
+    def find_excess(blocks: list[tuple[int, bool]]) -> tuple[int, str]:
+        """Return the number of states that do not fit on the device at the same time, and the reason.
 
         A state is resident between forward and backward, during a block, and during a turn.
         """
-        left, begun, most = Counter(index for index, _ in blocks), set[int](), 1
+        left, begun = Counter(index for index, _ in blocks), set[int]()
         for index, _ in blocks:
-            most = max(most, len(begun | {index}))
+            for other in siblings:
+                resident = begun | {index, other}
+                if reason := memory.explain_excess(resident):
+                    return len(resident), reason
             left[index] -= 1
             if left[index] and index in keeping:
                 begun.add(index)
             else:
                 begun.discard(index)
-        return min(most + 1, siblings)
+        return 0, ""
 
-    if count_needed(row) > room and plan.stages[rank] == (plan.n_stages - 1,):
+    if not memory.explain_excess(siblings):
+        return row
+    needed, reason = find_excess(row)
+    if reason and plan.stages[rank] == (plan.n_stages - 1,):
         row = [(index, way) for index, backward in row if not backward for way in (False, True)]
-    needed = count_needed(row)
-    if needed > room:
+        needed, reason = find_excess(row)
+    if reason:
         raise PlanError(
             f"in a round, rank {rank} has {needed} states at the same time: the states of siblings between forward "
-            f"and backward, and the state of the current sibling. MemorySwap has room for {room}; set recompute=True "
-            f"in all siblings, so that states may leave the device in between, or give MemorySwap room for {needed}"
+            f"and backward, and the state of the current sibling. {reason}. Set recompute=True in all siblings, so "
+            "that states may leave the device in between, or give MemorySwap more bytes or slots"
         )
     return row
