@@ -40,6 +40,7 @@ from lightning_pipes.engine.watch.shared_store import (
     run_store,
 )
 from lightning_pipes.engine.watch.trust import secret_for_children
+from lightning_pipes.ir import PlanError
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.active_run import ActiveRun
 from lightning_pipes.trainer.checkpoint.files import CheckpointWriter
@@ -183,6 +184,12 @@ class SessionStart:
         self._needs_process_group = not dist.is_initialized()
         if self._needs_process_group:
             self._open_store()
+        elif process_rank() >= grid.size:
+            raise PlanError(
+                f"this process is rank {process_rank()} of a process group of {whole_group().size()}, but the Trainer "
+                f"has only {grid.size} process(es). Give the Trainer the number of processes, or, in the workers of "
+                "Ray Train, use lightning_pipes.ray.RayPipelineStrategy"
+            )
         self.connections = make_connections(trainer, grid.rank, grid.size, self._make_watch)
         self.status = RankStatus(self.connections.report_failure)
 

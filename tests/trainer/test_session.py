@@ -12,6 +12,7 @@ import pytest
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lightning_pipes.engine.watch.shared_store import LOOPBACK
+from lightning_pipes.ir import PlanError
 from lightning_pipes.trainer import session
 from lightning_pipes.trainer.session import NEWEST_TESTED_TORCH, Launcher, warn_if_untested
 
@@ -65,3 +66,12 @@ def test_newer_ones_are_told_once(caplog):
             warn_if_untested(version)
     said = [r.getMessage() for r in caplog.records if "lightning_pipes" in r.getMessage()]
     assert [re.search(r"this is (\S+);", text)[1] for text in said] == ["2.15.0a0", "3.0.0"]
+
+
+def test_a_process_group_that_is_larger_than_the_trainer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check the error for workers of Ray Train whose Trainer has the default number of processes."""
+    monkeypatch.setattr(session.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(session, "process_rank", lambda: 1)
+    monkeypatch.setattr(session, "whole_group", lambda: SimpleNamespace(size=lambda: 2))
+    with pytest.raises(PlanError, match=r"rank 1 of a process group of 2, but the Trainer has only 1.*RayPipeline"):
+        session.SessionStart(None, SimpleNamespace(rank=0, size=1), None, None, 1, None)
