@@ -38,7 +38,7 @@ from lightning_pipes.engine.watch.failure import HEARTBEAT_TIMEOUT, PeerFailure
 from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.engine.watch.launcher import exit_with_launcher
 from lightning_pipes.engine.watch.process_exit import skip_final_gc
-from lightning_pipes.engine.watch.script import find_command
+from lightning_pipes.engine.watch.script import find_command, find_job_launcher
 from lightning_pipes.ir import Plan, PlanError, Policy, Schedule, check_type, short_repr
 from lightning_pipes.planning.planner import BLOCKING
 from lightning_pipes.trainer import private_lightning as private
@@ -458,6 +458,13 @@ class PipelineStrategy(PipelineHost):
         size, nodes = self.num_processes, self.num_nodes
         if size * nodes == 1:
             return Launcher(self._environment, size, nodes)
+        job_launcher = find_job_launcher()
+        if job_launcher is not None:
+            raise PlanError(
+                f"this process was started by {job_launcher} for one job, and can't be started again as one of the "
+                f"{size} processes of a pipeline. Let the job start a script that trains, for example with "
+                "subprocess.run([sys.executable, 'sweep.py'], check=True), or with torchrun on SLURM"
+            )
         command = find_command()
         is_prompt = hasattr(sys, "ps1") or bool(sys.flags.interactive)
         if command is not None and not is_prompt:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipes import OptunaPruning, PipelineStrategy, optimize_array
+from lightning_pipes.testing.ranks import scale_timeout
 from tests.trainers import make_trainer
 
 
@@ -96,7 +97,9 @@ def new_study(**more: Any) -> optuna.Study:
 
 
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(100, exit=True)  # prints where a process hangs, before its caller's timeout
+    faulthandler.dump_traceback_later(
+        scale_timeout(100), exit=True
+    )  # prints where a process hangs, before its caller's timeout
     folder = Path(sys.argv[1])
     made = optimize_array(
         lambda: new_study(storage=f"sqlite:///{folder}/study.db", study_name="script", load_if_exists=True),

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -30,7 +31,8 @@ from lightning_pipes.tune import multirun as multirun_module
 from lightning_pipes.tune import sweep_settings
 from lightning_pipes.tune.multirun import Multirun
 from lightning_pipes.tune.studies.search import distribution_from_override, open_storage
-from tests.launch.example import environment
+from lightning_pipes.tune.studies.shared_study import OWNER_ATTRIBUTE
+from tests.launch.example import ROOT, environment
 from tests.tune import app
 from tests.tune.sweep import fit
 
@@ -299,6 +301,38 @@ def test_launchers(launcher: list[str], tmp_path: Path) -> None:
     assert losses(folder) == losses(folder, "app.rank1.log") != {}
     assert found.stdout.count("job 3 starts") == 1  # other ranks leave the console to rank 0
     assert yaml.safe_load((folder / "multirun.yaml").read_text())["hydra"]["job"]["name"] == "app"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("package", "launcher"),
+    [
+        ("hydra_plugins.hydra_joblib_launcher", ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]),
+        ("hydra_plugins.hydra_submitit_launcher", ["hydra/launcher=submitit_local"]),
+    ],
+)
+def test_each_job_of_another_launcher_is_one_array(package: str, launcher: list[str], tmp_path: Path) -> None:
+    """Check that each job of Hydra's launchers runs an array of two processes, and that the arrays share one study.
+
+    A job that trains in its own process is refused.
+    """
+    pytest.importorskip(package)
+    storage = f"sqlite:///{tmp_path}/study.db"
+    optuna.create_study(storage=storage, study_name="script")  # two jobs that create the tables could collide
+
+    def run(folder: str, arrays: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "tests.tune.workers", "-m", *launcher, f"hydra.sweep.dir={tmp_path}/out"]
+        command += [f"+folder={folder}", f"+array={arrays}"]
+        env = {**os.environ, **environment("")}
+        return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+
+    found = run(str(tmp_path), "0,1")
+    assert found.returncode == 0, found.stdout + found.stderr
+    trials = optuna.load_study(study_name="script", storage=storage).trials
+    assert {trial.state.is_finished() for trial in trials} == {True}
+    assert sorted(Counter(trial.user_attrs[OWNER_ATTRIBUTE] for trial in trials).values()) == [6, 6]
+    assert len([*tmp_path.glob("*.said")]) == 4
+    assert "and can't be started again as one of the 2 processes of a pipeline" in run("", "0").stderr
 
 
 class TestSettings:

@@ -10,6 +10,21 @@ from pathlib import Path
 _first_directory = os.getcwd()
 
 
+_JOB_LAUNCHERS = {"submitit": "submitit", "joblib": "joblib", "loky": "joblib"}
+"""Packages whose own main module runs a job in a process, and the names of the launchers that use them."""
+
+
+def find_job_launcher() -> str | None:
+    """Return the name of the launcher that started this process for a job, such as submitit or joblib, or None.
+
+    Starting the main module again would not run the job.
+    """
+    import __main__
+
+    name = getattr(getattr(__main__, "__spec__", None), "name", None) or ""
+    return _JOB_LAUNCHERS.get(name.partition(".")[0])
+
+
 def find_command() -> tuple[Sequence[str], str] | None:
     """Return the command that starts the current program again, and the directory in which to start it.
 

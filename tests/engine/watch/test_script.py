@@ -43,3 +43,17 @@ def test_command_of_a_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 def test_programs_without_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     for argv in (["-"], ["-c", "1"], [""]):
         assert find(monkeypatch, argv) is None
+
+
+@pytest.mark.parametrize(
+    ("spec", "launcher"),
+    [
+        ("submitit.core._submit", "submitit"),
+        ("joblib.externals.loky.backend.popen_loky_posix", "joblib"),
+        ("package.main", None),
+        (None, None),
+    ],
+)
+def test_launcher_of_a_job(spec: str | None, launcher: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    find(monkeypatch, ["job"], spec)
+    assert script.find_job_launcher() == launcher
