@@ -1,0 +1,388 @@
+"""Sweeps over unlike siblings: equality with runs alone, memory and speed of LoRA arrays, busy stages.
+
+- Eight siblings of four widths, two depths and two LoRA ranks have the same losses and weights as alone.
+- Eight siblings with adapters of different ranks share a frozen base of 217 MiB, on two processes. The peak of their
+  resident memory is compared with the base and eight times what belongs to one sibling.
+- The same siblings, with small batches, run together, one after another, and in the order of mLoRA (Ye et al. 2023,
+  arXiv:2312.02515): backwards first, then forwards in their order of arrival, with one batch of each adapter in flight.
+- Sixteen siblings whose blocks take from half to twice the mean time share eight simulated stages.
+
+    python benchmarks/sweeps.py [--quick] [--json] [--only NAME]
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import psutil
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.harness.report import QUIET, Report, describe_machine, hush, make_parser, run_parts
+from benchmarks.papers.jap.run import steady_state, uneven
+from lightning_pipes import JobArray, PipelineStrategy, load_pretrained
+from lightning_pipes.arrays.arrivals import Arrivals, order_first_batches
+from lightning_pipes.arrays.siblings.stage_loads import StageLoads
+from lightning_pipes.cost import Cluster, CostModel, Deployment, Device, JobCosts, LayerProfile, ModelProfile
+from lightning_pipes.ir import Cut, Kind, Plan
+from lightning_pipes.planning.partition import partition_at
+from lightning_pipes.planning.planner import even_plan
+from lightning_pipes.sim import makespan, simulate
+from lightning_pipes.strategies.jap import JAP, Job, stream_jobs
+from lightning_pipes.strategies.one_f_one_b import OneFOneB
+from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer.plan.decision import Decision
+from tests.arrays import jobs as unlike
+
+SIBLINGS = 8
+
+
+# ---- equality
+
+
+def equal_rank(rank: int) -> bool:
+    """Return whether unlike siblings of an array have the same results as alone. One of them fails on purpose."""
+    hush()
+    jobs = [
+        unlike.Job(0, batch=16, width=3),
+        unlike.Job(1, patience=0, epochs=4, depth=8),
+        unlike.Job(2, harm="loss"),
+        unlike.Job(3, batch=5, clip=0.1, width=32, lora=1),
+        unlike.Job(4, patience=0, epochs=4, width=36, depth=8, lora=2),
+        unlike.Job(5, epochs=3, width=32, lora=2),
+        unlike.Job(6, batch=40, width=36, depth=8, lora=1),
+        unlike.Job(7, width=3, depth=8),
+        unlike.Job(8),
+    ]
+    outcomes = sorted(JobArray[Any](SIBLINGS, progress=False).run(jobs), key=lambda each: each.index)
+    if [each.index for each in outcomes if each.error] != [2]:
+        return False
+    for outcome, job in zip(outcomes, jobs, strict=True):
+        if not job.harm:
+            losses, *values, weights = job()
+            found_losses, *found_values, found = outcome.value
+            same = losses == found_losses and values == found_values
+            if not same or not all(torch.equal(weights[name], found[name]) for name in weights):
+                return False
+    return True
+
+
+def compare_alone(quick: bool) -> Report:
+    """Compare siblings with runs alone, on 2 stages, and also on 4 stages if not `quick`."""
+    equal = {ranks: all(run_ranks(equal_rank, ranks, timeout=300)) for ranks in ((2,) if quick else (2, 4))}
+    lines = [f"unlike siblings on {ranks} stages, bit-equal to runs alone: {same}" for ranks, same in equal.items()]
+    return Report(lines, {"unlike_bit_equal": float(all(equal.values()))})
+
+
+# ---- LoRA over one frozen base
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of the base.
+
+    Attributes:
+        width: the width of a block.
+        depth: the number of blocks.
+        tokens: the length of a sequence.
+    """
+
+    width: int = 768
+    depth: int = 8
+    tokens: int = 32
+
+
+TINY = Shape(64, 2)
+"""The base of the arrays that load everything that a process loads once."""
+RANKS = (2, 4, 8, 16)
+"""The ranks of the adapters of the siblings, in turn."""
+ROWS = 2
+"""The sequences in a batch."""
+
+
+class AdaptedLinear(nn.Module):
+    """A frozen linear layer with an adapter."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.base(x) + self.up(self.down(x))
+        return out
+
+
+def make_net(shape: Shape, rank: int) -> nn.Sequential:
+    """Return a frozen transformer whose feed-forward layers have adapters."""
+    width = shape.width
+    blocks = [
+        nn.TransformerEncoderLayer(width, width // 16, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        for _ in range(shape.depth)
+    ]
+    net = nn.Sequential(nn.Embedding(256, width), *blocks, nn.Linear(width, 256)).requires_grad_(False)
+    for block in blocks:
+        block.linear1 = AdaptedLinear(block.linear1, rank)  # type: ignore[assignment]
+        block.linear2 = AdaptedLinear(block.linear2, rank)  # type: ignore[assignment]
+    return net
+
+
+def save_base(shape: Shape, path: str) -> int:
+    """Write a base to a file, and return its bytes."""
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    state = {k: v for k, v in make_net(shape, 1).state_dict().items() if ".down." not in k and ".up." not in k}
+    save_file(state, path)
+    return sum(value.nbytes for value in state.values())
+
+
+class Tuned(L.LightningModule):
+    """Trains adapters over a base that is built on `meta` and read from a file."""
+
+    def __init__(self, shape: Shape, file: str, rank: int) -> None:
+        super().__init__()
+        self.net: Any = None
+        self._settings = shape, file, rank
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            shape, file, rank = self._settings
+            with torch.device("meta"):
+                self.net = make_net(shape, rank)
+            load_pretrained(self.net, file, strict=False)
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]).flatten(0, 1), batch[0].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=1e-3)
+
+
+def tune(shape: Shape, file: str, number: int, batches: int, schedule: str = "jap", microbatches: int = 1) -> None:
+    """Tune the adapters of one sibling."""
+    torch.manual_seed(number)
+    data = torch.utils.data.TensorDataset(torch.randint(256, (batches * ROWS, shape.tokens)))
+    strategy = PipelineStrategy(schedule, microbatches=microbatches, partition=[1 + shape.depth // 2], module="net")
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, **QUIET)
+    module = Tuned(shape, file, RANKS[number % len(RANKS)])
+    trainer.fit(module, torch.utils.data.DataLoader(data, ROWS))
+
+
+def run_array(jobs: Sequence[Callable[[], None]], arrivals: Arrivals[Any] | None = None) -> None:
+    """Run all jobs in one array."""
+    array: JobArray[None] = JobArray(len(jobs), progress=False)
+    if arrivals is not None:
+        array._arrivals = arrivals
+    for outcome in array.run(jobs):
+        if outcome.error is not None:
+            raise outcome.error
+
+
+def read_status(name: str) -> int:
+    """Return a value of this process, in bytes, such as its resident memory."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def memory_rank(rank: int, base: str, tiny: str, siblings: int) -> int:
+    """Return the bytes by which the peak of the resident memory of this process exceeds the memory before the array."""
+    hush()
+    torch.set_num_threads(1)
+    run_array([partial(tune, TINY, tiny, n, 2) for n in range(2)])
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    before = read_status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    run_array([partial(tune, Shape(), base, n, 3) for n in range(siblings)])
+    return read_status("VmHWM") - before
+
+
+def measure_memory(quick: bool) -> Report:
+    """Measure the peak memory of arrays of one and of eight siblings."""
+    with tempfile.TemporaryDirectory() as folder:
+        base, tiny = f"{folder}/base.safetensors", f"{folder}/tiny.safetensors"
+        size, _ = save_base(Shape(), base), save_base(TINY, tiny)
+        one, all_ = (sum(run_ranks(memory_rank, 2, base, tiny, n, timeout=300)) for n in (1, SIBLINGS))
+    limit = 1.15 * (size + SIBLINGS * (one - size))
+    lines = [
+        f"resident memory of two processes: base {size >> 20} MiB, one sibling {one >> 20} MiB, {SIBLINGS} siblings "
+        f"{all_ >> 20} MiB; base and {SIBLINGS} times what belongs to one sibling, plus 15 %: {int(limit) >> 20} MiB"
+    ]
+    return Report(lines, {"lora_memory_over_base": all_ / size, "lora_memory_over_limit": all_ / limit})
+
+
+# ---- speed
+
+
+class BackwardsFirst(Arrivals[Any]):
+    """The order of mLoRA: a rank computes backwards first, then forwards in the order of their arrival."""
+
+    def choose_sibling(self, siblings: Iterable[Any], memory: Any) -> Any:
+        """Return the sibling that computes next, or None."""
+        chosen = super().choose_sibling(siblings, memory)
+        if chosen is None or self._is_backward(chosen):
+            return chosen
+        backward = next((each for each in self._waiting if self._is_backward(each)), None)
+        if backward is None:
+            return chosen
+        self._waiting.remove(backward)
+        self._waiting.insert(0, chosen)
+        return backward
+
+    @staticmethod
+    def _is_backward(sibling: Any) -> bool:
+        i = None if sibling.engine is None else sibling.engine.next_ready()
+        return i is not None and i.kind is Kind.B
+
+
+def speed_rank(rank: int, base: str, batches: int, pairs: int) -> dict[str, list[float]]:
+    """Return the seconds of all siblings, in an array and one after another, in alternating runs."""
+    hush()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    jobs = [partial(tune, Shape(), base, n, batches) for n in range(SIBLINGS)]
+
+    def run_one_by_one(microbatches: int) -> None:
+        for job in jobs:
+            job(schedule="1f1b", microbatches=microbatches)
+
+    sides: dict[str, Callable[[], None]] = {
+        "array": partial(run_array, jobs),
+        "mlora": lambda: run_array(jobs, BackwardsFirst()),
+        **{f"alone m={m}": partial(run_one_by_one, m) for m in (1, 2)},
+    }
+    found: dict[str, list[float]] = {name: [] for name in sides}
+    jobs[0]()
+    for pair in range(pairs):
+        for name in list(sides)[:: -1 if pair % 2 else 1]:
+            dist.barrier()
+            begun = time.monotonic()
+            sides[name]()
+            dist.barrier()
+            found[name].append(time.monotonic() - begun)
+    return found
+
+
+MAX_SPREAD, MAX_BUSY = 0.1, 25.0
+"""The largest relative spread of ratios, and the largest percentage of the processor that other programs use."""
+
+
+def simulated_speedups() -> dict[str, float]:
+    """Return the simulated gains over one after another, if times are proportional to samples.
+
+    A forward and a backward take the same time, because the base needs no weight gradients.
+    """
+    costs, batches = CostModel.uniform(2, 1e-3, 1e-3, rows=ROWS), 20
+    plans = [even_plan(OneFOneB(), 2, m, ROWS) for m in (1, 2)]
+    alone = SIBLINGS * batches * min(makespan(OneFOneB().program(plan), plan, costs) for plan in plans)
+    array = stream_jobs([Job(Cut.even(ROWS, 1, 2), batches)] * SIBLINGS, costs)
+    return {"array": alone / array.time}
+
+
+def measure_speed(quick: bool) -> Report:
+    """Compare an array with the same siblings one after another, and with mLoRA's order."""
+    busy = psutil.cpu_percent(interval=2.0)
+    lines = [f"simulated: the array is {simulated_speedups()['array']:.2f} times as fast as one after another"]
+    batches, pairs = (4, 2) if quick else (12, 4)
+    with tempfile.TemporaryDirectory() as folder:
+        save_base(Shape(), f"{folder}/base.safetensors")
+        found = run_ranks(speed_rank, 2, f"{folder}/base.safetensors", batches, pairs, timeout=900)[0]
+    alone = min((found[name] for name in found if name.startswith("alone")), key=statistics.median)
+    ratios = sorted(there / ours for there, ours in zip(alone, found["array"], strict=True))
+    spread = ratios[-1] / ratios[0] - 1
+    if busy > MAX_BUSY or spread > MAX_SPREAD:
+        reason = f"other programs use {busy:.0f} % of the processor, and ratios differ by {spread:.0%}"
+        return Report([*lines, f"the measured speed is not valid: {reason}"])
+    medians = {name: statistics.median(seconds) for name, seconds in found.items()}
+    lines.append(
+        f"measured, {SIBLINGS} siblings, {batches} batches of {ROWS} sequences each: "
+        + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in medians.items())
+        + f"; the array is {ratios[0]:.2f} to {ratios[-1]:.2f} times as fast as one after another"
+    )
+    mlora = statistics.median(there / ours for there, ours in zip(found["mlora"], found["array"], strict=True))
+    return Report(lines, {"lora_speedup": statistics.median(ratios), "lora_speedup_vs_mlora_order": mlora})
+
+
+# ---- unlike siblings on many stages
+
+STAGES, UNLIKE, BATCHES, DEPTHS = 8, 16, 12, (16, 24, 32)
+
+
+def simulate_unlike(seed: int, depths: Sequence[int] = DEPTHS, is_ordered: bool = True) -> float:
+    """Return the share of the time for which the slowest stage computes in the steady state.
+
+    The mean block of each sibling takes from half to twice 10 ms, in cuts that level the work as in an array.
+
+    Args:
+        seed: the seed of the order and the depths of the siblings.
+        depths: the numbers of layers, of which each sibling has one.
+        is_ordered: whether the first batches are ordered by their work, as in an array, or by their number.
+    """
+    rng, loads = random.Random(seed), StageLoads()
+    work = [0.5 * 4 ** (n / (UNLIKE - 1)) for n in range(UNLIKE)]
+    rng.shuffle(work)
+    models = []
+    for number, factor in enumerate(work):
+        depth = rng.choice(depths)
+        seconds = 0.010 * factor * STAGES / depth
+        profile = ModelProfile((LayerProfile("", ((1, seconds),), ((1, 2 * seconds),), output=((1, 4),)),) * depth)
+        cut = partition_at([round(depth * s / STAGES) for s in range(1, STAGES)], depth, STAGES)
+        devices = Deployment(Cluster((Device(),) * STAGES))
+        decision = Decision(
+            JAP(), 1, False, (*range(STAGES),), cut, rows=1, profile=profile, deployment=devices, movable=True
+        )
+        decision = replace(decision, layers=loads.level_cut(decision))
+        loads.begin_sibling(number, decision)
+        models.append(uneven(profile.stage_costs(decision.layers), number))
+    turns = order_first_batches(work) if is_ordered else range(UNLIKE)
+    plan = Plan(tuple(range(STAGES)), (Cut.even(1, 1, STAGES),))
+    costs = JobCosts((plan,) * UNLIKE, tuple(models[n] for n in turns))
+    array = stream_jobs([Job(plan.jobs[0], BATCHES)] * UNLIKE, costs)
+    return steady_state(simulate(array.program, array.plan, costs)).utilisation
+
+
+def simulate_stages(quick: bool) -> Report:
+    """Simulate unlike siblings on many stages, with layers that can be cut evenly and with layers that can not."""
+    seeds, odd = range(1 if quick else 5), (18, 26, 34)
+    even = [simulate_unlike(seed) for seed in seeds]
+    listed = [simulate_unlike(seed, is_ordered=False) for seed in seeds]
+    rest = [simulate_unlike(seed, odd) for seed in seeds]
+    lines = [
+        f"simulated, {UNLIKE} siblings on {STAGES} stages, blocks of half to twice the mean time: the slowest stage is "
+        f"busy for {min(even):.1%} (first batches in the order of their numbers {min(listed):.1%}; with depths of "
+        f"{odd}, which can't be cut evenly, {min(rest):.1%})"
+    ]
+    return Report(lines, {"unlike_utilisation": min(even)})
+
+
+PARTS = {"equal": compare_alone, "memory": measure_memory, "speed": measure_speed, "stages": simulate_stages}
+
+
+def main() -> None:
+    """Run the selected parts of the benchmark."""
+    parser = make_parser(__doc__, "fewer batches, pairs and seeds; within 120 s")
+    parser.add_argument("--only", choices=PARTS, help="run one part")
+    options = parser.parse_args()
+    print(f"{describe_machine()}, torch {torch.__version__}\n")
+    keys = run_parts(PARTS, [options.only] if options.only else PARTS, options.quick)
+    if options.json:
+        print(json.dumps(keys))
+
+
+if __name__ == "__main__":
+    main()
