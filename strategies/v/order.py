@@ -60,8 +60,8 @@ PATTERNS = (
 
 A pattern has the number of slots from a computation to the same computation on the next stage. The entries are for
 forwards down the V, at its turn, and up again, from the last forward to the first gradient, and for gradients down the
-V, at its turn, and up again. Of the patterns with numbers of at most 6 in which no rank computes twice in a slot, these
-gave the shortest steps on 2 to 8 ranks, with equal and with unequal durations, for every k.
+V, at its turn, and up again. They were selected from all patterns with numbers of at most 6 in which no rank computes
+twice in a slot: each gave the shortest step for some k on 4, 6 or 8 ranks, with equal or with unequal durations.
 """
 PATIENCES = (0.5, 0.1, 1e6)
 """The shares of a computation that a waiting rank must be able to finish before the next one in its row can start.
