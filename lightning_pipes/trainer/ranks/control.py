@@ -14,6 +14,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.messages.local import PeerListener, host_id
 from lightning_pipes.engine.watch.failure import FailureWatch
@@ -32,6 +33,8 @@ _FIRST_MESSAGE_BYTES = 16384
 A longer object needs a second message. Random states and small reports fit into the first one.
 """
 _LENGTH_BYTES = 8
+_PIECE_BYTES = 16 << 20
+"""The size in bytes of the pieces in which large objects are gathered."""
 _MAX_LEAVING_MESSAGES = 8
 """The number of messages in flight to other ranks for which a rank does not wait."""
 _PREPARED_KEY = "prepared"
@@ -356,14 +359,30 @@ class Control:
     def gather(self, obj: Any, to: int) -> list[Any] | None:
         """Return the objects of all ranks in order on global rank `to`, and None on other ranks.
 
-        Tensors arrive on the CPU.
+        Tensors arrive on the CPU. The tensors of rank `to` that are already there are not copied. Large objects arrive
+        in pieces, so that no rank needs memory for more than the objects themselves.
         """
         if self.size == 1:
             return [obj]
-        data, sizes = self._pad_to_longest(obj)
-        into = [torch.empty_like(data) for _ in self.ranks] if process_rank() == to else None
-        self._finish(dist.gather(data, into, to, group=self._group, async_op=True))
-        return None if into is None else [_unpack(t[:n], self._seal) for t, n in zip(into, sizes, strict=True)]
+        receives = process_rank() == to
+        packed = PackedObject(None if receives else obj, self._seal)
+        lengths = self._gather_lengths(packed.size)
+        messages = [torch.empty(length if receives else 0, dtype=torch.uint8) for length in lengths]
+        piece = torch.empty(min(max(lengths), _PIECE_BYTES), dtype=torch.uint8)
+        into = [torch.empty_like(piece) for _ in lengths] if receives else None
+        for begin in range(0, max(lengths), _PIECE_BYTES):
+            packed.write(piece, begin)
+            self._finish(dist.gather(piece, into, to, group=self._group, async_op=True))
+            for message, part in zip(messages, into or (), strict=False):
+                rest = message[begin : begin + _PIECE_BYTES]
+                rest.copy_(part[: len(rest)])
+        if into is None:
+            return None
+        found, messages = [], messages[::-1]
+        for rank in self.ranks:
+            message = messages.pop()  # its memory is freed before the next object is unpacked
+            found.append(_to_cpu(obj) if rank == to else _unpack(message, self._seal))
+        return found
 
     def all_gather(self, obj: Any) -> list[Any]:
         """Return the objects of all ranks in order, on every rank. Tensors arrive on the CPU."""
@@ -416,16 +435,12 @@ class Control:
     def _seal(self) -> Seal | None:
         return self.watch.seal
 
-    def _pad_to_longest(self, obj: Any) -> tuple[torch.Tensor, list[int]]:
-        """Return the object's bytes, padded to the longest object of all ranks, and the true lengths of all objects."""
-        packed = PackedObject(obj, self._seal)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in self.ranks]
-        own = torch.tensor([packed.size], dtype=torch.int64)
-        self._finish(dist.all_gather(sizes, own, group=self._group, async_op=True))
-        lengths = [int(s) for s in sizes]
-        padded = torch.empty(max(lengths), dtype=torch.uint8)
-        packed.write(padded)
-        return padded, lengths
+    def _gather_lengths(self, own: int) -> list[int]:
+        """Return the lengths of the messages of all ranks in order."""
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in self.ranks]
+        length = torch.tensor([own], dtype=torch.int64)
+        self._finish(dist.all_gather(lengths, length, group=self._group, async_op=True))
+        return [int(each) for each in lengths]
 
     def _raise_reason(self, error: Exception) -> NoReturn:
         """Raise the reason why a collective failed: a failure that the watch has noticed, or the end of a process."""
@@ -521,6 +536,11 @@ def _pack_message(obj: Any, seal: Seal | None) -> torch.Tensor:
 def _message_end(message: torch.Tensor) -> int:
     """Return the offset of the end of a message that begins with its length."""
     return _LENGTH_BYTES + int(message[:_LENGTH_BYTES].view(torch.int64))
+
+
+def _to_cpu(obj: Any) -> Any:
+    """Return an object with its tensors on the CPU and detached, as the objects of other ranks arrive."""
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), obj)
 
 
 def _unpack(data: torch.Tensor, seal: Seal | None) -> Any:

@@ -201,11 +201,13 @@ class PackedObject:
         self.size = sum(part.nbytes for part in self.parts)
         """The number of bytes."""
 
-    def write(self, into: torch.Tensor) -> None:
-        """Fill the first `size` bytes of a tensor of bytes."""
-        view, at = into.numpy().data, 0
+    def write(self, into: torch.Tensor, begin: int = 0) -> None:
+        """Fill a tensor of bytes with the bytes of the object from `begin` on, as far as there are any."""
+        view, at = into.numpy().data, -begin
         for part in self.parts:
-            view[at : at + part.nbytes] = part
+            first, last = max(0, at), min(len(view), at + part.nbytes)
+            if first < last:
+                view[first:last] = part[first - at : last - at]
             at += part.nbytes
 
 

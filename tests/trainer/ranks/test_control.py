@@ -40,7 +40,9 @@ def joined(rank: int, ranks: int, how: str, idle: Callable[[Callable[[], bool]],
 def everything(rank: int, how: str) -> list[Any]:
     """Return the results of all kinds of calls on this rank."""
     control = joined(rank, 3, how)
+    controls._PIECE_BYTES = 1000  # less than the objects that are gathered below
     base = torch.arange(1_000_000)
+    mine = [torch.full((400 * rank,), rank), nn.Parameter(torch.ones(2))]
     sent = {"big": torch.arange(5000) + rank, "view": base[rank : rank + 2], "leaf": nn.Parameter(torch.ones(1))}
     later = control.prepare_broadcast(2)
     found = control.broadcast(sent if rank == 1 else None, 1)
@@ -50,6 +52,7 @@ def everything(rank: int, how: str) -> list[Any]:
         found["view"].tolist(),
         control.broadcast("short", 0),
         control.gather("x" * rank, 2),
+        gathered_lists(control.gather(mine, 1), mine),
         control.all_gather(rank**2),
         control.any(rank == 1, False),
         float(control.all_reduce(torch.tensor(float(rank)))),
@@ -63,14 +66,35 @@ def everything(rank: int, how: str) -> list[Any]:
     return all_found
 
 
+def gathered_lists(found: list[list[torch.Tensor]] | None, mine: list[torch.Tensor]) -> list[Any] | None:
+    """Return the numbers in gathered lists of tensors, and whether the tensors of this rank were not copied."""
+    if found is None:
+        return None
+    same = [ours.data_ptr() == own.data_ptr() for ours, own in zip(found[1], mine, strict=True)]
+    return [[(t.numel(), float(t.sum()), t.requires_grad) for t in tensors] for tensors in found] + same
+
+
 @pytest.mark.parametrize("how", [MESH, NONE, HOSTS])
 def test_control(how: str) -> None:
     """Check the results of every kind of call on three ranks, with and without a mesh."""
     for rank, found in enumerate(run_ranks(everything, 3, how, timeout=30)):
         gathered = ["", "x", "xx"] if rank == 2 else None
+        lists = [[(400 * n, 400.0 * n * n, False), (2, 2.0, False)] for n in range(3)]
         asked = [[False, True], [True, False]]
         later = ("later", torch.tensor(0.5))
-        assert found == [1, [1, 2], "short", gathered, [0, 1, 4], [True, False], 3.0, asked, later, 9999.0]
+        assert found == [
+            1,
+            [1, 2],
+            "short",
+            gathered,
+            [*lists, True, True] if rank == 1 else None,
+            [0, 1, 4],
+            [True, False],
+            3.0,
+            asked,
+            later,
+            9999.0,
+        ]
 
 
 def in_parts(rank: int, how: str) -> list[Any]:
