@@ -1,4 +1,4 @@
-"""Sweeps over unlike siblings: equality with runs alone, memory and speed of LoRA arrays, busy stages.
+"""Sweeps over unlike siblings: equality with runs alone, memory and speed of LoRA arrays, busy stages, trials on Ray.
 
 - Eight siblings of four widths, two depths and two LoRA ranks have the same losses and weights as alone.
 - Eight siblings with adapters of different ranks share a frozen base of 217 MiB, on two processes. The peak of their
@@ -6,6 +6,8 @@
 - The same siblings, with small batches, run together, one after another, and in the order of mLoRA (Ye et al. 2023,
   arXiv:2312.02515): backwards first, then forwards in their order of arrival, with one batch of each adapter in flight.
 - Sixteen siblings whose blocks take from half to twice the mean time share eight simulated stages.
+- One study runs in two arrays of two ranks on a local Ray cluster, and two ranks are killed. Trials that never complete
+  are lost, and trials that complete twice are repeated.
 
     python benchmarks/sweeps.py [--quick] [--json] [--only NAME]
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import os
 import random
 import statistics
 import tempfile
@@ -267,7 +270,7 @@ def speed_rank(rank: int, base: str, batches: int, pairs: int) -> dict[str, list
         **{f"alone m={m}": partial(run_one_by_one, m) for m in (1, 2)},
     }
     found: dict[str, list[float]] = {name: [] for name in sides}
-    jobs[0]()
+    run_array([partial(tune, Shape(), base, n, 1) for n in range(SIBLINGS)])
     for pair in range(pairs):
         for name in list(sides)[:: -1 if pair % 2 else 1]:
             dist.barrier()
@@ -370,7 +373,45 @@ def simulate_stages(quick: bool) -> Report:
     return Report(lines, {"unlike_utilisation": min(even)})
 
 
-PARTS = {"equal": compare_alone, "memory": measure_memory, "speed": measure_speed, "stages": simulate_stages}
+# ---- trials on Ray
+
+RAY_TRIALS = 8
+RAY_KEYS = ("ray_lost_trials", "ray_repeated_trials")
+
+
+def count_ray_trials(quick: bool) -> Report:
+    """Count the lost and the repeated trials of a study whose ranks are killed, if Ray is installed."""
+    try:
+        import ray
+    except ModuleNotFoundError:
+        missing: dict[str, Any] = dict.fromkeys(RAY_KEYS)
+        return Report(["no trials on Ray, which is not installed: pip install lightning-pipes[ray]"], missing)
+    from optuna.trial import TrialState
+
+    from lightning_pipes.ray import run_arrays
+    from tests.ray.training import KILLS, deadly, open_study
+
+    os.environ |= {"PYTHONPATH": str(Path(__file__).parents[1]), "RAY_USAGE_STATS_ENABLED": "0"}
+    with tempfile.TemporaryDirectory(prefix="ray") as folder:
+        ray.init(address="local", num_cpus=4, include_dashboard=False, _temp_dir=f"{folder}/ray", log_to_driver=False)
+        try:
+            study = run_arrays(partial(open_study, Path(folder)), deadly, RAY_TRIALS, 2, arrays=2, ranks=2)
+            complete = study.get_trials(states=(TrialState.COMPLETE,))
+        finally:
+            ray.shutdown()
+    distinct = len({trial.params["lr"] for trial in complete})
+    lost, repeated = RAY_TRIALS - distinct, len(complete) - distinct
+    line = f"{RAY_TRIALS} trials in two arrays on Ray, {len(KILLS)} ranks killed: {lost} lost, {repeated} repeated"
+    return Report([line], dict(zip(RAY_KEYS, map(float, (lost, repeated)), strict=True)))
+
+
+PARTS = {
+    "equal": compare_alone,
+    "memory": measure_memory,
+    "speed": measure_speed,
+    "stages": simulate_stages,
+    "ray": count_ray_trials,
+}
 
 
 def main() -> None:
