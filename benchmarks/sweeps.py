@@ -75,6 +75,7 @@ def equal_rank(rank: int) -> bool:
         return False
     for outcome, job in zip(outcomes, jobs, strict=True):
         if not job.harm:
+            assert outcome.value is not None
             losses, *values, weights = job()
             found_losses, *found_values, found = outcome.value
             same = losses == found_losses and values == found_values

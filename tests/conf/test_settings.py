@@ -151,7 +151,7 @@ def test_the_examples_are_composed_with_their_models(examples: Path) -> None:
 
 
 EXAMPLE_MISTAKES = [
-    ("model=resnet", "model=resnet: there is no such model. Did you mean 'resnet_digits'? There is: gpt, mlp,"),
+    ("model=resnet", "model=resnet: there is no such model. Did you mean 'resnet_digits'? There is: gpt, lora, mlp,"),
     ("model.depth=2", "model.depth: model has no 'depth'. Did you mean"),
     ("model.width=wide", "model.width=wide: needs int, as in model.width=128"),
 ]

@@ -28,7 +28,7 @@ from benchmarks.harness.report import QUIET, describe_allocator, hush
 from benchmarks.papers.jap.peers import Single, by_torch, data_parallel, side_by_side, singles
 from lightning_pipes import JobArray, PipelineStrategy
 from lightning_pipes.arrays.arrivals import order_first_batches
-from lightning_pipes.cost import CostModel, LayerProfile, ModelProfile
+from lightning_pipes.cost import CostModel, JobCosts, LayerProfile, ModelProfile
 from lightning_pipes.cost.layer import Table
 from lightning_pipes.engine.compute.profiler import profile_layers
 from lightning_pipes.ir import B, Cut, F, Kind, Plan, Program, Schedule, Span
@@ -499,13 +499,13 @@ def bit_equal(stages: int) -> bool:
     return all(run_ranks(equal_rank, stages, stages, timeout=300))
 
 
-Order = Callable[[Plan, CostModel], Program]
+Order = Callable[[Plan, CostModel | JobCosts], Program]
 
 
 def order_like(schedule: Schedule) -> Order:
     """Return an order of rounds that uses a schedule for one job, with whole batches of jobs as micro-batches."""
 
-    def order(plan: Plan, costs: CostModel) -> Program:
+    def order(plan: Plan, costs: CostModel | JobCosts) -> Program:
         rows = schedule.program(Plan.even(plan.n_stages, len(plan.jobs), ranks=plan.ranks)).head
         kinds = {Kind.F: F, Kind.B: B}
         return Program(

@@ -12,7 +12,7 @@ import itertools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from importlib.util import find_spec
+from importlib import import_module
 from typing import Any, Self
 
 from optuna import Study
@@ -60,11 +60,13 @@ def _check_sampler(study: Study) -> None:
     """
     for sampler in samplers_of(study.sampler):
         package = _PACKAGES_OF_SAMPLERS.get(type(sampler).__name__)
-        if package is not None and find_spec(package) is None:
+        try:
+            import_module(package or __name__)
+        except ImportError as error:
             raise InputError(
                 f"the study's {type(sampler).__name__} needs the package {package}, which is not installed. Run `pip "
                 f"install {package}`, or choose another sampler, such as TPESampler"
-            )
+            ) from error
 
 
 class StudyLease:
