@@ -109,8 +109,8 @@ class Shape:
     tokens: int = 32
 
 
-TINY = Shape(64, 2)
-"""The base of the arrays that load everything that a process loads once."""
+TINY, SMALL = Shape(64, 2), Shape(384)
+"""The base of the arrays that load what a process loads once, and the base whose speed `--quick` measures."""
 RANKS = (2, 4, 8, 16)
 """The ranks of the adapters of the siblings, in turn."""
 ROWS = 2
@@ -254,12 +254,12 @@ class BackwardsFirst(Arrivals[Any]):
         return i is not None and i.kind is Kind.B
 
 
-def speed_rank(rank: int, base: str, batches: int, pairs: int) -> dict[str, list[float]]:
+def speed_rank(rank: int, shape: Shape, base: str, batches: int, pairs: int) -> dict[str, list[float]]:
     """Return the seconds of all siblings, in an array and one after another, in alternating runs."""
     hush()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    jobs = [partial(tune, Shape(), base, n, batches) for n in range(SIBLINGS)]
+    jobs = [partial(tune, shape, base, n, batches) for n in range(SIBLINGS)]
 
     def run_one_by_one(microbatches: int) -> None:
         for job in jobs:
@@ -271,7 +271,7 @@ def speed_rank(rank: int, base: str, batches: int, pairs: int) -> dict[str, list
         **{f"alone m={m}": partial(run_one_by_one, m) for m in (1, 2)},
     }
     found: dict[str, list[float]] = {name: [] for name in sides}
-    run_array([partial(tune, Shape(), base, n, 1) for n in range(SIBLINGS)])
+    run_array([partial(tune, shape, base, n, 1) for n in range(SIBLINGS)])
     for pair in range(pairs):
         for name in list(sides)[:: -1 if pair % 2 else 1]:
             dist.barrier()
@@ -302,10 +302,11 @@ def measure_speed(quick: bool) -> Report:
     """Compare an array with the same siblings one after another, and with mLoRA's order."""
     busy = psutil.cpu_percent(interval=2.0)
     lines = [f"simulated: the array is {simulated_speedups()['array']:.2f} times as fast as one after another"]
-    batches, pairs = (4, 2) if quick else (12, 4)
+    shape, batches, pairs = (SMALL, 8, 2) if quick else (Shape(), 12, 4)
     with tempfile.TemporaryDirectory() as folder:
-        save_base(Shape(), f"{folder}/base.safetensors")
-        found = run_ranks(speed_rank, 2, f"{folder}/base.safetensors", batches, pairs, timeout=900)[0]
+        base = f"{folder}/base.safetensors"
+        size = save_base(shape, base)
+        found = run_ranks(speed_rank, 2, shape, base, batches, pairs, timeout=900)[0]
     alone = min((found[name] for name in found if name.startswith("alone")), key=statistics.median)
     ratios = sorted(there / ours for there, ours in zip(alone, found["array"], strict=True))
     spread = ratios[-1] / ratios[0] - 1
@@ -314,7 +315,7 @@ def measure_speed(quick: bool) -> Report:
         return Report([*lines, f"the measured speed is not valid: {reason}"])
     medians = {name: statistics.median(seconds) for name, seconds in found.items()}
     lines.append(
-        f"measured, {SIBLINGS} siblings, {batches} batches of {ROWS} sequences each: "
+        f"measured with setup, base {size >> 20} MiB, {SIBLINGS} siblings, {batches} batches of {ROWS} sequences each: "
         + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in medians.items())
         + f"; the array is {ratios[0]:.2f} to {ratios[-1]:.2f} times as fast as one after another"
     )
