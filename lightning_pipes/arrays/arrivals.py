@@ -62,8 +62,9 @@ def order_first_batches(work: Sequence[float]) -> list[int]:
     In a simulation of 8 stages and 16 siblings with batches of 8 to 32 samples in turn, the busiest stage computes 94 %
     of the time between the third and the eighth batches of the siblings, and 99.7 % of the time in this order.
     Neighbors in the order that have very different batch sizes wait for each other. The same holds for siblings of
-    different shapes: with blocks that take from half to twice the mean time, the busiest stage computes 97 % of the
-    time in this order, and about 90 % of the time in a random order.
+    different shapes: with blocks that take from half to twice the mean time, and numbers of layers that the number of
+    stages divides, the busiest stage computes 97 % of the time in this order, and about 90 % of the time in a random
+    order. With other numbers of layers, it computes about 87 % of the time in this order.
 
     Args:
         work: the work of the first batch of each sibling, in any unit.

@@ -1,4 +1,4 @@
-"""One Optuna study whose trials run in several job arrays on a Ray cluster.
+"""An Optuna study that runs in several job arrays on a Ray cluster.
 
 Each array has one placement group, and one actor of Ray for each of its ranks. An actor of a separate process, the
 `_TrialCounter`, counts the trials of all arrays. If a rank dies, the other ranks of its array end, the trials of the
@@ -304,7 +304,7 @@ def _actor_options(resources: Mapping[str, float]) -> dict[str, Any]:
 
 
 class _Job(NamedTuple):
-    """What the ranks of all arrays have in common.
+    """The settings that the ranks of all arrays share.
 
     Attributes:
         study: opens the study.
@@ -465,7 +465,7 @@ class _TrialCounter:
         self._recorded[array].append(number)
 
     def fail_trials(self, array: int) -> None:
-        """Fail the running trials of an array whose ranks have ended, and queue their parameters again."""
+        """Fail the running trials of an array after its ranks have ended, and queue their parameters again."""
         trials = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
         fail_trials(self._study, [trial for trial in trials if trial.number in self._recorded[array]])
         fail_dead_trials(self._study)
@@ -475,7 +475,7 @@ class _TrialCounter:
         self._stopped = True
 
     def _count(self) -> int:
-        """Return the number of trials that were started, without those that are repeated or wait for it."""
+        """Return the number of trials that were started, without trials that are repeated or will be repeated."""
         trials: list[FrozenTrial] = self._study.get_trials(deepcopy=False)
         started = sum(trial.state != TrialState.WAITING for trial in trials)
         return started - sum(RETRY_ATTRIBUTE in trial.user_attrs for trial in trials)

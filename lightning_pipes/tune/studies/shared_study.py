@@ -1,4 +1,4 @@
-"""Trials of a study whose storage outlives a process, and which several arrays may share.
+"""Trials of a study in a storage that outlives a process, and that several arrays may share.
 
 Each array has a lease in the storage of the study, which it renews while it works on the study. The trials of an array
 whose lease has ended are repeated. This works the same way in every storage, and needs no clock that several hosts
