@@ -19,7 +19,8 @@ from lightning_pipes.testing.ranks import scale_timeout
 
 
 @pytest.fixture
-def watches() -> Iterator[list[FailureWatch]]:
+def watches(own_heartbeats: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FailureWatch]]:
+    monkeypatch.setattr(failure, "GRACE_SECONDS", scale_timeout(20.0))
     store = store_on_loopback(0, timedelta(seconds=20))
     made = [FailureWatch(store.clone(), rank, 3, enforce=False) for rank in range(3)]
     yield made

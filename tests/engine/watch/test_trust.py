@@ -98,7 +98,7 @@ def test_data_of_strangers_is_ignored(raw: TCPStore, signed: SignedStore, caplog
 
 
 @pytest.fixture
-def watches(signed: SignedStore) -> Iterator[list[FailureWatch]]:
+def watches(signed: SignedStore, own_heartbeats: None) -> Iterator[list[FailureWatch]]:
     made = [FailureWatch(SignedStore(signed._store.clone(), signed.seal), rank, 2, enforce=False) for rank in (0, 1)]
     yield made
     for watch in made:
