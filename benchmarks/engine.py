@@ -31,20 +31,27 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
 
 from benchmarks.fidelity import Links, Overheads
 from benchmarks.harness.emulated import EmulatedLayer, EmulatedStep, join_ranks, sleeping_layer
 from benchmarks.harness.report import describe_machine, make_parser
 from lightning_pipes.cost import CostModel
 from lightning_pipes.engine import Engine, FailureWatch, Item, Stage, make_transport
-from lightning_pipes.ir import COMPUTE_KINDS, Plan, Schedule, Span
+from lightning_pipes.ir import COMPUTE_KINDS, Plan, Schedule, Span, adapt_plan
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.sim import Timeline, simulate
 from lightning_pipes.sim.timeline import Event
@@ -52,6 +59,15 @@ from lightning_pipes.testing.ranks import run_ranks
 
 FORWARD, BACKWARD = 0.005, 0.010
 EDGE_FLOATS = 64 * 1024 // 4
+BLOCKS = 32
+"""The number of equal transformer blocks of the model "blocks"."""
+TORCH_SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "v": ScheduleZBVZeroBubble,
+}
+"""The schedule of torch for each of our schedules. For "v", it is ZB-V."""
 WARM_UP = 2
 LEARNING = 6
 """The number of micro-batches in the training that measures the additional time of the engine."""
@@ -62,21 +78,36 @@ class Cell:
     """One comparison of our engine and torch with the same schedule.
 
     Attributes:
-        schedule: "gpipe", "1f1b" or "interleaved".
+        schedule: the name of the schedule.
         ranks: the number of processes.
         microbatches: the number of micro-batches in a batch.
-        model: "emulated", "empty", "gpt", or "learning" for the training that measures the engine's own time.
+        model: "emulated", "empty", "gpt", "blocks" for equal transformer blocks, or "learning" for the training that
+            measures the engine's own time.
+        settings: the names and values of the settings of the schedule.
+        separable: whether input and weight gradients of emulated stages take half of the backward each, and can be
+            computed separately.
+        scale: the factor of the times of emulated stages.
     """
 
     schedule: str
     ranks: int
     microbatches: int
     model: str = "emulated"
+    settings: tuple[tuple[str, Any], ...] = ()
+    separable: bool = False
+    scale: float = 1.0
+
+    @cached_property
+    def made_schedule(self) -> Schedule:
+        """The schedule with its settings."""
+        schedule = make_schedule(self.schedule, **dict(self.settings))
+        assert isinstance(schedule, Schedule)
+        return schedule
 
     @property
     def stages_per_rank(self) -> int:
         """The number of stages on each rank."""
-        return 2 if self.schedule == "interleaved" else 1
+        return len(self.made_schedule.place_stages(self.ranks)) // self.ranks
 
     @property
     def rows(self) -> int:
@@ -88,17 +119,19 @@ class Cell:
         """The forward and backward seconds of an emulated stage. The stages of one rank share its time."""
         if self.model == "empty":
             return 0.0, 0.0
-        return FORWARD / self.stages_per_rank, BACKWARD / self.stages_per_rank
+        share = self.scale / self.stages_per_rank
+        return share * FORWARD, share * BACKWARD
 
     @property
     def learning(self) -> bool:
         """Whether the cell only measures the engine's own time, without a comparison with torch."""
         return self.model == "learning"
 
-    @property
+    @cached_property
     def plan(self) -> Plan:
         """The plan, with its stages and micro-batches."""
-        return make_plan(self)[1]
+        where = self.made_schedule.place_stages(self.ranks)
+        return adapt_plan(Plan.even(len(where), self.microbatches, self.rows, where), self.made_schedule)
 
     def costs(self, links: Links, overheads: Overheads | None) -> CostModel:
         """Return the costs that are known before the training.
@@ -191,26 +224,23 @@ def gpt_parts(stages: int, width: int = 128, blocks: int = 8) -> list[nn.Sequent
 
 def make_problem(cell: Cell) -> tuple[list[nn.Module], torch.Tensor, torch.Tensor, Callable[..., torch.Tensor]]:
     """Return the modules of all stages, the batch, the target and the loss function."""
-    n = cell.ranks * cell.stages_per_rank
+    n = cell.plan.n_stages
+    parts: list[nn.Module]
     torch.manual_seed(1)
     if cell.model == "gpt":
         x = torch.randint(256, (cell.rows, 96))
         return list(gpt_parts(n)), x, torch.randint(256, x.shape), nn.functional.cross_entropy
-    parts: list[nn.Module] = [EmulatedLayer(sleeping_layer(*cell.seconds)) for _ in range(n)]
+    if cell.model == "blocks":
+        parts = [nn.Sequential(*(Block(64, 2) for _ in range(BLOCKS // n))) for _ in range(n)]
+        return parts, torch.randn(cell.rows, 64, 64), torch.zeros(cell.rows), lambda output, target: output.mean()
+    forward, backward = cell.seconds
+    layer = sleeping_layer(forward, backward, backward / 2 if cell.separable else 0.0)
+    parts = [EmulatedLayer(layer) for _ in range(n)]
     x = torch.randn(cell.rows, EDGE_FLOATS)
     return parts, x, torch.zeros(cell.rows), lambda output, target: output.mean()
 
 
-def make_plan(cell: Cell) -> tuple[Schedule, Plan]:
-    """Return the schedule and the plan of a cell."""
-    settings = {"stages_per_rank": cell.stages_per_rank} if cell.stages_per_rank > 1 else {}
-    schedule = make_schedule(cell.schedule, **settings)
-    assert isinstance(schedule, Schedule)
-    where = schedule.place_stages(cell.ranks)
-    return schedule, Plan.even(len(where), cell.microbatches, cell.rows, where)
-
-
-def make_stages(cell: Cell, plan: Plan, rank: int) -> list[Stage]:
+def make_stages(cell: Cell, rank: int) -> list[Stage]:
     """Return the stages of one rank, which contain their batch."""
     parts, x, target, loss = make_problem(cell)
 
@@ -220,7 +250,7 @@ def make_stages(cell: Cell, plan: Plan, rank: int) -> list[Stage]:
             return out
         return loss(out, target[span.start : span.stop]) * (span.rows / item.rows)
 
-    return [Stage(s, {s: parts[s]}, body) for s in plan.stages[rank]]
+    return [Stage(s, {s: parts[s]}, body) for s in cell.plan.stages[rank]]
 
 
 def make_ours(cell: Cell, rank: int, watch: FailureWatch, kind: str) -> tuple[Callable[[int], None], Engine]:
@@ -232,10 +262,10 @@ def make_ours(cell: Cell, rank: int, watch: FailureWatch, kind: str) -> tuple[Ca
         watch: the failure watch of this rank.
         kind: the kind of transport, "auto" or "gloo".
     """
-    schedule, plan = make_plan(cell)
+    plan = cell.plan
     transport = make_transport(plan, rank, range(cell.ranks), torch.device("cpu"), watch, kind)
-    stages = make_stages(cell, plan, rank)
-    engine = Engine(plan, schedule.program(plan), stages, transport, rank=rank, watch=watch)
+    program = cell.made_schedule.program(plan)
+    engine = Engine(plan, program, make_stages(cell, rank), transport, rank=rank, watch=watch)
 
     def step(number: int) -> None:
         engine.inject(Item(number, cell.rows))
@@ -244,22 +274,21 @@ def make_ours(cell: Cell, rank: int, watch: FailureWatch, kind: str) -> tuple[Ca
     return step, engine
 
 
-def make_torch(cell: Cell, rank: int) -> Callable[[int], None]:
-    """Return a function that runs one step of torch's schedule through its public API."""
+def make_torch(cell: Cell, rank: int) -> tuple[Callable[[int], None], Any]:
+    """Return a function that runs one step of torch's schedule through its public API, and the schedule."""
     parts, x, target, loss = make_problem(cell)
-    device, mine = torch.device("cpu"), range(rank, len(parts), cell.ranks)
-    stages = [PipelineStage(parts[s], s, len(parts), device) for s in mine]
-    kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}[cell.schedule]
+    stages = [PipelineStage(parts[s], s, len(parts), torch.device("cpu")) for s in cell.plan.stages[rank]]
+    kind = TORCH_SCHEDULES[cell.schedule]
     schedule = kind(stages if cell.stages_per_rank > 1 else stages[0], cell.microbatches, loss_fn=loss)
 
     def step(number: int) -> None:
         arguments = (x,) if rank == 0 else ()
-        if stages[-1].is_last:
+        if any(stage.is_last for stage in stages):
             schedule.step(*arguments, target=target, return_outputs=False)
         else:
             schedule.step(*arguments, return_outputs=False)
 
-    return step
+    return step, schedule
 
 
 def rank_main(rank: int, cells: list[Cell], rounds: int) -> list[dict[str, Any]]:
@@ -275,7 +304,7 @@ def rank_main(rank: int, cells: list[Cell], rounds: int) -> list[dict[str, Any]]
         sides, engines = {"ours": ours}, [engine]
         if not cell.learning:
             sides["gloo"], other = make_ours(cell, rank, watch, "gloo")
-            sides["torch"] = make_torch(cell, rank)
+            sides["torch"], _ = make_torch(cell, rank)
             engines.append(other)
         spans: dict[str, list[tuple[int, int]]] = {side: [] for side in sides}
         windows: list[list[Event]] = []
@@ -318,8 +347,8 @@ def evaluate(cell: Cell, by_rank: list[dict[str, Any]], overheads: Overheads) ->
     ours, gloo, peer = steps("ours"), steps("gloo"), steps("torch")
     ratios = sorted(a / b for a, b in zip(ours, peer, strict=True))
     quarter = len(ratios) // 4
-    schedule, plan = make_plan(cell)
-    program = schedule.program(plan)
+    plan = cell.plan
+    program = cell.made_schedule.program(plan)
     timelines = [Timeline.from_ranks(w, plan) for w in zip(*(r["windows"] for r in by_rank), strict=True)]
     measured = CostModel.from_timelines(timelines)
     alone = CostModel({key: table for key, table in measured.seconds.items() if key[0] in COMPUTE_KINDS})

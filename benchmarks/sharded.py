@@ -22,8 +22,6 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +33,9 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.harness.memory import count_tensor_bytes
 from benchmarks.harness.report import QUIET, make_parser
 from lightning_pipes import PipelineStrategy, load_pretrained
 from lightning_pipes.engine.allocator import load_libc, read_status_bytes
@@ -251,16 +249,6 @@ WAYS: dict[str, tuple[bool, bool]] = {
 """For each way to train, whether layers are sharded, and whether they are created on `meta`."""
 
 
-def count_tensor_bytes(work: Callable[[], None]) -> int:
-    """Return the largest number of bytes of tensors during `work`, without the tensors of other threads."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        work()
-    recorded: Any = profiler.profiler
-    events = (e for e in recorded.kineto_results.events() if e.name() == "[memory]")
-    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-    return int(max(accumulate(changes)))
-
-
 def train_large(rank: int, way: str, counts_tensors: bool) -> tuple[int, float]:
     """Train the large GPT, and return the peak bytes of this process and the seconds of a batch.
 
@@ -297,7 +285,7 @@ def train_large(rank: int, way: str, counts_tensors: bool) -> tuple[int, float]:
         trainer.fit(net, DataLoader(TensorDataset(inputs), batch_size=rows))
 
     if counts_tensors:
-        peak = count_tensor_bytes(train)
+        peak = count_tensor_bytes(train).peak
     else:
         train()
         peak = (read_status_bytes("VmHWM") or 0) - before

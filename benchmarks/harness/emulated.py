@@ -90,7 +90,7 @@ class _Sleep(torch.autograd.Function):
     """Copies its input, and sleeps in the forward and in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, forward: float, backward: float) -> Any:
         end = read_seconds() + forward
         ctx.backward_seconds = backward
         out = x.clone()
@@ -102,7 +102,7 @@ class _Sleep(torch.autograd.Function):
         end = read_seconds() + ctx.backward_seconds
         fresh, weight = gradients[0].clone(), torch.zeros(())
         pause_until(end)
-        return fresh, weight, None, None
+        return fresh, weight if ctx.needs_input_grad[1] else None, None, None
 
 
 class _SleepLater(torch.autograd.Function):
@@ -122,6 +122,9 @@ class _SleepLater(torch.autograd.Function):
 class EmulatedLayer(nn.Module):
     """A layer that returns its input after the time that its profile specifies for the number of rows.
 
+    If the backward can be split, its weight is not on the path of input gradients, except if the input needs no
+    gradient. Otherwise, torch's pipelines would repeat the input gradients to compute the gradient of the weight.
+
     Args:
         profile: seconds of the layer by number of rows.
         speed: relative speed of the device; all times are divided by it.
@@ -131,16 +134,15 @@ class EmulatedLayer(nn.Module):
         super().__init__()
         self.profile, self.speed = profile, speed
         self.weight = nn.Parameter(torch.zeros(()))
-        if profile.weight_backward:
-            self.split_weight = nn.Parameter(torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         p = self.profile
         back = p.input_backward if p.weight_backward else p.backward
         forward, backward, weights = (at_rows(t, len(x)) / self.speed for t in (p.forward, back, p.weight_backward))
-        out: torch.Tensor = _Sleep.apply(x, self.weight, forward, backward)  # type: ignore[no-untyped-call]
+        weight = None if p.weight_backward and x.requires_grad else self.weight
+        out: torch.Tensor = _Sleep.apply(x, weight, forward, backward)  # type: ignore[no-untyped-call]
         if p.weight_backward:  # the sum leads to both, so that a split backward can separate them
-            out = out + _SleepLater.apply(self.split_weight, weights)  # type: ignore[no-untyped-call]
+            out = out + _SleepLater.apply(self.weight, weights)  # type: ignore[no-untyped-call]
         return out
 
 

@@ -1,0 +1,41 @@
+"""The simulated parts of the benchmark of schedules, and the reason that it prints instead of invalid numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks import schedules
+from lightning_pipes.sim import simulate
+
+
+def test_the_simulated_table_has_all_schedules() -> None:
+    """Steps of 1F1B are (m + p - 1)(f + b); V-Half holds p + 2 of 2 p half-stages."""
+    report = schedules.simulate_table(quick=True)
+    text = "\n".join(report.lines)
+    assert all(text.count(name) == 2 for name in ("interleaved ", "ZB-H1 ", "ZB-H2 ", "V-Min ", "V-Half ", "ZB-V "))
+    assert report.keys["v_half_held_4"] == 6 / 8
+    assert report.keys["v_half_held_8"] == 10 / 16
+    steps = [line.split() for line in report.lines if line.startswith("1F1B ")]
+    assert [float(step[3]) for step in steps] == [11 * 30, 23 * 30]
+    assert max(report.keys["v_half_simulated_4"], report.keys["v_half_simulated_8"]) < 1
+
+
+@pytest.mark.parametrize("name", ["1F1B", "interleaved", "ZB-H1", "ZB-H2", "V-Half"])
+def test_held_half_stages_are_those_of_the_simulator(name: str) -> None:
+    cell = schedules.make_cells(4)[name]
+    halves = 2 // cell.stages_per_rank
+    costs = replace(cell.costs({}, None), activation_bytes=(halves,) * cell.plan.n_stages)
+    timeline = simulate(cell.made_schedule.program(cell.plan), cell.plan, costs)
+    assert schedules.count_held_by(cell) == max(timeline.peak_bytes)
+
+
+@pytest.mark.parametrize(
+    ("ours", "busy", "reason"),
+    [([1.0, 1.01, 1.0, 1.02], 3.0, ""), ([1.0, 1.5, 0.7, 1.0], 3.0, "not valid"), ([1.0] * 4, 60.0, "use 60 %")],
+)
+def test_noise_is_described(ours: list[float], busy: float, reason: str) -> None:
+    found = schedules.describe_noise({"V-Half": ours, schedules.PEER: [1.0] * 4}, busy)
+    assert bool(found) == bool(reason)
+    assert reason in found
