@@ -59,7 +59,7 @@ from lightning_pipes.testing.ranks import run_ranks
 
 FORWARD, BACKWARD = 0.005, 0.010
 EDGE_FLOATS = 64 * 1024 // 4
-BLOCKS = 32
+BLOCKS = 16
 """The number of equal transformer blocks of the model "blocks"."""
 TORCH_SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
