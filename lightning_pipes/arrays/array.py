@@ -298,13 +298,10 @@ class JobArray(Generic[T]):
         """
         if self._rounds is not None or len(self._queue) < 3:
             return
-        board = self.shared.board
         rows = {s.index: s.engine.plan.jobs[0].rows for s in self._queue if s is not None and s.engine is not None}
         work = dict(zip(rows, self.shared.stage_loads.compare_batches(rows), strict=True))
         mine = [0.0 if s is None else work.get(s.index, 0.0) for s in self._queue]
-        board.post_value("work", json.dumps(mine))
-        self._work_until(lambda: board.have_all_posted("work"), idle=True)
-        work_of_ranks = [json.loads(each) for each in board.values("work")] if board.others else [mine]
+        work_of_ranks = map(json.loads, self._exchange("work", json.dumps(mine), idle=True))
         order = order_first_batches([max(each) for each in zip(*work_of_ranks, strict=True)])
         self._queue = deque(self._queue[n] for n in order)
 
@@ -335,16 +332,12 @@ class JobArray(Generic[T]):
 
         Each rank publishes the number of states that it has room for, or 0 if the sibling has ended there.
         """
-        memory, board, engine = self._decides, self.shared.board, sibling.engine
+        memory, engine = self._decides, sibling.engine
         assert memory is not None
         self._last_asked = sibling.index
         trainer = None if sibling.outcome is not None or sibling.is_failing else sibling.trainer
-        rooms = [0 if trainer is None else memory.count_states_that_fit(trainer.num_devices)]
-        room = f"room/{sibling.index}"
-        board.post_value(room, str(rooms[0]))
-        self._work_until(lambda: board.have_all_posted(room))
-        if board.others:
-            rooms = [int(each) for each in board.values(room)]
+        room = 0 if trainer is None else memory.count_states_that_fit(trainer.num_devices)
+        rooms = [int(each) for each in self._exchange(f"room/{sibling.index}", str(room))]
         if all(rooms):
             assert engine is not None
             self.size, self._deciding = choose_size(rooms, engine.plan.n_ranks), False
@@ -380,13 +373,22 @@ class JobArray(Generic[T]):
         Other ranks may not yet have heard of failing siblings, and a time-limited search finds different orders on
         different ranks.
         """
-        board = self.shared.board
         self._rounds_begun += 1
-        key = f"order/{self._rounds_begun}"
-        order = "" if board.rank else find()
-        board.post_value(key, order)
-        self._work_until(lambda: board.have_all_posted(key), idle=True)
-        return board.values(key)[0] if board.others else order
+        order = "" if self.shared.board.rank else find()
+        return self._exchange(f"order/{self._rounds_begun}", order, idle=True)[0]
+
+    def _exchange(self, key: str, value: str, idle: bool = False) -> list[str]:
+        """Publish a value of this rank, and return the values of all ranks as soon as they are published.
+
+        Args:
+            key: identifies the values. It must not have been used before.
+            value: the value of this rank.
+            idle: whether the rank sleeps instead of computing while it waits.
+        """
+        board = self.shared.board
+        board.post_value(key, value)
+        self._work_until(lambda: board.have_all_posted(key), idle)
+        return board.values(key) if board.others else [value]
 
     def _work_until(self, ready: Callable[[], bool], idle: bool = False) -> None:
         """Compute for siblings between their turns until `ready()` is true.
@@ -468,22 +470,17 @@ class JobArray(Generic[T]):
 
     def _requeue_if_requested(self) -> None:
         """Requeue the SLURM job if the siblings have ended because SLURM requested this of any rank."""
-        board = self.shared.board
-        board.post_value("requeue", json.dumps(self._interrupts.is_requeue))
-        self._work_until(lambda: board.have_all_posted("requeue"), idle=True)
-        found = board.values("requeue") if board.others else [json.dumps(self._interrupts.is_requeue)]
-        if board.rank == 0 and any(map(json.loads, found)):
+        requests = self._exchange("requeue", json.dumps(self._interrupts.is_requeue), idle=True)
+        if self.shared.board.rank == 0 and any(map(json.loads, requests)):
             requeue_slurm_job()
 
     def _gather_events(self) -> Sequence[Sequence[Event]]:
         """Return the events of each rank."""
-        shared, board, events = self.shared, self.shared.board, self._record.events
-        if not board.others:
+        shared, events = self.shared, self._record.events
+        if not shared.board.others:
             return [events]
         fault_point("array.gather")
-        board.post_value("last", shared.describe_free_controls(self.size))
-        self._work_until(lambda: board.have_all_posted("last"))
-        return shared.gather_events(board.values("last"), events)
+        return shared.gather_events(self._exchange("last", shared.describe_free_controls(self.size)), events)
 
     def _cancel(self, error: BaseException) -> None:
         """End all remaining siblings. None of them may wait for other ranks any longer."""
