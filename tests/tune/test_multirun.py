@@ -318,7 +318,6 @@ def test_each_job_of_another_launcher_is_one_array(package: str, launcher: list[
     """
     pytest.importorskip(package)
     storage = f"sqlite:///{tmp_path}/study.db"
-    optuna.create_study(storage=storage, study_name="script")  # two jobs that create the tables could collide
 
     def run(folder: str, arrays: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "tests.tune.workers", "-m", *launcher, f"hydra.sweep.dir={tmp_path}/out"]

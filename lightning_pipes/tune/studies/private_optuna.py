@@ -48,6 +48,18 @@ def database_url(storage: BaseStorage) -> str | None:
     return inner.url if isinstance(inner, RDBStorage) else None
 
 
+def is_creation_collision(error: BaseException | None) -> bool:
+    """Return whether an error occurred because another process created the tables of a database at the same time."""
+    from sqlalchemy.exc import DBAPIError, IntegrityError
+
+    while error is not None:  # Optuna replaces errors of some commits by its own error
+        if isinstance(error, DBAPIError):
+            texts = "already exists", "database is locked"
+            return isinstance(error, IntegrityError) or any(text in str(error.orig) for text in texts)
+        error = error.__cause__
+    return False
+
+
 def share_storage(study: Study, other: Study) -> None:
     """Make `study` use the storage and the trials of `other`."""
     study._storage, study._study_id = other._storage, other._study_id

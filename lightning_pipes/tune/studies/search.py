@@ -34,7 +34,14 @@ from lightning_pipes.ir.clock import read_seconds
 from lightning_pipes.tune.multirun import Multirun
 from lightning_pipes.tune.studies.private_optuna import inside_optimize_loop, is_stop_requested
 from lightning_pipes.tune.studies.reporting import optuna_in_root_log, report_result
-from lightning_pipes.tune.studies.shared_study import StudyLease, ask_trial, ask_trials, fail_dead_trials, join_study
+from lightning_pipes.tune.studies.shared_study import (
+    StudyLease,
+    ask_trial,
+    ask_trials,
+    fail_dead_trials,
+    join_study,
+    open_study,
+)
 from lightning_pipes.tune.studies.study import run_leader_or_follower
 from lightning_pipes.tune.studies.trial import ArrayTrial, find_duplicate_trial, storage_errors
 
@@ -275,7 +282,7 @@ class OptunaSearch:
         """Run trials with a launcher that returns when all jobs of a batch have ended."""
         with ExitStack() as held:
             with storage_errors():
-                study = self._study()
+                study = open_study(self._study)
                 lease = held.enter_context(join_study(study))
             source = self._trials(study, lease, self._budget(study))
             size = int(getattr(self._launcher, "n_jobs", None) or 1)

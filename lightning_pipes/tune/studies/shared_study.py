@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any, Self
@@ -22,9 +23,10 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from lightning_pipes.engine.watch.identity import Process
 from lightning_pipes.engine.watch.slurm import slurm_attempt
-from lightning_pipes.ir import InputError
+from lightning_pipes.ir import InputError, check_type
 from lightning_pipes.ir.clock import read_seconds
 from lightning_pipes.tune.studies.private_optuna import (
+    is_creation_collision,
     read_study_attributes,
     samplers_of,
     storage_of,
@@ -47,6 +49,9 @@ LEASE_SECONDS = 300.0
 _LEASE_PREFIX = "lightning_pipes:array:"
 """The start of the system attributes of a study that contain leases. The rest is the owner."""
 _RENEWAL_SECONDS = 30.0
+_MAX_OPENINGS = 20
+"""The number of attempts to open a study. Each table of a new database can cause one collision of two arrays."""
+_OPENING_PAUSE_SECONDS = 0.05
 
 _PACKAGES_OF_SAMPLERS = {"CmaEsSampler": "cmaes", "GPSampler": "scipy", "QMCSampler": "scipy"}
 """The packages that samplers of Optuna import only when they suggest their first values."""
@@ -156,6 +161,31 @@ def _was_restarted(attempt: tuple[str, int] | list[Any] | None) -> bool:
     """Return whether this process is in a later attempt of a SLURM job than `attempt`."""
     now = slurm_attempt()
     return attempt is not None and now is not None and attempt[0] == now[0] and attempt[1] < now[1]
+
+
+def open_study(make: Callable[[], Study]) -> Study:
+    """Return the study that `make` creates or loads.
+
+    Optuna creates the tables of a new database without a lock, so several arrays that begin at the same time collide.
+    An array that finds its tables created by another one therefore calls `make` again.
+
+    Raises:
+        InputError: `make` does not return a study.
+        Exception: any other error of `make`.
+    """
+    for attempt in range(1, _MAX_OPENINGS):
+        try:
+            return _checked(make())
+        except Exception as error:
+            if not is_creation_collision(error):
+                raise
+        time.sleep(_OPENING_PAUSE_SECONDS * attempt)
+    return _checked(make())
+
+
+def _checked(study: Study) -> Study:
+    checked: Study = check_type("study", study, Study)
+    return checked
 
 
 @contextmanager

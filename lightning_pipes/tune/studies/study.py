@@ -33,7 +33,13 @@ from lightning_pipes.tune.studies.private_optuna import (
     storage_of,
 )
 from lightning_pipes.tune.studies.reporting import report_result
-from lightning_pipes.tune.studies.shared_study import ask_trials, enqueue_again, fail_dead_trials, join_study
+from lightning_pipes.tune.studies.shared_study import (
+    ask_trials,
+    enqueue_again,
+    fail_dead_trials,
+    join_study,
+    open_study,
+)
 from lightning_pipes.tune.studies.trial import (
     ArrayTrial,
     StorageLostError,
@@ -177,11 +183,6 @@ def run_leader_or_follower(
     return led
 
 
-def _make_study(study: Study | Callable[[], Study]) -> Study:
-    made: Study = check_type("study", study if isinstance(study, Study) else study(), Study)
-    return made
-
-
 class _Leader:
     """Rank 0, which owns the study and decides about trials."""
 
@@ -212,7 +213,7 @@ class _Leader:
     ) -> Study:
         with ExitStack() as held:
             with storage_errors():
-                self._study = made = _make_study(study)
+                self._study = made = study if isinstance(study, Study) else open_study(study)
                 self._lease = held.enter_context(join_study(made))
                 self._new_trials = new_trials(made)
             return self._run_trials(array, made)

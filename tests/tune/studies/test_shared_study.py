@@ -9,6 +9,7 @@ from typing import Any
 
 import optuna
 import pytest
+import sqlalchemy
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import BaseTrial, FrozenTrial, TrialState
@@ -181,3 +182,25 @@ def test_a_trial_that_another_array_has_ended_does_not_end_the_study(reports: bo
     assert [t.state.name for t in study.trials] == ["COMPLETE", "FAIL", "COMPLETE"]
     assert study.trials[1].values is None
     assert told == [0, 1, 2]
+
+
+@pytest.mark.parametrize("statement", ["CREATE TABLE studies", "CREATE TABLE alembic_version", "INSERT INTO alembic"])
+def test_arrays_that_create_one_database_at_the_same_time(statement: str, tmp_path: Path) -> None:
+    """Check an array that finds the database empty just before another array creates it."""
+    begun: list[str] = []
+    others: list[optuna.Study] = []
+
+    def create() -> optuna.Study:
+        return new_study(storage=f"sqlite:///{tmp_path}/study.db", study_name="s", load_if_exists=True)
+
+    def create_first(connection: Any, cursor: Any, text: str, *_: Any) -> None:
+        if text.strip().startswith(statement) and not begun:
+            begun.append(text)  # because the other array executes the same statement
+            others.append(create())
+
+    sqlalchemy.event.listen(sqlalchemy.Engine, "before_cursor_execute", create_first)
+    try:
+        study = optimize_array(create, lambda trial: trial.suggest_float("x", 0, 1), 1, 1)
+    finally:
+        sqlalchemy.event.remove(sqlalchemy.Engine, "before_cursor_execute", create_first)
+    assert [trial.params for trial in others[0].trials] == [trial.params for trial in study.trials] != []
