@@ -68,6 +68,7 @@ class Statistics:
         again: hits of the next micro-batch of a batch, which used the same state just before.
         cleared: the number of times that all states without a lease were evicted because a computation ran out of
             memory.
+        peak_bytes: the largest number of bytes of states on the device at the same time.
     """
 
     hits: int = 0
@@ -81,6 +82,7 @@ class Statistics:
     wasted: int = 0
     again: int = 0
     cleared: int = 0
+    peak_bytes: int = 0
 
     @classmethod
     def sum_devices(cls, each: Iterable[Statistics]) -> Statistics:
@@ -181,7 +183,7 @@ class Residency(Generic[Key]):
         waited = 0 if after is None else self._copier.wait(after)
         self.statistics.stall_ns += waited
         self._turn += 1
-        self._used += size
+        self._occupy(size)
         self._held[key] = _Held(None, self._turn, dirty=True, fresh=False)
         return waited
 
@@ -346,10 +348,14 @@ class Residency(Generic[Key]):
     def _load(self, key: Key) -> _Held:
         after = self._room_ends()
         self._turn += 1
-        self._used += self._sizes[key]
+        self._occupy(self._sizes[key])
         self.statistics.bytes_in += self._sizes[key]
         held = self._held[key] = _Held(self._copier.load(key, self._sizes[key], after), self._turn)
         return held
+
+    def _occupy(self, size: int) -> None:
+        self._used += size
+        self.statistics.peak_bytes = max(self.statistics.peak_bytes, self._used)
 
     def _room_ends(self) -> int | None:
         """Return the last copy of evicted states to the host that is still running; None if there is no such copy."""
