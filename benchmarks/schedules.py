@@ -1,7 +1,10 @@
 """Memory and step time of schedules: 1F1B, interleaved, zero bubble and v, compared with torch's ScheduleZBVZeroBubble.
 
 A half-stage is one micro-batch on half of the layers of a rank, between its forward and its weight gradients. The first
-rank of 1F1B holds 2 p half-stages. V-Min, V-Half and ZB-V are `v` with the smallest k, p + 2 and 2 p.
+rank of 1F1B holds 2 p half-stages. V-Min, V-Half and ZB-V are `v` with k = p, p + 2 and 2 p.
+
+Keys end with the number of ranks. `v_half_memory` and `v_half_step` are those on 8 ranks, and `zbv_vs_torch` and
+`v_simulation_error` are the larger ones.
 
 - *table*: simulated steps and held half-stages on 4 and on 8 ranks, for equal stages, links that take no time, and F, I
   and W of equal length.
@@ -13,8 +16,8 @@ rank of 1F1B holds 2 p half-stages. V-Min, V-Half and ZB-V are `v` with the smal
   engine, which is measured on 1F1B and ZB-H1 with 6 micro-batches.
 - *gpt*: executed steps of ZB-V and of torch's schedule on a real GPT in four stages, on two ranks of one thread each.
 
-By default, our engine sends through shared memory on one host, and torch sends through gloo. Keys that end with `_gloo`
-compare with our engine on gloo.
+Our engine sends through shared memory on one host, and torch sends through gloo. Keys with `_gloo` are for our engine
+on gloo.
 
     python benchmarks/schedules.py [--quick] [--json] [--only NAME]
 """
@@ -47,22 +50,31 @@ SCALE = 2.0
 """The factor of the times of emulated stages, with which F, I and W of a rank take 10 ms each."""
 MAX_SPREAD, MAX_BUSY = 0.05, 25.0
 """The largest middle half of the ratios of steps, and the largest percentage of the processor for other programs."""
-ROUNDS, QUICK_ROUNDS, LEARNING_STEPS = 15, 6, 3
+ROUNDS, QUICK_ROUNDS, LEARNING_STEPS = 15, 5, 3
+V_KEYS = {"v_min": "V-Min", "v_half": "V-Half"}
+"""The first part of the names of keys, and the schedule."""
 PEER, GLOO = "torch ZB-V", "ZB-V, gloo"
 
 
-def make_cells(ranks: int, model: str = "emulated") -> dict[str, Cell]:
-    """Return one training for each schedule, by its name. All of them train the same model with 2 p micro-batches."""
+def make_cells(ranks: int, model: str = "emulated", quick: bool = False) -> dict[str, Cell]:
+    """Return one training for each schedule, by its name. All of them train the same model with 2 p micro-batches.
+
+    Args:
+        ranks: the number p of ranks.
+        model: the model, see `Cell`.
+        quick: whether to return only 1F1B and the schedules "v" that the headline numbers need.
+    """
     base = Cell("1f1b", ranks, 2 * ranks, model, separable=True, scale=SCALE)
-    held = {V.least_held(ranks): "V-Min", ranks + 2: "V-Half", 2 * ranks: "ZB-V"}
-    held |= {k: f"v k={k}" for k in (ranks, 3 * ranks // 2) if k not in held}
-    return {
+    held = {k: f"v k={k}" for k in (V.least_held(ranks), 3 * ranks // 2)}
+    held |= {ranks: "V-Min", ranks + 2: "V-Half", 2 * ranks: "ZB-V"}
+    cells = {
         "1F1B": base,
         "interleaved": replace(base, schedule="interleaved"),
         "ZB-H1": replace(base, schedule="zero_bubble"),
         "ZB-H2": replace(base, schedule="zero_bubble", settings=(("extra", (1,) * (ranks - 1)),)),
         **{name: replace(base, schedule="v", settings=(("k", k),)) for k, name in sorted(held.items())},
     }
+    return {name: cells[name] for name in ("1F1B", "V-Min", "V-Half", "ZB-V")} if quick else cells
 
 
 def count_held(rows: Iterable[Iterable[str]], halves: int) -> int:
@@ -113,25 +125,25 @@ def simulate_table(quick: bool) -> Report:
                 f"{name:12} {held[name]:16} {share:5.2f} {1e3 * step:9.1f} {longer:6.3f} {share * longer:12.3f}"
             )
         lines.append("")
-        keys[f"v_half_held_{ranks}"] = held["V-Half"] / held["1F1B"]
-        keys[f"v_half_simulated_{ranks}"] = steps["V-Half"] / steps["1F1B"]
+        for key, name in V_KEYS.items():
+            keys[f"{key}_held_{ranks}"] = held[name] / held["1F1B"]
+            keys[f"{key}_simulated_{ranks}"] = steps[name] / steps["1F1B"]
     return Report(lines[:-1], keys)
 
 
 # ---- held bytes
 
-MEASURED = ("1F1B", "ZB-H1", "V-Min", "V-Half", "ZB-V")
 MAX_UNCOUNTED = 0.02
 """The largest share of the peak that may be freed without having been counted, because another thread created it."""
 
 
-def memory_rank(rank: int, ranks: int) -> dict[str, TensorBytes]:
-    """Return the bytes of the tensors of this rank in the second step of each training."""
+def memory_rank(rank: int, cells: dict[str, Cell]) -> dict[str, TensorBytes]:
+    """Return the bytes of the tensors of this rank in the second step of each training, and of torch's ZB-V."""
     torch.set_num_threads(1)
     watch = join_ranks(rank, realtime=False)
-    cells, found = make_cells(ranks, "blocks"), {}
-    for name in MEASURED:
-        step, engine = make_ours(cells[name], rank, watch, "auto")
+    found = {}
+    for name, cell in cells.items():
+        step, engine = make_ours(cell, rank, watch, "auto")
         step(0)
         found[name] = count_tensor_bytes(lambda step=step: step(1))  # type: ignore[misc]
         engine.close()
@@ -144,9 +156,10 @@ def memory_rank(rank: int, ranks: int) -> dict[str, TensorBytes]:
 
 def measure_memory(quick: bool) -> Report:
     """Measure the bytes that the largest rank holds in a step."""
-    lines, keys = [], {}
+    lines: list[str] = []
+    keys: dict[str, float] = {}
     for ranks in (4, 8):
-        found = run_ranks(memory_rank, ranks, ranks, timeout=300)
+        found = run_ranks(memory_rank, ranks, make_cells(ranks, "blocks", quick), timeout=300)
         uncounted = max(-each.rest / each.peak for of_rank in found for each in of_rank.values())
         if uncounted > MAX_UNCOUNTED:
             lines.append(f"memory on {ranks} ranks is not valid: {uncounted:.0%} of the peak was not counted")
@@ -157,7 +170,7 @@ def measure_memory(quick: bool) -> Report:
             "schedule       MiB  over 1F1B",
         ]
         lines += [f"{name:12} {peak / 2**20:6.1f} {peak / peaks['1F1B']:9.3f}" for name, peak in peaks.items()]
-        keys[f"v_half_memory_{ranks}"] = peaks["V-Half"] / peaks["1F1B"]
+        keys |= {f"{key}_memory_{ranks}": peaks[name] / peaks["1F1B"] for key, name in V_KEYS.items()}
         keys[f"zbv_memory_vs_torch_{ranks}"] = peaks["ZB-V"] / peaks[PEER]
     if "v_half_memory_8" in keys:
         keys["v_half_memory"] = keys["v_half_memory_8"]
@@ -239,10 +252,8 @@ def describe_noise(steps: dict[str, list[float]], busy: float) -> str:
 
 def compare_steps(ranks: int, quick: bool) -> Report:
     """Compare the executed steps of schedules on emulated stages with each other and with their simulations."""
-    cells = make_cells(ranks)
-    learning = [replace(cells[name], microbatches=LEARNING) for name in ("1F1B", "ZB-H1")]
-    if quick and ranks > 4:
-        cells = {name: cells[name] for name in ("1F1B", "V-Half", "ZB-V")}
+    cells = make_cells(ranks, quick=quick)
+    learning = [replace(make_cells(ranks)[name], microbatches=LEARNING) for name in ("1F1B", "ZB-H1")]
     busy = psutil.cpu_percent(interval=1.0)
     of_ranks = run_ranks(steps_rank, ranks, cells, learning, QUICK_ROUNDS if quick else ROUNDS, timeout=600)
     records, learned, orders = zip(*of_ranks, strict=True)
@@ -277,7 +288,7 @@ def compare_steps(ranks: int, quick: bool) -> Report:
     return Report(
         lines,
         {
-            f"v_half_step_{ranks}": relative("V-Half", "1F1B"),
+            **{f"{key}_step_{ranks}": relative(name, "1F1B") for key, name in V_KEYS.items()},
             f"zbv_vs_torch_{ranks}": relative("ZB-V", PEER),
             f"zbv_vs_torch_gloo_{ranks}": relative(GLOO, PEER),
             f"v_simulation_error_{ranks}": max(errors),
@@ -319,7 +330,7 @@ PARTS = {"table": simulate_table, "memory": measure_memory, "steps": measure_ste
 
 def main() -> None:
     """Run the selected parts of the benchmark."""
-    parser = make_parser(__doc__, "fewer rounds, and fewer schedules on 8 ranks; within 120 s")
+    parser = make_parser(__doc__, "fewer rounds, and only the schedules of the headline numbers; within 120 s")
     parser.add_argument("--only", choices=PARTS, help="run one part")
     options = parser.parse_args()
     print(f"{describe_machine()}, torch {torch.__version__}\n")

@@ -15,6 +15,7 @@ def test_the_simulated_table_has_all_schedules() -> None:
     report = schedules.simulate_table(quick=True)
     text = "\n".join(report.lines)
     assert all(text.count(name) == 2 for name in ("interleaved ", "ZB-H1 ", "ZB-H2 ", "V-Min ", "V-Half ", "ZB-V "))
+    assert report.keys["v_min_held_4"] == 4 / 8
     assert report.keys["v_half_held_4"] == 6 / 8
     assert report.keys["v_half_held_8"] == 10 / 16
     steps = [line.split() for line in report.lines if line.startswith("1F1B ")]
