@@ -64,7 +64,9 @@ def order_first_batches(work: Sequence[float]) -> list[int]:
     Neighbors in the order that have very different batch sizes wait for each other. The same holds for siblings of
     different shapes: with blocks that take from half to twice the mean time, and numbers of layers that the number of
     stages divides, the busiest stage computes 97 % of the time in this order, and about 90 % of the time in a random
-    order. With other numbers of layers, it computes about 87 % of the time in this order.
+    order. With other numbers of layers, it computes about 87 % of the time in this order, because the largest batch
+    needs 93 % of the time between its turns for its way through all stages. With two micro-batches in each batch, which
+    shortens this way by almost half, it computes more than 99 % of the time.
 
     Args:
         work: the work of the first batch of each sibling, in any unit.
