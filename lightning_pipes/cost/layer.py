@@ -227,8 +227,9 @@ class StageByteCosts(Protocol):
 def held_bytes(of: StageByteCosts, i: Instruction, plan: Plan) -> tuple[int, int]:
     """Return the bytes of activations that `i` allocates when it starts and frees when it ends.
 
-    A forward with several passes allocates the peak of all passes. A backward starts with all activations that it
-    recomputes.
+    A forward with several passes allocates the peak of all passes. All activations that a backward needs and that the
+    stage recomputes are allocated when the recomputation starts, which is a part of the backward or an instruction of
+    its own.
 
     Args:
         of: the bytes of the stages.
@@ -253,10 +254,13 @@ def held_bytes(of: StageByteCosts, i: Instruction, plan: Plan) -> tuple[int, int
     match i.kind:
         case Kind.F:
             return most, most - kept
-        case Kind.I:
+        case Kind.R:
             return made_again + working, working
+        case Kind.I:
+            return (working if plan.early_recompute else made_again + working), working
         case Kind.B:
-            return made_again + working, kept + made_again + working
+            taken = working if plan.early_recompute else made_again + working
+            return taken, kept + made_again + working
         case _:
             return working, kept + made_again + working
 

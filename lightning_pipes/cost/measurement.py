@@ -120,7 +120,7 @@ def times_of_passes(
     """Return the nanoseconds of single passes through the layers.
 
     If a computation has several passes, its duration is divided in proportion to their samples. If a backward
-    recomputes a forward, the median duration of the recorded forwards is subtracted.
+    includes a recomputed forward, the median duration of the recorded forwards is subtracted.
 
     Args:
         computed: tuples of (computation, nanoseconds, plan).
@@ -132,12 +132,15 @@ def times_of_passes(
     later: list[tuple[Instruction, float, tuple[Pass, ...]]] = []
 
     def add_passes(i: Instruction, took: float, each: Sequence[Pass]) -> None:
+        whole = sum(rows for rows, _ in each)
         for rows, _ in each:
-            found[i.kind, i.stage][rows].append(took if len(each) == 1 else took * rows / i.span.rows)
+            found[i.kind, i.stage][rows].append(took if len(each) == 1 else took * rows / whole)
 
     for i, took, plan in computed:
         each = layer_passes(i, plan)
-        if i.kind in RECOMPUTE_KINDS and any(again for _, again in each):
+        if i.kind is Kind.R:
+            each = tuple(one for one in each if one.recompute)
+        if i.kind in RECOMPUTE_KINDS and not plan.early_recompute and any(again for _, again in each):
             later.append((i, took, each))
         else:
             add_passes(i, took, each)
@@ -226,7 +229,7 @@ def input_queues(timeline: RecordedTimeline) -> tuple[InputQueue, ...]:
     for rank, i, start, end in computed:
         if i.kind is Kind.F:
             last[i.stage] = start
-        elif i.kind is not Kind.STEP:
+        elif i.kind not in (Kind.R, Kind.STEP):
             first.setdefault(i.stage, start)
         key = (Kind.F if i.kind is Kind.F else Kind.B, i.stage)
         inputs = {n for n in needs(i, plan) if n.kind in RECEIVE_KINDS and send_of(n) in arrivals}

@@ -243,10 +243,14 @@ class CostModel:
     def seconds_at(self, kind: Kind, stage: int, rows: int = 0) -> float:
         """Return the seconds of a computation, or of a send with a given or measured time on its link.
 
+        Without a time of its own, a recomputation (R) takes the time of the forward.
+
         Raises:
             InputError: if the model has no times of this kind on this stage.
         """
         table = self.seconds.get((kind, stage))
+        if table is None and kind is Kind.R:
+            table = self.seconds.get((Kind.F, stage))
         if table is None:
             if kind is Kind.STEP:
                 return 0.0
@@ -262,14 +266,15 @@ class CostModel:
     def duration_ns(self, i: Instruction, plan: Plan) -> int:
         """Return the nanoseconds of the computation `i`, summed over its passes.
 
-        The duration of a backward includes its recomputation.
+        The duration of a backward includes its recomputation, unless the recomputation is an instruction of its own.
         """
         if self.each and i in self.each:
             return to_nanoseconds(self.each[i])
         found = 0
         for rows, again in layer_passes(i, plan):
-            found += self._pass_ns(i.kind, i.stage, rows)
-            if again and i.kind in RECOMPUTE_KINDS:
+            if i.kind is not Kind.R or again:
+                found += self._pass_ns(i.kind, i.stage, rows)
+            if again and i.kind in RECOMPUTE_KINDS and not plan.early_recompute:
                 found += self._pass_ns(Kind.F, i.stage, rows)
         return found + self._concat_ns(i, plan) if self.joining else found
 

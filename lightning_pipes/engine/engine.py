@@ -133,9 +133,8 @@ class Engine:
         self._batches: Counter[int] = Counter()
         self._mirrors, self._memory, self._predictor = resources.mirrors, resources.memory, resources.predictor
         self._version_memory, self._replica_averages = resources.version_memory, resources.replica_averages
-        self.plan = plan
         self._set_stages(plan, stages)
-        self._program = self._prepare_order(plan, order)
+        self.plan, self._program = self._prepare_order(plan, order)
 
     def adopt(self, plan: Plan, order: Program | Policy, stages: Sequence[Stage] | None = None) -> None:
         """Use another plan or another order from the next window on.
@@ -163,7 +162,7 @@ class Engine:
             raise PlanError(f"the plan to adopt has {len(plan.jobs)} jobs, the engine {len(self.plan.jobs)}")
         if stages is not None:
             self._set_stages(plan, stages)
-        self.plan, self._program = plan, self._prepare_order(plan, order)
+        self.plan, self._program = self._prepare_order(plan, order)
 
     def inject(self, item: Item) -> None:
         """Add one batch to the window, without running any instruction of it.
@@ -476,14 +475,14 @@ class Engine:
             raise
         window.order.mark_done(i)
 
-    def _prepare_order(self, plan: Plan, order: Program | Policy) -> Program | Policy:
+    def _prepare_order(self, plan: Plan, order: Program | Policy) -> tuple[Plan, Program | Policy]:
         for stage in self._stages:
             stage.limit_versions(plan.versions[stage.number] if plan.shared_weights else 1)
         if isinstance(order, Program):
-            return lower(order, plan)
+            return plan, lower(order, plan)
         if order.is_endless:
             check_stream(order, plan)
-        return order
+        return plan.with_late_recompute(), order
 
 
 @lru_cache(maxsize=32)

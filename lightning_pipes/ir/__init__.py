@@ -28,6 +28,7 @@ from lightning_pipes.ir.instruction import (
     I,
     Instruction,
     Kind,
+    R,
     Span,
     W,
     even_spans,
@@ -35,7 +36,7 @@ from lightning_pipes.ir.instruction import (
     send_of,
     target_stage,
 )
-from lightning_pipes.ir.lowering import batch_instructions, lower
+from lightning_pipes.ir.lowering import add_recomputations, batch_instructions, lower
 from lightning_pipes.ir.passes import (
     Concat,
     CostKey,
@@ -45,6 +46,7 @@ from lightning_pipes.ir.passes import (
     count_concatenated,
     graph_spans,
     layer_passes,
+    recomputation_of,
 )
 from lightning_pipes.ir.plan import MAX_FORWARDS, MAX_MICROBATCHES, MAX_STAGES, Cut, Plan
 from lightning_pipes.ir.program import Program
@@ -98,6 +100,7 @@ __all__ = [
     "Policy",
     "Program",
     "ProgramError",
+    "R",
     "RankView",
     "Reduction",
     "Rule",
@@ -130,8 +133,10 @@ __all__ = [
     "eligible_instructions",
     "layer_passes",
     "adapt_plan",
+    "add_recomputations",
     "ready_key",
     "receive_of",
+    "recomputation_of",
     "send_of",
     "short_repr",
     "target_stage",

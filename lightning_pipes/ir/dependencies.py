@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from lightning_pipes.ir.instruction import Instruction, Kind, send_of
+from lightning_pipes.ir.passes import recomputation_of
 from lightning_pipes.ir.plan import Plan
 from lightning_pipes.ir.stream import Transfer
 
@@ -42,8 +43,12 @@ def needs(i: Instruction, plan: Plan) -> list[Instruction]:
             add_overlapping(*((Kind.RF, stage) if plan.is_remote_edge(stage - 1) else (Kind.F, stage - 1)))
         if batch >= plan.versions[stage] and plan.shared_weights:
             out.append(_step_before(i, plan, plan.versions[stage]))
+    elif kind is Kind.R:
+        add_overlapping(Kind.F, stage)
     elif kind is Kind.B or kind is Kind.I:
         add_overlapping(Kind.F, stage)
+        if (recomputation := recomputation_of(i, plan)) is not None:
+            out.append(recomputation)
         if stage + 1 < plan.n_stages:
             add_overlapping(*((Kind.RB, stage) if plan.is_remote_edge(stage) else (gradient, stage + 1)))
         if batch > 0 and kind is Kind.B and plan.shared_weights:  # don't add the gradients of two batches

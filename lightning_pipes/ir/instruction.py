@@ -49,6 +49,8 @@ class Kind(StrEnum):
 
     F = "F"
     """Forward."""
+    R = "R"
+    """Repeated forward, which creates the activations for the backward of a stage that recomputes them."""
     B = "B"
     """Full backward, which computes the gradients of both the inputs and the weights."""
     I = "I"  # noqa: E741 - the field's letter
@@ -71,6 +73,7 @@ class Kind(StrEnum):
 
 _KIND_DESCRIPTIONS = {
     Kind.F: "forward of stage {}",
+    Kind.R: "recomputation of stage {}",
     Kind.B: "backward of stage {}",
     Kind.I: "input gradients of stage {}",
     Kind.W: "weight gradients of stage {}",
@@ -80,9 +83,9 @@ _KIND_DESCRIPTIONS = {
     Kind.SB: "gradient sent by stage {}",
     Kind.RB: "gradient for stage {}",
 }
-COMPUTE_KINDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.STEP})
+COMPUTE_KINDS = frozenset({Kind.F, Kind.R, Kind.B, Kind.I, Kind.W, Kind.STEP})
 RECOMPUTE_KINDS = frozenset({Kind.B, Kind.I})
-"""Kinds that run the forward again on stages that recompute their activations."""
+"""Kinds that need the activations of a stage, and therefore the recomputation if the stage does not keep them."""
 SEND_KINDS = frozenset({Kind.SF, Kind.SB})
 RECEIVE_KINDS = frozenset({Kind.RF, Kind.RB})
 
@@ -123,6 +126,11 @@ class Instruction(NamedTuple):
 def F(stage: int, span: Span, job: int = 0, batch: int = 0) -> Instruction:
     """Return the instruction that runs the forward of `span` on `stage`."""
     return Instruction(Kind.F, stage, job, batch, span)
+
+
+def R(stage: int, span: Span, job: int = 0, batch: int = 0) -> Instruction:
+    """Return the instruction that runs the forward of `span` on `stage` again to create its activations."""
+    return Instruction(Kind.R, stage, job, batch, span)
 
 
 def B(stage: int, span: Span, job: int = 0, batch: int = 0) -> Instruction:

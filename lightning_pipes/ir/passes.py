@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from lightning_pipes.ir.instruction import COMPUTE_KINDS, Instruction, Kind, Span
+from lightning_pipes.ir.instruction import COMPUTE_KINDS, RECOMPUTE_KINDS, Instruction, Kind, Span
 from lightning_pipes.ir.plan import Plan, Spans
 
 CostKey = int | tuple[tuple["Pass", ...], "Concat"]
@@ -29,8 +29,8 @@ class Pass(NamedTuple):
 
     Attributes:
         rows: the number of samples.
-        recompute: whether the stage keeps only its input for these samples, so that the backward runs their forward
-            again.
+        recompute: whether the stage keeps only its input for these samples, so that their forward runs again before
+            the backward.
     """
 
     rows: int
@@ -64,6 +64,13 @@ def layer_passes(i: Instruction, plan: Plan) -> tuple[Pass, ...]:
     return tuple(
         [Pass(part.rows, again or plan.overlapping_spans(Kind.F, i.stage, i.job, part)[0] != part) for part in parts]
     )
+
+
+def recomputation_of(i: Instruction, plan: Plan) -> Instruction | None:
+    """Return the R that creates activations for the backward `i`, or None if `i` needs no R before it."""
+    if not plan.early_recompute or i.kind not in RECOMPUTE_KINDS:
+        return None
+    return i._replace(kind=Kind.R) if any(again for _, again in layer_passes(i, plan)) else None
 
 
 class Concat(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -124,7 +124,7 @@ class Cut:
         match kind:
             case Kind.F:
                 return self.forward[stage]
-            case Kind.B | Kind.I | Kind.W:
+            case Kind.B | Kind.I | Kind.W | Kind.R:
                 return self.backward[stage]
             case Kind.SF:
                 return self.forward_links[stage]
@@ -188,6 +188,8 @@ class Plan:
         replicas: for each stage, all of its ranks, if stages have several ranks and share out the samples among them.
             The first rank is the one in `ranks`. `Cut.replicas` specifies which of them computes a span. If empty, each
             stage has one rank.
+        early_recompute: whether the forward that a stage runs again is an instruction R of its own, which does not wait
+            for the gradient. If False, it is the first part of the backward (B or I).
 
     Raises:
         PlanError: if the fields contradict each other.
@@ -205,6 +207,7 @@ class Plan:
     after: Mapping[Instruction, tuple[Instruction, ...]] = field(default_factory=dict, hash=False)
     whole_forward: tuple[bool, ...] = ()
     replicas: tuple[tuple[int, ...], ...] = ()
+    early_recompute: bool = False
 
     def __post_init__(self) -> None:
         try:
@@ -331,6 +334,16 @@ class Plan:
     def compute_kinds(self) -> tuple[Kind, ...]:
         """The kinds of computations that a micro-batch needs: the forward, and the full or the split backward."""
         return (Kind.F, Kind.I, Kind.W) if self.split_backward else (Kind.F, Kind.B)
+
+    def with_late_recompute(self) -> Plan:
+        """Return the same plan without `early_recompute`, as policies need it."""
+        return replace(self, early_recompute=False) if self.early_recompute else self
+
+    def kinds_of_stage(self, stage: int) -> tuple[Kind, ...]:
+        """Return the kinds of computations of every micro-batch on a stage, in order, with the recomputation if any."""
+        forward, *backward = self.compute_kinds
+        again = self.early_recompute and bool(self.recompute) and self.recompute[stage]
+        return (forward, *(Kind.R,) * again, *backward)
 
     def rank_of(self, i: Instruction) -> int:
         """Return the rank that runs `i`."""

@@ -21,7 +21,7 @@ _Made = TypeVar("_Made")
 MAX_CACHED_INSTRUCTIONS = 2**19
 """The maximum number of instructions in all programs whose results a function caches, at some hundred bytes each."""
 _INSTRUCTION_PATTERN = re.compile(
-    r"(?:j(?P<job>\d+):)?(?P<kind>STEP|SF|RF|SB|RB|F|B|I|W)(?P<stage>\d+)(?:\.(?P<n>\d+))?(?:@(?P<batch>\d+))?"
+    r"(?:j(?P<job>\d+):)?(?P<kind>STEP|SF|RF|SB|RB|F|R|B|I|W)(?P<stage>\d+)(?:\.(?P<n>\d+))?(?:@(?P<batch>\d+))?"
 )
 
 

@@ -248,7 +248,12 @@ def check_stream(policy: Policy, plan: Plan) -> None:
 
 
 def adapt_plan(plan: Plan, schedule: Schedule | Policy) -> Plan:
-    """Return the plan with the `split_backward` and the weight versions that the schedule needs."""
+    """Return the plan with the `split_backward` and the weight versions that the schedule needs.
+
+    A policy picks whole backwards, so the recomputations of its plan are parts of the backwards.
+    """
+    if isinstance(schedule, Policy):
+        plan = plan.with_late_recompute()
     if plan.split_backward != schedule.splits_backward:
         plan = replace(plan, split_backward=schedule.splits_backward)
     return plan if schedule.flushes else replace(plan, versions=tuple(schedule.weight_versions(plan)))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from lightning_pipes.ir.checks import DeadlockError, PlanError, ProgramError
 from lightning_pipes.ir.dependencies import needs
 from lightning_pipes.ir.instruction import COMPUTE_KINDS, RECEIVE_KINDS, Instruction, Kind, send_of
-from lightning_pipes.ir.lowering import batch_instructions, lower
+from lightning_pipes.ir.lowering import add_recomputations, batch_instructions, lower
 from lightning_pipes.ir.plan import Plan
 from lightning_pipes.ir.program import Program
 from lightning_pipes.ir.regular import IrregularError, Unit, is_regular, walk_program
@@ -206,7 +206,7 @@ def _regular_stats(program: Program, plan: Plan, least: int) -> ProgramStats | N
     units: dict[tuple[Kind, int, int, int], Unit] = {}
     last = Kind.W if plan.split_backward else Kind.B
     try:
-        for _, i, unit, _ in walk_program(program, plan):
+        for _, i, unit, _ in walk_program(add_recomputations(program, plan), plan):
             kind, s, job, batch, (start, stop) = i
             if unit.note is None:
                 unit.note = units[unit.key] = unit
@@ -235,7 +235,6 @@ def _required_units(
     units: Collection[tuple[Kind, int, int, int]], plan: Plan, least: int
 ) -> set[tuple[Kind, int, int, int]]:
     """Return the (kind, stage, job, batch) keys of the complete program that contains these units."""
-    kinds = (Kind.F, Kind.I, Kind.W, Kind.STEP) if plan.split_backward else (Kind.F, Kind.B, Kind.STEP)
     batches = [least] * len(plan.jobs)
     for _, _, job, batch in units:
         batches[job] = max(batches[job], batch + 1)
@@ -244,7 +243,7 @@ def _required_units(
         for job, count in enumerate(batches)
         for batch in range(count)
         for stage in range(plan.n_stages)
-        for kind in kinds
+        for kind in (*plan.kinds_of_stage(stage), Kind.STEP)
     }
 
 

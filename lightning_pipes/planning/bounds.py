@@ -45,8 +45,9 @@ def least_step(plan: Plan, costs: Costs) -> int:
     after = dict(zip(reversed(way), accumulate((one for _, one in reversed(every.values())), initial=0), strict=False))
     found = [before[at] + every[at][0] + after[at] for at in way if at[0] in SEND_KINDS]
     for s in range(n):
+        again = _sum_nanoseconds(Kind.R, s, plan, costs)[0] if Kind.R in plan.kinds_of_stage(s) else 0
         late = _sum_nanoseconds(Kind.W, s, plan, costs)[0] if plan.split_backward else after[gradient, s]
-        found.append(before[Kind.F, s] + every[Kind.F, s][0] + every[gradient, s][0] + late)
+        found.append(before[Kind.F, s] + every[Kind.F, s][0] + again + every[gradient, s][0] + late)
     return max(found)
 
 
@@ -181,12 +182,13 @@ class _Bound:
         """Return the seconds that a micro-batch takes through the first i layers on the fastest device, in entry i.
 
         If `again` is True and the plan recomputes in all stages but the last, a backward includes the recomputed
-        forward.
+        forward, unless it can run before the gradient arrives.
         """
         at = self.profile.layer_arrays.seconds_at
         seconds = at(Kind.F, self.rows)
         if kind is Kind.B:
-            twice = seconds if again and self.plan.recompute and all(self.plan.recompute[:-1]) else 0.0
+            late = bool(self.plan.recompute) and all(self.plan.recompute[:-1]) and not self.plan.early_recompute
+            twice = seconds if again and late else 0.0
             seconds = (at(Kind.I, self.rows) if self.plan.split_backward else at(Kind.B, self.rows)) + twice
         ends = np.concatenate([[0.0], np.cumsum(seconds[1:-1])])
         ends[1:] += seconds[0]

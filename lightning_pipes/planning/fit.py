@@ -239,7 +239,7 @@ def _list_neighbors(fit: Fit) -> list[tuple[Span, ...]]:
         for giving, cut in ((s, a.stop - 1), (s + 1, a.stop + 1)):
             if a.start < cut < b.stop:
                 rows = fit.plan.spans(Kind.F, giving)[0].rows
-                load = sum(costs.seconds_at(kind, giving, rows) for kind in fit.plan.compute_kinds)
+                load = sum(costs.seconds_at(kind, giving, rows) for kind in fit.plan.kinds_of_stage(giving))
                 found.append((-load, (*layers[:s], Span(a.start, cut), Span(cut, b.stop), *layers[s + 2 :])))
     return [moved for _, moved in sorted(found)]
 

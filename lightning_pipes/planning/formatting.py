@@ -9,6 +9,7 @@ from dataclasses import Field, fields, is_dataclass
 from typing import Any
 
 from lightning_pipes.ir import Kind, Plan, Policy, Schedule, Span
+from lightning_pipes.planning.planner import LATE
 
 
 def schedule_settings(schedule: Schedule | Policy) -> dict[str, Any]:
@@ -45,7 +46,7 @@ def strategy_arguments(schedule: Schedule | Policy, plan: Plan) -> dict[str, Any
     if len(plan.layers) > 1:
         found["partition"] = [span.start for span in plan.layers[1:]]
     if any(plan.recompute):
-        found["recompute"] = True
+        found["recompute"] = LATE if isinstance(schedule, Schedule) and not plan.early_recompute else True
     return found
 
 

@@ -315,7 +315,7 @@ def _scale_times(table: Table, share: float) -> Table:
 
 def _list_kinds(plan: Plan, stage: int) -> list[Kind]:
     """Return the kinds of computations and messages of `stage`."""
-    kinds = [*plan.compute_kinds]
+    kinds = [*plan.kinds_of_stage(stage)]
     if stage + 1 < plan.n_stages and plan.is_remote_edge(stage):
         kinds.append(Kind.SF)
     if stage and plan.is_remote_edge(stage - 1):

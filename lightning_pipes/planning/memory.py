@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_pipes.cost import Cluster, CostModel, Costs, ModelProfile
-from lightning_pipes.ir import CostKey, Kind, Plan, Program, cost_classes, cost_key
+from lightning_pipes.ir import CostKey, Instruction, Kind, Plan, Program, add_recomputations, cost_classes, cost_key
 from lightning_pipes.planning.partition import Seconds as Bytes
 from lightning_pipes.planning.partition import range_sums
 
@@ -36,24 +36,27 @@ def peak_bytes(program: Program, plan: Plan, costs: CostModel) -> tuple[int, ...
 
     The simulator finds the same values, and also when they occur.
     """
-    found = []
+    rows = add_recomputations(program, plan).head
+    return tuple(row_peak(row, rank, plan, costs) for rank, row in enumerate(rows))
+
+
+def row_peak(row: Sequence[Instruction], rank: int, plan: Plan, costs: CostModel) -> int:
+    """Return the peak memory in bytes of a rank that runs the computations of `row`, which include its R."""
     simple = all(
         cut.forward is cut.backward for cut in plan.jobs
     )  # the number of rows determines the bytes, which saves time for programs with many instructions
-    for rank, row in enumerate(program.head):
-        now = most = costs.resident_bytes(rank, plan)
-        known: dict[tuple[Kind, int, CostKey], tuple[int, int]] = {}
-        for i in row:
-            key = i.kind, i.stage, i.span.rows if simple else cost_key(i, plan)
-            held = known.get(key)
-            if held is None:
-                held = known[key] = costs.memory_change(i, plan)
-            now += held[0]
-            if now > most:
-                most = now
-            now -= held[1]
-        found.append(most)
-    return tuple(found)
+    now = most = costs.resident_bytes(rank, plan)
+    known: dict[tuple[Kind, int, CostKey], tuple[int, int]] = {}
+    for i in row:
+        key = i.kind, i.stage, i.span.rows if simple else cost_key(i, plan)
+        held = known.get(key)
+        if held is None:
+            held = known[key] = costs.memory_change(i, plan)
+        now += held[0]
+        if now > most:
+            most = now
+        now -= held[1]
+    return most
 
 
 def stage_peak(plan: Plan, costs: Costs, stage: int, held: int) -> int:
@@ -69,14 +72,13 @@ def stage_peak(plan: Plan, costs: Costs, stage: int, held: int) -> int:
         held: the number of micro-batches that the stage holds.
     """
     forwards = [costs.memory_change(i, plan) for i, _ in cost_classes(Kind.F, stage, plan)]
-    backwards = [
-        costs.memory_change(i, plan) for kind in plan.compute_kinds[1:] for i, _ in cost_classes(kind, stage, plan)
-    ]
+    first, *others = plan.kinds_of_stage(stage)[1:]
+    backwards = [costs.memory_change(i, plan) for kind in (first, *others) for i, _ in cost_classes(kind, stage, plan)]
     kept = max(taken - working for taken, working in forwards)
-    if plan.split_backward:  # if I recomputes activations, it keeps them for W
+    if plan.split_backward:  # if activations are recomputed, they are kept for W
         kept += max(
             taken - freed
-            for taken, freed in (costs.memory_change(i, plan) for i, _ in cost_classes(Kind.I, stage, plan))
+            for taken, freed in (costs.memory_change(i, plan) for i, _ in cost_classes(first, stage, plan))
         )
     needed = max(*(working for _, working in forwards), *(taken for taken, _ in backwards))
     return costs.resident_bytes(plan.ranks[stage], plan) + held * kept + needed

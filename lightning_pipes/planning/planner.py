@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Protocol, get_args, runtime_checkable
 
 from lightning_pipes.cost import CostModel, Deployment, ModelProfile
-from lightning_pipes.ir import Cut, Plan, PlanError, Policy, Schedule, Span, adapt_plan
+from lightning_pipes.ir import Cut, InputError, Plan, PlanError, Policy, Schedule, Span, adapt_plan, short_repr
 from lightning_pipes.ir.replication import Seconds
 from lightning_pipes.planning.replanning import FreeBytes, Observation
 
@@ -25,6 +25,23 @@ MICROBATCHES_PER_STAGE = 2
 """The default number of micro-batches for each stage."""
 
 
+LATE = "late"
+"""The value of the setting `recompute` with which stages recompute only when the gradient has arrived."""
+
+
+def check_recompute(recompute: object) -> bool | str:
+    """Return the setting of recomputation after checking it.
+
+    Raises:
+        InputError: the setting is invalid.
+    """
+    if recompute == LATE and isinstance(recompute, str):
+        return recompute
+    if isinstance(recompute, bool):
+        return recompute
+    raise InputError(f"recompute must be True, False or {LATE!r}, got {short_repr(recompute)}")
+
+
 @dataclass(frozen=True)
 class Problem:
     """The input of a planner.
@@ -35,6 +52,8 @@ class Problem:
         rows: the number of samples of the batch.
         microbatches: the requested number of micro-batches; None if the planner decides.
         recompute: whether all stages except the last keep only their input between forward and backward.
+        late_recompute: whether a stage recomputes only when the gradient has arrived. Otherwise, in an order that is
+            known in advance, it recomputes before; see `Plan.early_recompute`.
         layers: the layers of each stage, if they are already decided. The plan must then use them.
         profile: the seconds and bytes of the layers; None if they were not measured.
         deployment: the devices, links and memory limits; None if the user did not specify them.
@@ -68,6 +87,7 @@ class Problem:
     relocation: str = BLOCKING
     least: int = 1
     fallback: tuple[Span, ...] = ()
+    late_recompute: bool = False
 
 
 @dataclass(frozen=True)
@@ -228,7 +248,8 @@ class EvenPlanner(Planner):
         again = tuple(s < len(where) - 1 for s in range(len(where))) if problem.recompute else ()
         m = MICROBATCHES_PER_STAGE * len(where) if problem.microbatches is None else problem.microbatches
         cut = Cut.even(problem.rows, m, len(where))
-        return Plan(where, (cut,), layers=problem.layers, recompute=again)
+        early = bool(again) and not problem.late_recompute
+        return Plan(where, (cut,), layers=problem.layers, recompute=again, early_recompute=early)
 
 
 def planner_of(schedule: Schedule | Policy) -> Planner:

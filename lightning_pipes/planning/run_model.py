@@ -163,7 +163,7 @@ class RunModel:
         costs = self.now.fit.costs
         means = {
             kind: sum(costs.seconds_at(kind, s, self._rows) for s in range(self.plan.n_stages)) / self.plan.n_stages
-            for kind in {kind for kind, _ in costs.seconds} & {Kind.F, Kind.B, Kind.I, Kind.W}
+            for kind in {kind for kind, _ in costs.seconds} & {Kind.F, Kind.R, Kind.B, Kind.I, Kind.W}
         }
         even = {(kind, s): _linear_table(self._rows, t) for kind, t in means.items() for s in range(self.plan.n_stages)}
         return self._step_seconds(replace(costs, seconds={**costs.seconds, **even}))
@@ -180,7 +180,9 @@ class RunModel:
 
     def _make_plan(self, schedule: Schedule | Policy, microbatches: int | None) -> Plan:
         m = microbatches or len(self.plan.spans(Kind.F, 0))
-        return solve_plan(Problem(schedule, self.plan.n_ranks, self.rows, m, any(self.plan.recompute)))
+        again = any(self.plan.recompute)
+        late = again and isinstance(self.schedule, Schedule) and not self.plan.early_recompute
+        return solve_plan(Problem(schedule, self.plan.n_ranks, self.rows, m, again, late_recompute=late))
 
     def _evaluate_plan(self, schedule: Schedule | Policy, plan: Plan) -> SimulatedTrial:
         order = schedule.program(plan) if isinstance(schedule, Schedule) else schedule

@@ -74,6 +74,8 @@ def simulate(
         TypeError: `order` is neither a program nor a policy.
     """
     check_order("simulate", order, plan)
+    if isinstance(order, Policy):
+        plan = plan.with_late_recompute()
     if isinstance(order, Policy) and order.is_endless:
         check_stream(order, plan)
         asked = order.depth + 3 if batches is None else batches
@@ -124,6 +126,7 @@ class CompiledSimulation:
 
     def __init__(self, order: Program | Policy, plan: Plan) -> None:
         check_order("makespan", order, plan)
+        plan = plan if isinstance(order, Program) else plan.with_late_recompute()
         self._policy = None if isinstance(order, Program) else order
         self._fixed = compile_program(order, plan) if isinstance(order, Program) else None
         self._open = open_queues(plan, plan.batches) if self._fixed is None else None

@@ -169,7 +169,7 @@ class Timeline:
         return format_gantt(self.plan, self.events, self.makespan, self.bubble, title, width)
 
 
-_BAR_CHARACTERS = {Kind.F: "-", Kind.B: "=", Kind.I: "+", Kind.W: "~", Kind.STEP: "#"}
+_BAR_CHARACTERS = {Kind.F: "-", Kind.R: ":", Kind.B: "=", Kind.I: "+", Kind.W: "~", Kind.STEP: "#"}
 
 
 def format_gantt(
@@ -217,6 +217,7 @@ def format_gantt(
 
 KIND_NAMES = {
     Kind.F: "forward",
+    Kind.R: "recomputation",
     Kind.B: "backward",
     Kind.I: "input gradients",
     Kind.W: "weight gradients",

@@ -166,6 +166,32 @@ class ScheduleConformance:
         for rows in {plan.jobs[0].rows, max(1, plan.jobs[0].rows - 1)}:
             gradients_in_a_pipeline(plan, order, rows).assert_equal(gradients_alone(plan, rows))
 
+    @_with_every_plan
+    def test_recomputes_while_the_gradient_is_on_its_way(self, schedule: AnySchedule, p: int, m: int) -> None:
+        """Compare recomputation before the gradient arrives with recomputation after it has arrived.
+
+        A fixed order holds the same micro-batches, takes at most the same time, and computes the same bits. A policy
+        always recomputes in its backwards.
+        """
+        from lightning_pipes.testing.reference import gradients_alone, gradients_in_a_pipeline
+
+        plan = self.plan(schedule, p, m)
+        late = replace(plan, recompute=(True,) * (plan.n_stages - 1) + (False,))
+        early = adapt_plan(replace(late, early_recompute=True), schedule)
+        assert early.early_recompute == isinstance(schedule, Schedule)
+        programs = self.order(schedule, late), self.order(schedule, early)
+        assert verify(programs[0], late) == verify(programs[1], early)
+        costs = replace(random_costs(plan, seed=100 * p + m), activation_bytes=(7,) * plan.n_stages)
+        runs = [simulate(_finite(program), each, costs) for program, each in zip(programs, (late, early), strict=True)]
+        assert runs[1].makespan <= runs[0].makespan
+        assert runs[1].busy == runs[0].busy
+        assert runs[1].peak_bytes == runs[0].peak_bytes
+        if m <= 3:
+            given = [schedule if isinstance(schedule, Policy) else program for program in programs]
+            found = [gradients_in_a_pipeline(each, order, m) for each, order in zip((late, early), given, strict=True)]
+            found[1].assert_equal(found[0], exact=True)
+            found[1].assert_equal(gradients_alone(plan, m))
+
     def test_is_a_value(self, schedule: AnySchedule) -> None:
         """Check that the schedule is frozen, hashable, equal to its copies, and picklable."""
         copied = pickle.loads(pickle.dumps(schedule))

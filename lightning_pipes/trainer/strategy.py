@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from inspect import signature
@@ -130,7 +131,10 @@ class PipelineStrategy(PipelineHost):
             numbers of parameters. A list contains the numbers of the layers at which stages 1, 2, ... begin, or the
             paths of modules, such as ["net.decoder"]. With paths, the module is cut by units even if it has containers.
         recompute: whether to keep only the input of each stage and to run the forward of the stage again before its
-            backward. This saves memory. With `schedule="auto"`, recomputation is also chosen automatically.
+            backward. This saves memory. If the order of a schedule is fixed, a stage recomputes while the gradient is
+            on its way. With "late", it recomputes only when the gradient has arrived, as it always does under a policy,
+            `MemorySwap` or a job array. The last stage does not recompute. With `schedule="auto"`, recomputation is
+            also chosen automatically.
         loss: the samples for which the loss is computed at once. With "batch", the loss is computed once for all
             samples of a batch, which is necessary for losses that compare samples. The module is then cut by units, and
             the last units run on the whole batch. "microbatch" never does this. "auto" does this if the loss of a batch
@@ -229,7 +233,7 @@ class PipelineStrategy(PipelineHost):
         schedule_args: dict[str, Any] | None = None,
         module: str | None = None,
         partition: str | list[int] | list[str] = AUTO,
-        recompute: bool = False,
+        recompute: bool | str = False,
         # losses and checks
         loss: str = AUTO,
         check_loss: bool = True,
@@ -542,10 +546,11 @@ class PipelineStrategy(PipelineHost):
         if self.session.ranks.grid.replicas == 1:  # every rank logs the same values, so synchronization is not needed
             self._patches.callback(private.ignore_warnings(".*sync_dist=True.*"))
         self.model = self.precision_plugin.convert_module(self.model)
+        swaps = self.memory is not None or self.session.connections.turns is not None
         context = SetupContext(
             self,
             self.session,
-            self._request,
+            replace(self._request, late_recompute=self._request.late_recompute or swaps),
             self._settings,
             self._writing,
             self._reference,

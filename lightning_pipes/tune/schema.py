@@ -109,7 +109,7 @@ class PipelineSettings:
     microbatches: int | None = None
     module: str | None = None
     partition: Any = "auto"  # or parameters, or a list of the first layers of the stages 1, 2, ...
-    recompute: bool = False
+    recompute: Any = False  # or late: only when the gradient has arrived
     loss: str = "auto"  # the samples for which the loss is computed together: or microbatch, batch
     check_loss: bool = True  # whether to check that the losses of micro-batches combine to the loss of their batch
     verify: Any = 0  # number of batches that a single plain process also trains, to compare; or warn
@@ -236,7 +236,7 @@ class SimulateSettings(LayersSettings):
     weights: str = "0B"
     batch: int | None = None
     partition: Any = None
-    recompute: bool = False
+    recompute: Any = False  # or late: only when the gradient has arrived
 
 
 @dataclass

@@ -208,7 +208,7 @@ def step_bounds(means: Durations, plan: Plan, endless: bool) -> Array:
         plan: the plan that specifies ranks and micro-batches.
         endless: whether the schedule does not flush.
     """
-    work = _by_stage(means, plan, (Kind.F, Kind.B, Kind.I, Kind.W))
+    work = _by_stage(means, plan, (Kind.F, Kind.R, Kind.B, Kind.I, Kind.W))
     by_rank = np.zeros((len(work), plan.n_ranks))
     for stage, rank in enumerate(plan.ranks):
         by_rank[:, rank] += work[:, stage]

@@ -77,10 +77,9 @@ class SlowdownModel:
         solo = self._solo(self.now)
         found = []
         for stage in range(self.plan.n_stages):
-            alone = sum(float(solo[kind, stage].mean()) for kind in self.plan.compute_kinds)
-            took = sum(
-                float((solo[kind, stage] * self.factors[kind, stage]).mean()) for kind in self.plan.compute_kinds
-            )
+            kinds = self.plan.kinds_of_stage(stage)
+            alone = sum(float(solo[kind, stage].mean()) for kind in kinds)
+            took = sum(float((solo[kind, stage] * self.factors[kind, stage]).mean()) for kind in kinds)
             found.append(took / alone if alone else 1.0)
         return found
 
@@ -91,7 +90,7 @@ class SlowdownModel:
         """
         solo, stages = self._solo(cuts), range(self.plan.n_stages)
         return np.stack(
-            [sum(solo[kind, s].mean(axis=(1, 2)) for kind in self.plan.compute_kinds) for s in stages], axis=1
+            [sum(solo[kind, s].mean(axis=(1, 2)) for kind in self.plan.kinds_of_stage(s)) for s in stages], axis=1
         )
 
     def _solo(self, cuts: Cuts) -> dict[tuple[Kind, int], Array]:
@@ -100,18 +99,16 @@ class SlowdownModel:
         Axis 0 is partitions, axis 1 has length 1, and axis 2 is micro-batches.
         """
         found = {}
-        again = self.plan.recompute or (False,) * self.plan.n_stages
+        late = () if self.plan.early_recompute else self.plan.recompute
         sizes, which = np.unique(self._rows, return_inverse=True)
-        for kind in self.plan.compute_kinds:
-            sums = [self._sums(kind, int(rows)) for rows in sizes]
-            forward = (
-                [self._sums(Kind.F, int(rows)) for rows in sizes] if any(again) and kind in RECOMPUTE_KINDS else None
-            )
-            for stage in range(self.plan.n_stages):
-                each = np.stack([self._stage(parts, cuts, stage) for parts in sums], axis=1)
-                if forward is not None and again[stage]:
-                    each = each + np.stack([self._stage(parts, cuts, stage) for parts in forward], axis=1)
-                found[kind, stage] = each[:, None, which]
+        sums = {kind: [self._sums(kind, int(rows)) for rows in sizes] for kind in self.plan.compute_kinds}
+        for stage in range(self.plan.n_stages):
+            for kind in self.plan.kinds_of_stage(stage):
+                parts = [sums[Kind.F if kind is Kind.R else kind]]
+                if late and late[stage] and kind in RECOMPUTE_KINDS:
+                    parts.append(sums[Kind.F])
+                each = sum(np.stack([self._stage(each, cuts, stage) for each in part], axis=1) for part in parts)
+                found[kind, stage] = np.asarray(each)[:, None, which]
         return found
 
     def _sums(self, kind: Kind, rows: int) -> tuple[Array, float, float]:

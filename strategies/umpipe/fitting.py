@@ -191,6 +191,7 @@ class Choices:
             (cut,),
             layers=base.layers,
             recompute=base.recompute,
+            early_recompute=base.early_recompute,
             limits=base.limits,
             whole_forward=whole if any(whole) else (),
         )

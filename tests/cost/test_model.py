@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_pipes.cost import FREE_LINK, Cluster, CostModel, Device, Link
-from lightning_pipes.ir import STEP, B, F, I, Instruction, Kind, Plan, PlanError, Span, W
+from lightning_pipes.ir import STEP, B, F, I, Instruction, Kind, Plan, PlanError, R, Span, W
 from lightning_pipes.sim import Event, Timeline, simulate
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing.generators import random_costs, random_plan, tiny_plan, uniform
@@ -120,12 +120,21 @@ def test_recompute_holds_the_input_and_runs_forward_again():
     assert costs.duration_ns(B(0, Span(0, 3)), plan) == 5
 
 
+def test_a_recomputation_of_its_own_takes_the_forward_out_of_the_backward():
+    plan = replace(PLAN, recompute=(False, True), early_recompute=True)
+    costs = CostModel.uniform(2, 3e-9, 5e-9, activation_bytes=7, message_bytes=2)
+    assert costs.memory_change(F(1, Span(0, 3)), plan) == (6, 0)
+    assert costs.memory_change(R(1, Span(0, 3)), plan) == (21, 0)
+    assert costs.memory_change(B(1, Span(0, 3)), plan) == (0, 27)
+    assert [costs.duration_ns(make(1, Span(0, 3)), plan) for make in (F, R, B)] == [3, 3, 5]
+
+
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_what_is_taken_is_given_back(split, recompute):
-    plan = replace(PLAN, split_backward=split, recompute=(recompute,) * 2)
-    costs = CostModel.uniform(2, 1, 1, activation_bytes=7, message_bytes=2)
-    kinds = (F, I, W) if split else (F, B)
+@pytest.mark.parametrize(("recompute", "early"), [(False, False), (True, False), (True, True)])
+def test_what_is_taken_is_given_back(split, recompute, early):
+    plan = replace(PLAN, split_backward=split, recompute=(recompute,) * 2, early_recompute=early)
+    costs = replace(CostModel.uniform(2, 1, 1, activation_bytes=7, message_bytes=2), working_bytes=(5, 5))
+    kinds = (F, *(R,) * early, *((I, W) if split else (B,)))
     held = [costs.memory_change(make(1, Span(0, 3)), plan) for make in kinds]
     assert sum(taken for taken, _ in held) == sum(freed for _, freed in held)
 
@@ -216,6 +225,17 @@ def test_measured_backward_without_the_forward_that_it_ran_again():
     got = CostModel.from_timelines(Timeline.from_events([*events(10), *events(30, kind=Kind.B)], plan))
     assert got.seconds_at(Kind.B, 0, 1) == pytest.approx(20e-9)
     assert got.duration_ns(B(0, Span(0, 1)), plan) == 30
+
+
+def test_measured_recomputations_of_their_own():
+    plan = replace(tiny_plan(1, 1), recompute=(True,), early_recompute=True)
+    times = {Kind.F: 10, Kind.R: 12, Kind.B: 20}
+    got = CostModel.from_timelines(
+        Timeline.from_events([e for kind, took in times.items() for e in events(took, kind=kind)], plan)
+    )
+    assert [got.duration_ns(make(0, Span(0, 1)), plan) for make in (F, R, B)] == [10, 12, 20]
+    late = replace(plan, early_recompute=False)
+    assert got.duration_ns(B(0, Span(0, 1)), late) == 30
 
 
 def test_nothing_measured():

@@ -36,7 +36,8 @@ def drawn(seed: int) -> Plan:
     there, back = (*table()[:-1], forward[-1]), (backward[0], *table()[1:])
     whole = (*(draw.random() < 0.5 for _ in ranks[:-1]), False)
     recompute = tuple(draw.random() < 0.3 for _ in ranks)
-    return Plan(ranks, (Cut(BATCH, forward, backward, there, back),), whole_forward=whole, recompute=recompute)
+    cut = Cut(BATCH, forward, backward, there, back)
+    return Plan(ranks, (cut,), whole_forward=whole, recompute=recompute, early_recompute=draw.random() < 0.5)
 
 
 @pytest.mark.parametrize("seed", range(40))

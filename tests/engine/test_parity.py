@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,12 +51,13 @@ SCHEDULES = [
 
 
 def ordered(
-    name: str, settings: dict[str, Any], ranks: int, microbatches: int, recompute: bool = False
+    name: str, settings: dict[str, Any], ranks: int, microbatches: int, recompute: str = ""
 ) -> tuple[Plan, Program | Policy]:
-    """Return a plan for a schedule, and the program or policy that orders it."""
+    """Return a plan for a schedule, and the program or policy that orders it. `recompute` is "", "late" or "early"."""
     schedule = make_schedule(name, **settings)
     where = schedule.place_stages(ranks)
-    plan = adapt_plan(Plan.even(len(where), microbatches, ROWS, where, recompute=[recompute] * len(where)), schedule)
+    plan = Plan.even(len(where), microbatches, ROWS, where, recompute=[bool(recompute)] * len(where))
+    plan = adapt_plan(replace(plan, early_recompute=recompute == "early"), schedule)
     return plan, schedule.program(plan) if isinstance(schedule, Schedule) else schedule
 
 
@@ -74,8 +76,8 @@ def alone(model: list[nn.Module], steps: int = 1, rows: int = ROWS) -> list[nn.M
 
 @for_each(("name", "settings", "ranks"), SCHEDULES)
 @for_each("microbatches", [1, 3, 8])
-@for_each("recompute", [False, True])
-def test_gradients(name: str, settings: dict[str, Any], ranks: int, microbatches: int, recompute: bool) -> None:
+@for_each("recompute", ["", "late", "early"])
+def test_gradients(name: str, settings: dict[str, Any], ranks: int, microbatches: int, recompute: str) -> None:
     plan, order = ordered(name, settings, ranks, microbatches, recompute)
     model = layers(8)
     pipe = Loopback(plan, order, lambda r: make_stages(plan, r, model))

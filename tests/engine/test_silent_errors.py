@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -67,8 +68,8 @@ def test_forward_returns_the_rows_of_its_batch_only(rows: int) -> None:
         )
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_batch_norm_counts_each_micro_batch_once(recompute: bool) -> None:
+@pytest.mark.parametrize(("recompute", "early"), [(False, False), (True, False), (True, True)])
+def test_batch_norm_counts_each_micro_batch_once(recompute: bool, early: bool) -> None:
     """BatchNorm updates its statistics once per micro-batch: the engine runs no extra forward to find shapes.
 
     A second forward for recomputation does not update them either.
@@ -76,7 +77,7 @@ def test_batch_norm_counts_each_micro_batch_once(recompute: bool) -> None:
     model: list[nn.Module] = [nn.BatchNorm1d(WIDTH).double(), nn.BatchNorm1d(WIDTH).double()]
     schedule = make_schedule("1f1b")
     assert isinstance(schedule, Schedule)
-    plan = Plan.even(2, 4, ROWS, recompute=[recompute] * 2)
+    plan = replace(Plan.even(2, 4, ROWS, recompute=[recompute] * 2), early_recompute=early)
     pipe = Loopback(plan, schedule.program(plan), lambda r: make_stages(plan, r, model))
     counts = []
     for training in (True, True, False, True):

@@ -1,7 +1,10 @@
+from dataclasses import replace
+
 import pytest
 
 from lightning_pipes.ir import COMPUTE_KINDS, RECEIVE_KINDS, SEND_KINDS, Kind, Plan, Program, ProgramError, lower
 from lightning_pipes.strategies.gpipe import GPipe
+from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing.generators import random_plan, tiny_plan
 from tests.cases import for_each
 from tests.ir.programs import samples
@@ -30,6 +33,30 @@ def test_every_send_has_one_receive_and_stands_after_what_it_carries(seed):
                 assert nxt.span.overlaps(i.span)
     for both in ends.values():
         assert sorted(sent for sent, _ in both) == [False, True]
+
+
+def test_a_recomputation_stands_before_the_gradient_of_its_backward():
+    """Check that a rank recomputes before it waits for the gradient. The other stage receives no gradient."""
+    plan = replace(tiny_plan(2, 2), recompute=(True, True), early_recompute=True)
+    assert lower(OneFOneB().program(plan), plan).to_lines() == [
+        "F0.0 SF0.0 F0.1 SF0.1 R0.0 RB0.0 B0.0 R0.1 RB0.1 B0.1 STEP0",
+        "RF1.0 F1.0 R1.0 B1.0 SB1.0 RF1.1 F1.1 R1.1 B1.1 SB1.1 STEP1",
+    ]
+    split = replace(plan, split_backward=True, recompute=(True, False))
+    lines = ["F0.0 F0.1 I0.0 W0.0 I0.1 W0.1 STEP0", "F1.0 I1.0 W1.0 F1.1 I1.1 W1.1 STEP1"]
+    assert lower(Program.parse(lines, split), split).to_lines()[0] == (
+        "F0.0 SF0.0 F0.1 SF0.1 R0.0 RB0.0 I0.0 W0.0 R0.1 RB0.1 I0.1 W0.1 STEP0"
+    )
+    late = replace(plan, early_recompute=False)
+    assert not any(i.kind is Kind.R for i in lower(OneFOneB().program(late), late).iter_instructions())
+
+
+def test_recomputations_stay_where_a_program_places_them():
+    plan = replace(tiny_plan(2, 2), recompute=(True, False), early_recompute=True)
+    lines = ["F0.0 R0.0 F0.1 B0.0 R0.1 B0.1 STEP0", "F1.0 B1.0 F1.1 B1.1 STEP1"]
+    assert lower(Program.parse(lines, plan), plan).to_lines()[0] == (
+        "F0.0 SF0.0 R0.0 F0.1 SF0.1 RB0.0 B0.0 R0.1 RB0.1 B0.1 STEP0"
+    )
 
 
 def test_lowering_twice_changes_nothing():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
@@ -26,6 +27,7 @@ from lightning_pipes.ir import (
     Span,
     W,
     adapt_plan,
+    add_recomputations,
     even_spans,
     lower,
     regular,
@@ -99,6 +101,29 @@ def test_a_message_without_its_other_end(kind):
     rows = [[i for i in row if not (i.kind is kind and i.span == ONE)] for row in lower(program(*RIGHT), PLAN).head]
     with pytest.raises(ProgramError, match=f"{kind}[01].* is missing"):
         verify(Program(tuple(map(tuple, rows))), PLAN)
+
+
+@pytest.mark.parametrize(
+    ("first", "error", "says"),
+    [
+        ("F0.0 R0.0 F0.1 B0.0 R0.1 B0.1 STEP0", None, ""),
+        ("F0.0 R0.0 F0.1 B0.0 B0.1 STEP0", ProgramError, "R0[1:2] is missing"),
+        ("F0.0 R0.0 R0.0 F0.1 B0.0 R0.1 B0.1 STEP0", ProgramError, "R0[0:1] comes more than once"),
+        ("R0.0 F0.0 F0.1 B0.0 R0.1 B0.1 STEP0", DeadlockError, "rank 0 waits at R0[0:1] for F0[0:1]"),
+        ("F0.0 F0.1 B0.0 R0.0 R0.1 B0.1 STEP0", DeadlockError, "rank 0 waits at B0[0:1] for R0[0:1]"),
+    ],
+)
+def test_recomputations_in_a_program(first, error, says):
+    """Check where a program may place a recomputation: between its forward and its backward, exactly once."""
+    plan = replace(PLAN, recompute=(True, False), early_recompute=True)
+    given = program(first, RIGHT[1], plan=plan)
+    if error is None:
+        assert verify(given, plan) == verify(program(*RIGHT), PLAN)
+        return
+    with pytest.raises(error, match=re.escape(says)):
+        verify(given, plan)
+    with pytest.raises(ProgramError, match=r"R0\[0:1\] does not belong there"):
+        verify(program(first, RIGHT[1], plan=plan), PLAN)
 
 
 def test_a_message_sent_before_it_is_computed():
@@ -303,6 +328,8 @@ def test_the_quick_way_proves_the_same(schedule, monkeypatch):
         finite = order.unroll(order.head_batches + 2) if order.is_endless else order
         bounded = replace(plan, limits=(rows // 2 + 1,) * plan.n_stages)
         cases = [(order, plan), (finite, plan), (finite, bounded), (lower(finite, plan), plan)]
+        again = replace(plan, recompute=(True,) * plan.n_stages, early_recompute=True)
+        cases += [(order, again), (finite, again), (add_recomputations(finite, again), again)]
         cases += [(change(finite.head, rng, plan), plan) for _ in range(60)]
         for program, given in cases:
             found = outcome(program, given)

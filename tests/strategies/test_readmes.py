@@ -1,4 +1,4 @@
-"""Check that every README shows the output of its own code."""
+"""Check that pages with code and its output, such as every README of a schedule, show what the code prints."""
 
 import contextlib
 import io
@@ -11,9 +11,12 @@ import lightning_pipes.strategies
 
 HOME = Path(lightning_pipes.strategies.__file__).resolve().parent
 PAGES = sorted(HOME.glob("*/README.md"))
+OTHERS = [Path(__file__).parents[2] / "docs" / "large_models.md"]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[page.parent.name for page in PAGES])
+@pytest.mark.parametrize(
+    "page", PAGES + OTHERS, ids=[*(page.parent.name for page in PAGES), *(page.stem for page in OTHERS)]
+)
 def test_page_shows_what_its_code_prints(page):
     """Run each Python block of a page and compare its output with the text block that follows it.
 

@@ -311,6 +311,7 @@ def decide_shared_cut(
             schedule=plain.schedule,
             microbatches=plain.microbatches,
             recompute=plain.recompute,
+            late_recompute=plain.late_recompute,
             seconds=None,
             computing=None,
             cut_reason="",

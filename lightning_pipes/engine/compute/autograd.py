@@ -46,6 +46,8 @@ class SavedForward:
         unsampled: the positions in `entered` of tensors that the sender has marked as `Unsampled`.
         received: the received tree with its flags; kept only for recomputation.
         recompute: whether forward runs again before backward.
+        has_graph: whether the graph exists, which refers to the weights. With `recompute`, only the second run of the
+            forward creates it.
         sent_flags: the flags that were sent before the graph existed; used only for recomputation.
     """
 
@@ -57,6 +59,10 @@ class SavedForward:
     received: Any = None
     recompute: bool = False
     sent_flags: Flags = ()
+    has_graph: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.has_graph = not self.recompute
 
 
 def enter_stage(tree: Any, flags: Flags, saved: SavedForward) -> Any:

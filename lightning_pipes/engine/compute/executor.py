@@ -131,14 +131,17 @@ class Executor:
     @property
     def holds_weights(self) -> bool:
         """Whether some forwards wait for their backward and still refer to the weights that they read."""
-        return bool(self._split) or any(not saved.recompute for held in self._saved.values() for saved in held)
+        return bool(self._split) or any(saved.has_graph for held in self._saved.values() for saved in held)
 
     def _compute(self, i: Instruction, item: Item, span: Span) -> None:
-        """Run a forward (F), a full backward (B), or one half of a backward (I, W)."""
+        """Run a forward (F) for the first time or again (R), a full backward (B), or half of a backward (I, W)."""
         if i.kind is Kind.F:
             self._forward(i, item)
             return
         stage, last = self._stages[i.stage, i.job], self._is_last(i.stage)
+        if i.kind is Kind.R:
+            self._recompute(stage, item, self._saved_of(i, span))
+            return
         if i.kind is Kind.W:
             with self._last_backward_context(stage, i, item, span):
                 left, versions = self._split.pop(i)
@@ -158,7 +161,7 @@ class Executor:
                     item,
                     versions,
                     lambda: autograd.backward(records, last),
-                    (lambda: self._run_again(stage, item, records)) if repeats else None,
+                    (lambda: self._run_again(stage, item, [saved for saved, _ in records])) if repeats else None,
                 )
                 stage.weights.collect_gradients(versions)
         if i.stage > 0:
@@ -245,22 +248,29 @@ class Executor:
 
     def _take_saved(self, i: Instruction, item: Item, span: Span) -> Records:
         """Remove and return the forwards that a backward differentiates, each with the gradients of its outputs."""
+        mine = self._saved_of(i, span)
         held = self._saved[i.stage, i.job, i.batch]
-        mine, others = list[SavedForward](), list[SavedForward]()
-        for saved in held:
-            (mine if saved.span.overlaps(span) else others).append(saved)
-        self._saved[i.stage, i.job, i.batch] = others
-        stage = self._stages[i.stage, i.job]
-        stage.begin_backward()
-        self._run_again(stage, item, [(saved, ()) for saved in mine if saved.recompute])
+        self._saved[i.stage, i.job, i.batch] = [saved for saved in held if not saved.span.overlaps(span)]
+        self._recompute(self._stages[i.stage, i.job], item, mine)
         if self._is_last(i.stage):
             return [(saved, ()) for saved in mine]
         gradients = self._buffer_of(Kind.RB, i)
         return [(saved, remove_marks(gradients.take_span(saved.span))[0]) for saved in mine]
 
-    def _run_again(self, stage: Stage, item: Item, records: Records) -> None:
+    def _saved_of(self, i: Instruction, span: Span) -> list[SavedForward]:
+        """Return the forwards that a backward of these samples differentiates."""
+        return [saved for saved in self._saved[i.stage, i.job, i.batch] if saved.span.overlaps(span)]
+
+    def _recompute(self, stage: Stage, item: Item, forwards: Sequence[SavedForward]) -> None:
+        """Create the graphs of forwards that have none yet. A backward finds the graphs that an R has created."""
+        missing = [saved for saved in forwards if not saved.has_graph]
+        if missing:
+            stage.begin_backward()
+            self._run_again(stage, item, missing)
+
+    def _run_again(self, stage: Stage, item: Item, forwards: Sequence[SavedForward]) -> None:
         """Run forwards again to create their graphs."""
-        for saved, _ in records:
+        for saved in forwards:
             received, flags = saved.received
             if stage.offload is None:  # otherwise it may have to run once more
                 saved.received = None
@@ -269,6 +279,7 @@ class Executor:
             cuts_differ = not self.plan.uniform_jobs[stage.job]
             output = stage.forward(item, saved.span, entered, saved.version, again=True, cuts_differ=cuts_differ)
             autograd.leave_stage(output, saved, saved.sent_flags)
+            saved.has_graph = True
 
     def _step(self, i: Instruction, item: Item) -> None:
         stage, late = self._stages[i.stage, i.job], self._late.get((i.stage, i.job))

@@ -32,6 +32,7 @@ FAULT_POINTS = {
     "transport.told": "this rank has published the addresses of its listeners, but is not connected yet",
     "transport.made": "the stages of this rank are connected",
     "F": "the forward of a stage",
+    "R": "the recomputation of a stage",
     "B": "the full backward of a stage",
     "I": "the backward of a stage for input gradients",
     "W": "the backward of a stage for weight gradients",

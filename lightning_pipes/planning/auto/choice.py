@@ -68,6 +68,7 @@ def list_options(
     recompute: Sequence[bool],
     iterations: Iterations | None = None,
     equal_cuts: bool = False,
+    late_recompute: bool = False,
 ) -> Iterator[Option]:
     """Yield all combinations of schedule, number of micro-batches and recomputation, with bounds of their step times.
 
@@ -83,6 +84,7 @@ def list_options(
         recompute: the settings of recomputation to combine.
         iterations: see `choose_option`.
         equal_cuts: see `choose_option`.
+        late_recompute: see `choose_option`.
     """
     bounds: dict[tuple[object, ...], float] = {}
     for m in numbers:
@@ -91,7 +93,8 @@ def list_options(
                 too_large = True  # stays True if the stages can't be placed
                 try:
                     too_large = len(schedule.place_stages(ranks)) * m > MAX_FORWARDS
-                    plan = solve_plan(Problem(schedule, ranks, rows, m, again, profile=profile, deployment=deployment))
+                    problem = Problem(schedule, ranks, rows, m, again, profile=profile, deployment=deployment)
+                    plan = solve_plan(replace(problem, late_recompute=late_recompute))
                 except PlanError as error:
                     yield Option(schedule, m, again, None, math.inf, why_not=str(error), too_large=too_large)
                     continue
@@ -109,7 +112,7 @@ def list_options(
                         f"simulating {_count_computations(plan)} computations takes long if no order is fixed; name "
                         "this schedule to use it"
                     )
-                key = plan.ranks, plan.jobs, again, plan.split_backward, schedule.flushes
+                key = plan.ranks, plan.jobs, again, plan.early_recompute, plan.split_backward, schedule.flushes
                 if not why_not and key not in bounds:  # the bound holds only for batches that do not overlap
                     bounds[key] = step_bound(profile, plan, deployment) if schedule.flushes else 0.0
                 found = Option.from_plan(schedule, plan, bounds.get(key, math.inf), why_not, too_large)

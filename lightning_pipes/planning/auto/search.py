@@ -54,6 +54,7 @@ def choose_option(
     least: int = 1,
     iterations: Iterations | None = None,
     equal_cuts: bool = False,
+    late_recompute: bool = False,
 ) -> Choice:
     """Return the fastest way to train batches of `rows` samples on `ranks` ranks within the memory of the devices.
 
@@ -79,6 +80,7 @@ def choose_option(
         least: the smallest number of samples of a micro-batch, if `microbatches` is not given.
         iterations: T(S), the number of batches until the target is reached; None excludes stale gradients.
         equal_cuts: whether all stages and links must cut a batch into the same micro-batches.
+        late_recompute: whether stages recompute only when the gradient has arrived; see `Problem.late_recompute`.
 
     Raises:
         PlanError: there is no schedule, or no option fits. The message names what the closest option lacks.
@@ -92,7 +94,9 @@ def choose_option(
     given = list(schedules) if schedules is not None else None
     with _without_garbage_collection():
         every = []
-        options = list_options(profile, ranks, rows, deployment, given, numbers, recompute, iterations, equal_cuts)
+        options = list_options(
+            profile, ranks, rows, deployment, given, numbers, recompute, iterations, equal_cuts, late_recompute
+        )
         for option in options:
             progress(f"bound of {option.label}, {option.microbatches} micro-batches", 0.0)
             every.append(option)
@@ -342,6 +346,7 @@ class AutoPlanner(Planner):
             least=problem.least,
             iterations=self.iterations,
             equal_cuts=self.equal_cuts,
+            late_recompute=problem.late_recompute,
         )
         best, plan = choice.best, choice.fit.plan
         solved = replace(

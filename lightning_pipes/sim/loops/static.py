@@ -27,6 +27,7 @@ from lightning_pipes.ir import (
     Plan,
     PlanError,
     Program,
+    add_recomputations,
     deadlock_error,
     lower,
     needs,
@@ -98,7 +99,7 @@ def number_regular(program: Program, plan: Plan) -> NumberedOperations | None:
     The result is None if the plan is not regular, or if the program can't run. The reason is then found by checking
     each instruction.
     """
-    return _Numbering(plan).run(program) if is_regular(program, plan) else None
+    return _Numbering(plan).run(add_recomputations(program, plan)) if is_regular(program, plan) else None
 
 
 class _Numbering:

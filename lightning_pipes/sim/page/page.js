@@ -52,7 +52,7 @@
 
   let svg, tip, cursor, outline, axis, grid, memoryPaths = [], layers = [];
   const colours = [];
-  for (const kind of ["F", "B", "I", "W", "STEP"]) for (const chunk of [0, 1, 2]) colours.push(kind + chunk);
+  for (const kind of ["F", "R", "B", "I", "W", "STEP"]) for (const chunk of [0, 1, 2]) colours.push(kind + chunk);
   colours.push("SF0", "SB0");
 
   function build() {

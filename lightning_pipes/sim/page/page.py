@@ -297,7 +297,7 @@ def _memory_hint(record: RunRecord, measured: bool) -> str:
 
 def _render_stages(record: RunRecord) -> str:
     plan = record.plan
-    kinds = [kind for kind in (Kind.F, Kind.B, Kind.I, Kind.W) if _has_kind(record, kind)]
+    kinds = [kind for kind in (Kind.F, Kind.R, Kind.B, Kind.I, Kind.W) if _has_kind(record, kind)]
     heads = {"stage": False, "layers": False} | {KIND_NAMES[kind]: True for kind in kinds} | {"share": True}
     by_stage = BottleneckRank.from_timeline(record.displayed_timeline).by_stage
     whole = sum(by_stage) or 1.0

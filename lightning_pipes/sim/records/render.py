@@ -18,6 +18,7 @@ Shade = Callable[[Instruction], Any]
 """A function that returns the color of an instruction in a format of matplotlib."""
 _COLORS = {
     Kind.F: "#4f8fd0",
+    Kind.R: "#9b86c9",
     Kind.B: "#e8973a",
     Kind.I: "#e8b93a",
     Kind.W: "#7fae5c",

@@ -20,7 +20,7 @@ from lightning_pipes.trainer.ranks.notices import Notices
 MIN_PUBLICATION_SECONDS = 1.0
 """Minimum time between two publications of a rank's state, in seconds."""
 _FORWARD_METRIC, _BACKWARD_METRIC = "pipeline.forward_seconds", "pipeline.backward_seconds"
-_BACKWARD_KINDS = {Kind.B, Kind.I, Kind.W}
+_BACKWARD_KINDS = {Kind.R, Kind.B, Kind.I, Kind.W}
 _HOOK_NAME = "on_train_batch_end"
 
 

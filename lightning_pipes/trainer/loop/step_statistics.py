@@ -206,7 +206,7 @@ def merge_statistics(
 def _sample_seconds(part: RankStatistics, plan: Plan, stage: int) -> float:
     """Return a rank's mean seconds per sample of a forward and backward on a stage, or NaN if it had no samples."""
     total = 0.0
-    for kind in plan.compute_kinds:
+    for kind in plan.kinds_of_stage(stage):
         table, rows = part.operations[kind, stage], [span.rows for span in plan.spans(kind, stage)]
         samples = (np.isfinite(table) * rows).sum()
         total += float(np.nansum(table) / samples) if samples else nan

@@ -42,6 +42,7 @@ class Decision:
             one.
         pieces: the units that are cut, by the part that counts as a layer. Empty for layers, which `save_pieces` lists.
         stage_seconds: the seconds of F and B of one batch on each stage, if units were measured.
+        late_recompute: whether stages recompute only when the gradient has arrived.
     """
 
     schedule: Schedule | Policy
@@ -61,6 +62,7 @@ class Decision:
     least: int = 1
     pieces: tuple[Piece, ...] = ()
     stage_seconds: tuple[float, ...] = ()
+    late_recompute: bool = False
 
     def save_pieces(self, path: str) -> None:
         """Write the layers or units of the stages to a file, for `lightning-pipes plan`."""
@@ -97,6 +99,7 @@ class Decision:
             deployment=solved.deployment,
             movable=movable,
             least=solved.least,
+            late_recompute=solved.late_recompute,
         )
 
     def problem(self, rows: int = 1) -> Problem:
@@ -114,6 +117,7 @@ class Decision:
             self.profile,
             self.deployment,
             least=self.least if self.profile is None else max(self.least, self.profile.least_rows),
+            late_recompute=self.late_recompute,
         )
 
     def plans(

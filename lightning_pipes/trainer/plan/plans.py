@@ -250,7 +250,7 @@ class Plans:
                 f"the plan has recompute {given.recompute}, but the run has {usual.recompute}, which can't change "
                 "during the run. Leave recompute out of the plan, or start another run with it"
             )
-        return replace(given, layers=usual.layers, recompute=usual.recompute)
+        return replace(given, layers=usual.layers, recompute=usual.recompute, early_recompute=usual.early_recompute)
 
     def _order_plan(self, plan: Plan) -> tuple[Plan, Program | Policy]:
         verified = plan.jobs[0].rows == self._verified

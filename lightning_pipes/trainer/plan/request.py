@@ -9,11 +9,11 @@ from typing import Any, Self
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_pipes.cost import Deployment, ModelProfile
-from lightning_pipes.ir import InputError, PlanError, Policy, Schedule, Span, check_type
+from lightning_pipes.ir import InputError, PlanError, Policy, Schedule, Span
 from lightning_pipes.planning.auto import AutoPlanner
 from lightning_pipes.planning.balance import BalancedPlanner
 from lightning_pipes.planning.formatting import schedule_settings
-from lightning_pipes.planning.planner import Planner, planner_of
+from lightning_pipes.planning.planner import LATE, Planner, check_recompute, planner_of
 from lightning_pipes.planning.staleness import Iterations
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.plans import stage_layers
@@ -68,6 +68,7 @@ class RunRequest:
         schedule: the named schedule, or a placeholder if `chooses`.
         microbatches: the user's number of micro-batches. None for the default, or for the best number if `chooses`.
         recompute: whether stages recompute their forwards.
+        late_recompute: whether stages recompute only when the gradient has arrived.
         partition: "auto", "parameters", or the numbers of layers or paths of modules at which stages begin.
         chooses: whether the schedule, the micro-batches and recomputation are chosen.
         replanner: the planner that moves layers during training. None leaves this to the schedule.
@@ -84,6 +85,7 @@ class RunRequest:
     replanner: Planner | None = None
     iterations: Iterations | None = None
     equal_cuts: bool = False
+    late_recompute: bool = False
 
     @classmethod
     def from_arguments(
@@ -91,7 +93,7 @@ class RunRequest:
         schedule: str | Schedule | Policy,
         schedule_args: Mapping[str, Any] | None,
         microbatches: int | None,
-        recompute: bool,
+        recompute: bool | str,
         partition: str | list[int] | list[str],
         replan: bool | Mapping[str, Any],
         stale_gradients: bool | Mapping[int, float] = False,
@@ -111,11 +113,12 @@ class RunRequest:
         return cls(
             known,
             check_microbatches(microbatches),
-            check_type("recompute", recompute, bool),
+            bool(check_recompute(recompute)),
             check_partition(partition, schedule),
             chooses=schedule == AUTO,
             replanner=find_replanner(replan, known),
             iterations=iterations,
+            late_recompute=recompute == LATE,
         )
 
     def unmeasured(self, sizes: Sequence[int], ranks: int, least: int = 1, degrees: tuple[int, ...] = ()) -> Decision:
@@ -137,7 +140,15 @@ class RunRequest:
         if isinstance(partition, str) or names_modules(partition):
             partition = PARAMETERS
         layers = stage_layers(partition, sizes, len(where), degrees)
-        found = Decision(self.schedule, self.microbatches, self.recompute, where, layers, least=least)
+        found = Decision(
+            self.schedule,
+            self.microbatches,
+            self.recompute,
+            where,
+            layers,
+            least=least,
+            late_recompute=self.late_recompute,
+        )
         plans = found.plans()
         plans.for_rows(plans.trial_rows)
         return found
@@ -253,7 +264,7 @@ def describe_arguments(request: RunRequest, settings: Settings) -> dict[str, str
     return {
         "schedule": "auto" if request.chooses else request.schedule.name,
         "schedule_args": repr({name: args[name] for name in sorted(args)}),
-        **{name: repr(getattr(request, name)) for name in ("microbatches", "recompute", "partition")},
+        **{name: repr(getattr(request, name)) for name in ("microbatches", "recompute", "late_recompute", "partition")},
         "replan": repr(request.replanner),
         "stale_gradients": repr(request.iterations),
         **{name: repr(getattr(settings, name)) for name in _SAME_SETTINGS},

@@ -14,7 +14,7 @@ from lightning_pipes.ir import MAX_FORWARDS, InputError, Kind, Plan, Policy, Pro
 from lightning_pipes.planning.fit import evaluate_plan, fit_layers, order_and_held_rows, step_bubble, step_seconds
 from lightning_pipes.planning.formatting import progress_bar, schedule_label, schedule_settings
 from lightning_pipes.planning.partition import partition_at
-from lightning_pipes.planning.planner import Problem, solve_plan
+from lightning_pipes.planning.planner import LATE, Problem, check_recompute, solve_plan
 from lightning_pipes.sim import simulate
 from lightning_pipes.sim.records.record import RunRecord
 from lightning_pipes.tune.cli.command import PICTURE_OPTIONS, Command, drawing_width, print_json
@@ -119,7 +119,9 @@ def _profiled(
     The layers are cut at the boundaries in `partition`, or at the best boundaries if it is not set.
     """
     (m,) = parse_numbers(cfg.microbatches, "microbatches", MAX_FORWARDS // cfg.ranks) or [8]
-    plan = solve_plan(Problem(schedule, cfg.ranks, cfg.batch or m, m, cfg.recompute))
+    again = check_recompute(cfg.recompute)
+    problem = Problem(schedule, cfg.ranks, cfg.batch or m, m, bool(again), late_recompute=again == LATE)
+    plan = solve_plan(problem)
     cluster = replace(cluster, devices=cluster.devices[: cfg.ranks])
     if cfg.partition is None:
         fit = fit_layers(profile, schedule, plan, cluster)

@@ -46,10 +46,17 @@ def check(program, plan, costs, blocking=False):
     assert timeline.makespan == makespan(program, plan, sending(costs, blocking))
 
 
+def recomputed(plan, seed):
+    """Return a plan in which every second stage recomputes before the gradient arrives."""
+    return replace(plan, recompute=tuple(s % 2 == seed % 2 for s in range(plan.n_stages)), early_recompute=True)
+
+
 @for_each("blocking", [False, True])
 @for_each("seed", range(25))
 def test_longest_path_with_unequal_spans(seed, blocking):
     plan = random_plan(seed)
+    check(GPipe().program(plan), plan, random_costs(plan, seed), blocking)
+    plan = recomputed(plan, seed)
     check(GPipe().program(plan), plan, random_costs(plan, seed), blocking)
 
 
@@ -190,12 +197,13 @@ def test_several_jobs_overlap():
     assert simulate(Program.parse(lines, plan), plan, costs).makespan == (2 + 2 - 1) * 3
 
 
+@for_each("early", [False, True])
 @for_each("seed", range(10))
-def test_peaks_by_sweeping_over_the_timeline(seed):
+def test_peaks_by_sweeping_over_the_timeline(seed, early):
     plan = random_plan(seed, unequal=seed % 2 == 0)
     n = plan.n_stages
     recompute = tuple(seed % 3 == 0 and s % 2 == 1 for s in range(n))
-    plan = replace(plan, recompute=recompute)
+    plan = replace(plan, recompute=recompute, early_recompute=early)
     costs = replace(
         random_costs(plan, seed),
         activation_bytes=tuple(range(3, 3 + n)),
@@ -215,6 +223,8 @@ def test_peaks_by_sweeping_over_the_timeline(seed):
             if i.kind is Kind.F:
                 held += kept * i.span.rows
                 peak = max(peak, held)
+            elif i.kind is Kind.R:
+                peak = max(peak, held + mine * i.span.rows)
             else:
                 peak = max(peak, held + (mine * i.span.rows if recompute[i.stage] else 0))
                 held -= kept * i.span.rows
