@@ -50,17 +50,26 @@ class BalancedPlanner(Planner):
     def may_cut_unequally(self) -> bool:
         return self.inner.may_cut_unequally
 
+    @property
+    def has_memory_limit(self) -> bool:
+        return self.inner.has_memory_limit
+
     def plan(self, problem: Problem) -> Plan:
         return self.solve(problem).plan
 
     def solve(self, problem: Problem) -> Solution:
         if problem.profile is None or problem.layers or not problem.fallback:
             return self.inner.solve(problem)
-        plan = self.inner.solve(replace(problem, fallback=())).plan
-        deployment = problem.deployment or Deployment(Cluster((Device(),) * problem.ranks))
-        balance = balance_layers if problem.schedule.flushes else balance_stream
-        found = balance(problem.profile, problem.schedule, plan, problem.fallback, deployment)
-        return Solution(replace(problem, layers=found.layers), replace(plan, layers=found.layers), found.why)
+        solution = self.inner.solve(replace(problem, fallback=()))
+        plan, schedule = solution.plan, solution.problem.schedule
+        deployment = solution.problem.deployment or Deployment(Cluster((Device(),) * problem.ranks))
+        balance = balance_layers if schedule.flushes else balance_stream
+        found = balance(problem.profile, schedule, plan, problem.fallback, deployment)
+        return Solution(
+            replace(solution.problem, layers=found.layers, fallback=problem.fallback),
+            replace(plan, layers=found.layers),
+            "\n".join(filter(None, [solution.why, found.why])),
+        )
 
     def profile_sizes(self, rows: int, stages: int, microbatches: int | None) -> tuple[int, ...]:
         return self.inner.profile_sizes(rows, stages, microbatches)

@@ -133,6 +133,11 @@ class Planner(ABC):
         """Whether the planner may cut a batch differently on different stages or links if there is a profile."""
         return False
 
+    @property
+    def has_memory_limit(self) -> bool:
+        """Whether the user limits the memory, so that the run must not begin if no plan fits."""
+        return False
+
     @abstractmethod
     def plan(self, problem: Problem) -> Plan:
         """Return the plan of the batch on the ranks where the schedule places its stages.

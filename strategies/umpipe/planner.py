@@ -143,6 +143,10 @@ class UnequalPlanner(Planner):
     def may_cut_unequally(self) -> bool:
         return self.given is None
 
+    @property
+    def has_memory_limit(self) -> bool:
+        return self.memory_limit is not None
+
     def plan(self, problem: Problem) -> Plan:
         even = EvenPlanner().plan(problem)
         if self.given is not None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from functools import lru_cache, partial
-from itertools import accumulate
+from collections import deque
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate, zip_longest
 from typing import NamedTuple
 
 from lightning_pipes.ir import PlanError
@@ -13,70 +13,57 @@ from lightning_pipes.ir import PlanError
 PERIOD = 6
 """The slots of a pattern: F, I and W of a micro-batch on the two stages of a rank."""
 PATTERNS = (
-    (1, 1, 1, 1, 1, 1, 1),
-    (1, 1, 1, 1, 1, 4, 2),
-    (1, 1, 1, 1, 1, 5, 1),
-    (1, 1, 1, 3, 1, 1, 1),
-    (1, 1, 1, 3, 1, 3, 1),
-    (1, 1, 1, 5, 1, 1, 1),
-    (1, 1, 2, 1, 1, 2, 2),
-    (1, 1, 2, 1, 1, 5, 2),
-    (1, 1, 2, 4, 1, 2, 2),
-    (1, 1, 3, 1, 1, 3, 3),
-    (1, 1, 3, 1, 1, 4, 5),
-    (1, 1, 3, 1, 1, 5, 3),
-    (1, 1, 3, 2, 3, 1, 5),
-    (1, 1, 3, 3, 1, 3, 3),
-    (1, 1, 3, 3, 1, 5, 3),
-    (1, 1, 3, 5, 1, 1, 3),
-    (1, 1, 3, 5, 1, 2, 5),
-    (1, 1, 3, 5, 1, 3, 3),
-    (1, 1, 3, 5, 1, 5, 3),
-    (1, 1, 5, 1, 1, 1, 5),
-    (1, 2, 2, 2, 1, 5, 3),
-    (1, 2, 5, 1, 1, 4, 5),
-    (1, 2, 5, 2, 1, 1, 3),
-    (1, 3, 1, 1, 1, 1, 1),
-    (1, 3, 1, 3, 1, 3, 1),
-    (1, 3, 1, 3, 1, 5, 1),
-    (1, 3, 3, 2, 3, 2, 3),
-    (1, 3, 3, 3, 1, 1, 3),
-    (1, 3, 3, 3, 1, 3, 3),
-    (1, 3, 3, 5, 1, 3, 3),
-    (1, 4, 2, 3, 2, 4, 1),
-    (1, 4, 2, 4, 1, 2, 2),
-    (1, 5, 1, 1, 1, 1, 1),
-    (1, 5, 1, 3, 1, 3, 1),
-    (1, 5, 3, 1, 1, 1, 3),
-    (1, 5, 3, 5, 1, 5, 3),
-    (2, 5, 2, 2, 1, 2, 2),
-    (3, 1, 5, 2, 1, 1, 3),
-    (3, 2, 3, 5, 1, 1, 3),
-    (3, 2, 3, 5, 1, 5, 3),
-    (3, 4, 3, 1, 1, 3, 3),
-    (4, 1, 2, 4, 1, 1, 2),
+    (5, 2, 1, 1, 2),
+    (3, 1, 1, 1, 3),
+    (1, 1, 1, 1, 1),
+    (3, 1, 5, 1, 5),
+    (3, 1, 1, 1, 1),
+    (5, 3, 1, 1, 3),
+    (1, 1, 3, 1, 3),
+    (1, 1, 5, 1, 1),
+    (3, 1, 1, 1, 5),
+    (3, 1, 5, 1, 1),
+    (2, 1, 1, 1, 5),
+    (5, 3, 3, 3, 3),
+    (1, 1, 1, 1, 3),
+    (3, 1, 3, 1, 3),
+    (2, 1, 1, 1, 2),
+    (3, 1, 5, 3, 5),
+    (5, 3, 5, 1, 1),
+    (1, 1, 1, 1, 5),
+    (3, 1, 3, 3, 1),
+    (1, 1, 1, 3, 1),
+    (2, 1, 4, 4, 2),
 )
-"""The patterns that are compared.
+"""The patterns that are compared, those that are the best for most numbers of ranks, k and durations first.
 
-A pattern has the number of slots from a computation to the same computation on the next stage. The entries are for
-forwards down the V, at its turn, and up again, from the last forward to the first gradient, and for gradients down the
-V, at its turn, and up again. They were selected from all patterns with numbers of at most 6 in which no rank computes
-twice in a slot: each gave the shortest step for some k on 4, 6 or 8 ranks, with equal or with unequal durations.
+A pattern has the number of slots from a computation to the same computation on the next stage. It is 1 from a rank to
+the previous one, and one of the first two entries from a rank to the next one: the first entry on the first links, and
+the second entry on the others. The other entries are the numbers of slots at the turn of forwards, from the last
+forward to the first gradient, and at the turn of gradients. The patterns were selected from all patterns with numbers
+of at most 6 in which no rank computes twice in a slot: each gave the shortest step for some k on 2 to 8 ranks, with
+equal or with unequal durations.
 """
-PATIENCES = (0.5, 0.1, 1e6)
+PATIENCES = (0.1, 0.5, 1e6)
 """The shares of a computation that a waiting rank must be able to finish before the next one in its row can start.
 
 If this share of a later F or I, or of a W, fits, the rank runs it first. With the last value, it never does.
 """
 MAX_COMPARED_COMPUTATIONS = 200_000
 """The number of executed computations after which no further patterns are compared."""
+UNUSED_HALF_STAGES = 2
+"""The number of half-stages by which a pattern that is compared may hold less than k."""
 LOOKAHEAD = 12
 """The number of later computations in its row among which a waiting rank chooses."""
 
+N_STREAMS = 4
+W_NUMBER = -1
+NEVER = 1 << 62
+"""A time that is later than all others."""
+
 F, I, W = range(3)  # noqa: E741 - the letters of the field
-Computation = tuple[int, int, int]
-"""A kind (F, I or W), a stage, and the number of a micro-batch."""
-Rows = tuple[tuple[Computation, ...], ...]
+Rows = tuple[tuple[int, ...], ...]
+"""The F and I of every rank, as numbers that `Execution` explains."""
 
 
 class Durations(NamedTuple):
@@ -94,33 +81,32 @@ class VOrder(NamedTuple):
     Attributes:
         idle: the longest time that a rank waits between its first and its last computation.
         makespan: the time at which the last rank ends.
-        rows: the computations of every rank.
+        rows: the computations of every rank, each with its kind (F, I or W), its stage, and the number of its
+            micro-batch.
     """
 
     idle: int
     makespan: int
-    rows: Rows
+    rows: tuple[tuple[tuple[int, int, int], ...], ...]
 
 
 class Pattern(NamedTuple):
-    """The slots in which every stage computes its first F and its first I. Other micro-batches follow every `PERIOD`.
+    """The slots in which every rank computes its four streams of the first micro-batch.
+
+    Other micro-batches follow every `PERIOD`. The streams are described in `Execution`.
 
     Attributes:
-        held: the largest number of half-stages that a rank holds.
-        forwards: the slot of the first F of every stage.
-        inputs: the slot of the first I of every stage.
+        held: the largest number of half-stages that a rank holds between F and I.
+        slots: the slots of every rank.
     """
 
     held: int
-    forwards: tuple[int, ...]
-    inputs: tuple[int, ...]
+    slots: tuple[tuple[int, int, int, int], ...]
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def find_order(p: int, m: int, k: int, times: Durations, split: bool) -> VOrder:
     """Return the order of m micro-batches on p ranks in which the rank that waits longest waits least.
-
-    The patterns are compared with a few micro-batches, because all further micro-batches only repeat the pattern.
 
     Args:
         p: the number of ranks.
@@ -132,25 +118,40 @@ def find_order(p: int, m: int, k: int, times: Durations, split: bool) -> VOrder:
     Raises:
         PlanError: every pattern needs more memory.
     """
-    few = min(m, 2 * p)
-    found: list[tuple[VOrder, Callable[[int], Rows], float]] = []
-    executed = 0
-    for make_rows in _sources(p, k):
-        if found and executed > MAX_COMPARED_COMPUTATIONS:
-            break
-        rows = make_rows(few)
-        for patience in PATIENCES:
-            best = found[-1][0][:2] if found else (math.inf, math.inf)
-            execution = Execution(rows, few, k, times, patience, split)
-            order = execution.run(best[0])
-            executed += sum(map(len, execution.ran))
-            if order is not None and order[:2] < best:
-                found.append((order, make_rows, patience))
-    for order, make_rows, patience in reversed(found):
-        longer = order if m == few else Execution(make_rows(m), m, k, times, patience, split).run(math.inf)
-        if longer is not None:
-            return longer
+    most = min(k, 2 * p)
+    for pattern, patience in compare_patterns(p, min(m, 2 * p), k, times, split):
+        execution = Execution(make_rows(pattern, most, m), m, k, times, split, patience)
+        found = execution.run(NEVER)
+        if found is not None:
+            return VOrder(*found, execution.read_rows())
     raise PlanError(f"v: no order of {m} micro-batches on {p} ranks holds at most {k} half-stages; raise k")
+
+
+@lru_cache(maxsize=512)
+def compare_patterns(p: int, m: int, k: int, times: Durations, split: bool) -> tuple[tuple[Pattern, float], ...]:
+    """Return the patterns that were the best so far in a comparison, each with its patience, the best one first.
+
+    They are compared with few micro-batches, because all further micro-batches only repeat the pattern. Patterns that
+    hold much less than k are compared only if no other pattern can be executed. The arguments are described in
+    `find_order`.
+    """
+    most = min(k, 2 * p)
+    patterns = [pattern for pattern in find_patterns(p) if pattern.held <= most]
+    patterns.sort(key=lambda pattern: pattern.held < most - UNUSED_HALF_STAGES)
+    found: list[tuple[Pattern, float]] = []
+    best, executed = (NEVER, NEVER), 0
+    for pattern in patterns:
+        if found and (executed > MAX_COMPARED_COMPUTATIONS or pattern.held < most - UNUSED_HALF_STAGES):
+            break
+        rows = make_rows(pattern, most, m)
+        for patience in PATIENCES:
+            execution = Execution(rows, m, k, times, split, patience)
+            result = execution.run(best[0])
+            executed += sum(map(len, execution.ran))
+            if result is not None and result < best:
+                best = result
+                found.append((pattern, patience))
+    return tuple(reversed(found))
 
 
 def least_held(p: int) -> int:
@@ -160,184 +161,230 @@ def least_held(p: int) -> int:
 
 @lru_cache(maxsize=64)
 def find_patterns(p: int) -> tuple[Pattern, ...]:
-    """Return the patterns of p ranks in which no rank computes twice in a slot, those that hold the most first."""
-    found = []
-    for f_down, f_turn, f_up, turn, i_down, i_turn, i_up in PATTERNS:
-        steps = [0, *(f_down,) * (p - 1), f_turn, *(f_up,) * (p - 1)]
-        forwards = tuple(accumulate(steps))
-        steps = [forwards[-1] + turn, *(i_down,) * (p - 1), i_turn, *(i_up,) * (p - 1)]
-        inputs = tuple(accumulate(steps))[::-1]
-        ranks = [(s, 2 * p - 1 - s) for s in range(p)]
-        if all(len({slots[s] % PERIOD for slots in (forwards, inputs) for s in pair}) == 4 for pair in ranks):
-            held = max(
-                sum((forwards[first] - forwards[s]) // PERIOD - (forwards[first] - inputs[s]) // PERIOD for s in pair)
-                for pair in ranks
-                for first in pair
-            )
-            found.append(Pattern(held, forwards, inputs))
-    return tuple(sorted(found, reverse=True))
+    """Return the patterns of p ranks in which no rank computes twice in a slot, for each number of first links."""
+    found = {}
+    for first, others, f_turn, turn, i_turn in PATTERNS:
+        for n_first in range(1, p) if others < first else (p - 1,):
+            down, up = [*(first,) * n_first, *(others,) * (p - 1 - n_first)], (1,) * (p - 1)
+            slots = tuple(accumulate([0, *down, f_turn, *up, turn, *down, i_turn, *up]))
+            ranks = tuple((slots[r], slots[2 * p - 1 - r], slots[2 * p + r], slots[4 * p - 1 - r]) for r in range(p))
+            if all(len({slot % PERIOD for slot in streams}) == N_STREAMS for streams in ranks):
+                found[ranks] = Pattern(max(map(_count_held, ranks)), ranks)
+    return tuple(found.values())
 
 
-def _sources(p: int, k: int) -> Iterator[Callable[[int], Rows]]:
-    """Yield functions that return rows for a number of micro-batches, for each pattern that holds at most k."""
-    if k >= 2 * p:
-        yield partial(zero_bubble_rows, p)
-    for pattern in find_patterns(p):
-        if pattern.held <= k:
-            yield partial(pattern_rows, pattern)
+def _count_held(slots: Sequence[int]) -> int:
+    """Return the largest number of half-stages that a rank with these slots holds between F and I."""
+    return max(
+        sum((now - begin) // PERIOD - (now - end) // PERIOD for begin, end in zip(slots[:2], slots[:1:-1], strict=True))
+        for now in slots[:2]
+    )
 
 
-def pattern_rows(pattern: Pattern, m: int) -> Rows:
-    """Return the F and I of every rank for m micro-batches, sorted by the slots of a pattern."""
-    n_stages, rows = len(pattern.forwards), []
-    for r in range(n_stages // 2):
-        row = [
-            (slots[s] + PERIOD * n, kind, s, n)
-            for s in (r, n_stages - 1 - r)
-            for kind, slots in ((F, pattern.forwards), (I, pattern.inputs))
-            for n in range(m)
-        ]
-        rows.append(tuple(each[1:] for each in sorted(row)))
-    return tuple(rows)
+def make_rows(pattern: Pattern, k: int, m: int) -> Rows:
+    """Return the F and I of every rank for m micro-batches in the order of a pattern, within k half-stages.
+
+    As in the paper, the first and the last computations are ordered anew.
+    """
+    every, p, found = N_STREAMS * m, len(pattern.slots), []
+    for rank, slots in enumerate(pattern.slots):
+        keys = [(slot + PERIOD * n) * every + stream * m + n for stream, slot in enumerate(slots) for n in range(m)]
+        row = [key % every for key in sorted(keys)]
+        start = _first_computations(row, p, rank, k, m)
+        end = _last_computations(p, rank, k, m)
+        moved = {*start, *end}
+        found.append((*(x for x in start if x not in end), *(x for x in row if x not in moved), *end))
+    return tuple(found)
 
 
-def zero_bubble_rows(p: int, m: int) -> Rows:
-    """Return the F and I of every rank in ZB-V (Qi et al. 2023, arXiv:2401.10241, S6), which holds 2 p half-stages."""
-    rows = []
-    for r in range(p):
-        down, up = r, 2 * p - 1 - r
-        f_down, f_up, i_down, i_up = (F, down), (F, up), (I, down), (I, up)
-        kinds = [f_down] * (2 * (p - r) - 1) + [f_up, f_down] * r + [f_up, i_up] * (p - r)
-        kinds += [f_down, i_down, f_up, i_up] * m + [i_down, i_up] * r + [i_down] * (p - r)
-        numbers = {kind: iter(range(m)) for kind in (f_down, f_up, i_down, i_up)}
-        row = [(*kind, n) for kind in kinds if (n := next(numbers[kind], -1)) >= 0]
-        rows.append(tuple(row))
-    return tuple(rows)
+def _first_computations(row: Sequence[int], p: int, rank: int, k: int, m: int) -> list[int]:
+    """Return the computations of a rank before the first I of its first stage.
+
+    These are the ones that `row` has there, and F until the rank holds k half-stages. F of the first stage come first,
+    until the first micro-batch returns from the last rank. After these F, I of the second stage alternate with F.
+    """
+    before = row[: row.index(3 * m)]
+    second = min(rank + 1, k // 2, m)
+    first = min(k - second, m)
+    alone = min(2 * (p - 1 - rank), first)
+    start = [*range(alone)]
+    for n in range(rank + 1):
+        start += [alone + n] * (alone + n < first) + [m + n] * (n < second)
+    n_first, n_second = (sum(x // m == stream for x in before) for stream in (0, 1))
+    forwards = [*range(m + second, m + n_second), *range(min(first, alone + rank + 1), max(first, n_first))]
+    inputs = [x for x in before if x // m == 2]
+    return [*start, *(x for pair in zip_longest(inputs, forwards) for x in pair if x is not None)]
+
+
+def _last_computations(p: int, rank: int, k: int, m: int) -> list[int]:
+    """Return the last I of a rank, in the order in which the gradients of the last micro-batches arrive."""
+    first = min((k + 1) // 2, m)
+    second = min(rank + 1, k - first, m)
+    arrivals = [(2 * p - rank - 2 * n, 4 * m - 1 - n) for n in range(first)]
+    arrivals += [(rank + 1 - 2 * n, 3 * m - 1 - n) for n in range(second)]
+    return [computation for _, computation in sorted(arrivals)]
 
 
 class Execution:
-    """Executes rows of F and I under a limit of held half-stages. W fills the time in which ranks would wait."""
+    """Executes the F and I of rows under a limit of held half-stages. W fills the time in which ranks would wait.
 
-    def __init__(self, rows: Rows, m: int, held: int, times: Durations, patience: float, split: bool) -> None:
-        self.p, self.limit, self.times, self.patience = len(rows), held, times, patience
-        self.split = split
-        self.durations = (times.forward, times.inputs if split else times.inputs + times.weights, times.weights)
-        self.rows = rows
-        self.ends: list[list[list[int | None]]] = [[[None] * m for _ in range(2 * self.p)] for _ in (F, I)]
-        self.at = [0] * self.p
+    A computation of a row is the number `stream * m + n` for micro-batch n. The streams of a rank are F of its first
+    stage, F of its second stage, I of its second stage and I of its first stage, so that a micro-batch passes the
+    streams in this order. W is the number -1: a rank runs the W of its I in their order.
+
+    Args:
+        rows: the computations of every rank.
+        m: the number of micro-batches.
+        limit: the largest number of half-stages that a rank may hold.
+        times: the durations.
+        split: whether the backward runs as I and W.
+        patience: see `PATIENCES`.
+    """
+
+    def __init__(self, rows: Rows, m: int, limit: int, times: Durations, split: bool, patience: float) -> None:
+        self.rows, self.m, self.limit, self.split, self.patience = rows, m, limit, split, patience
+        inputs = times.inputs if split else times.inputs + times.weights
+        self.durations = (times.forward, times.forward, inputs, inputs)
+        self.weights, self.message = times.weights, times.message
+        p = len(rows)
+        self.ready = [[NEVER] * (N_STREAMS * m) for _ in range(p)]
+        self.ready[0][:m] = [0] * m
+        self.at, self.clock, self.held, self.pending = [0] * p, [0] * p, [0] * p, [0] * p
         self.done = [bytearray(len(row)) for row in rows]
-        self.clock, self.held = [0] * self.p, [0] * self.p
-        self.idle = [0] * self.p
-        self.pending: list[list[tuple[int, int]]] = [[] for _ in rows]
-        self.ran: list[list[Computation]] = [[] for _ in rows]
+        self.ran: list[list[int]] = [[] for _ in rows]
 
-    def run(self, most_idle: float) -> VOrder | None:
-        """Return the order in which everything ran, or None if it would take too long or ranks lack memory.
+    def run(self, most_idle: float) -> tuple[int, int] | None:
+        """Run everything, and write the computations of every rank to `ran`.
 
         Args:
             most_idle: the longest time that a rank may wait after its first computation.
+
+        Returns:
+            The longest time that a rank waits after its first computation, and the time at which the last rank ends.
+            None if a rank waits longer than `most_idle` or lacks memory.
         """
-        waiting = [self._next(r) for r in range(self.p)]
+        m, p, split = self.m, len(self.rows), self.split
+        rows, at, clock, held, pending, done, ran = (
+            self.rows,
+            self.at,
+            self.clock,
+            self.held,
+            self.pending,
+            self.done,
+            self.ran,
+        )
+        idle, starts, places = [0] * p, [NEVER] * p, [0] * p
+        changed: Sequence[int] = range(p)
         while True:
-            best, rank = None, -1
-            for r, each in enumerate(waiting):
-                if each is not None and (best is None or each[0] < best[0]):
-                    best, rank = each, r
-            if best is None:
+            for r in changed:
+                starts[r], places[r] = self._next(r)
+            start = min(starts)
+            if start == NEVER:
                 break
-            self._execute(rank, *best)
-            if self.idle[rank] > most_idle:
-                return None
-            for r in (rank - 1, rank, rank + 1):
-                if 0 <= r < self.p:
-                    waiting[r] = self._next(r)
-        if any(at < len(row) for at, row in zip(self.at, self.rows, strict=True)):
+            rank = starts.index(start)
+            if ran[rank]:
+                idle[rank] += start - clock[rank]
+                if idle[rank] > most_idle:
+                    return None
+            place, changed = places[rank], (rank,)
+            if place < 0:
+                clock[rank] = start + self.weights
+                held[rank] -= 1
+                pending[rank] -= 1
+                ran[rank].append(W_NUMBER)
+                continue
+            computation = rows[rank][place]
+            stream = computation // m
+            end = clock[rank] = start + self.durations[stream]
+            ran[rank].append(computation)
+            done[rank][place] = 1
+            at[rank] = done[rank].find(0, at[rank])
+            if stream < 2:
+                held[rank] += 1
+            elif split:
+                pending[rank] += 1
+            else:
+                held[rank] -= 1
+            after = rank - 1 if stream % 2 else rank + 1
+            if 0 <= after < p:
+                self.ready[after][computation] = end + self.message
+                changed = rank, after
+            elif stream < N_STREAMS - 1:
+                self.ready[rank][computation + m] = end
+        if any(place >= 0 for place in at):
             return None
-        return VOrder(max(self.idle), max(self.clock), tuple(map(tuple, self.ran)))
+        return max(idle), max(clock)
 
-    def _execute(self, rank: int, start: int, place: int) -> None:
-        """Run the computation at `place` of the row of a rank, or its oldest W if `place` is negative."""
-        if self.ran[rank]:
-            self.idle[rank] += start - self.clock[rank]
-        if place < 0:
-            self.clock[rank] = start + self.durations[W]
-            self.held[rank] -= 1
-            self.ran[rank].append((W, *self.pending[rank].pop(0)))
-            return
-        kind, stage, n = self.rows[rank][place]
-        self.clock[rank] = self.ends[kind][stage][n] = start + self.durations[kind]
-        self.ran[rank].append((kind, stage, n))
-        done, at = self.done[rank], self.at[rank]
-        done[place] = 1
-        while at < len(done) and done[at]:
-            at += 1
-        self.at[rank] = at
-        if kind == F:
-            self.held[rank] += 1
-        elif self.split:
-            self.pending[rank].append((stage, n))
-        else:
-            self.held[rank] -= 1
-
-    def _next(self, rank: int) -> tuple[int, int] | None:
-        """Return the start and the place of what a rank runs next, or None if this is not known yet."""
-        row, at, clock, pending = self.rows[rank], self.at[rank], self.clock[rank], self.pending[rank]
-        if at == len(row):
-            return (clock, -1) if pending else None
-        if row[at][0] == F and self.held[rank] >= self.limit:
-            return (clock, -1) if pending else None
-        start = self._ready(row[at])
-        if start is None:
-            return None
+    def _next(self, rank: int) -> tuple[int, int]:
+        """Return the start and the place of what a rank runs next; -1 is a W. The start is `NEVER` if it is unknown."""
+        at, clock, pending = self.at[rank], self.clock[rank], self.pending[rank]
+        if at < 0:
+            return (clock, -1) if pending else (NEVER, -1)
+        computation = self.rows[rank][at]
+        if computation < 2 * self.m and self.held[rank] >= self.limit:
+            return (clock, -1) if pending else (NEVER, -1)
+        start = self.ready[rank][computation]
         if start <= clock:
             return clock, at
-        weights = self.durations[W]
-        early = self._find_early(rank, start)
-        if early is not None:
-            return (clock, -1) if pending and early[0] - clock >= weights else early
-        if pending and start - clock >= min(1.0, self.patience) * weights:
+        if start == NEVER:
+            return NEVER, -1
+        early, place = self._find_early(rank, start)
+        if early < NEVER:
+            return (clock, -1) if pending and early - clock >= self.weights else (early, place)
+        if pending and start - clock >= min(1.0, self.patience) * self.weights:
             return clock, -1
         return start, at
 
-    def _find_early(self, rank: int, before: int) -> tuple[int, int] | None:
+    def _find_early(self, rank: int, before: int) -> tuple[int, int]:
         """Return the start and the place of the first later F or I that fits into the time before `before`.
 
-        An F must leave enough memory for all computations that the order has in front of it.
+        An F must leave enough memory for all computations that the order has in front of it. The start is `NEVER` if
+        nothing fits.
         """
-        row, at, clock, done = self.rows[rank], self.at[rank], self.clock[rank], self.done[rank]
-        seen = {row[at][:2]}
-        level = self.held[rank] + 1 - len(self.pending[rank]) + (1 if row[at][0] == F else -1)
-        highest = level if row[at][0] == F else 0
-        best = None
+        m, row, done, ready = self.m, self.rows[rank], self.done[rank], self.ready[rank]
+        at, clock, held = self.at[rank], self.clock[rank], self.held[rank]
+        best, found = NEVER, -1
+        first = row[at] // m
+        seen = 1 << first
+        level = held + 1 - self.pending[rank] + (1 if first < 2 else -1)
+        highest = level if first < 2 else 0
         for place in range(at + 1, min(at + 1 + LOOKAHEAD, len(row))):
             if done[place]:
                 continue
-            kind = row[place][0]
-            if row[place][:2] not in seen:
-                seen.add(row[place][:2])
-                start = self._ready(row[place])
-                if start is not None:
-                    start = max(start, clock)
-                    fits = kind == I or (self.held[rank] < self.limit and highest <= self.limit)
-                    fits = fits and start + self.patience * self.durations[kind] <= before
-                    if fits and (best is None or (start, -kind) < best[:2]):
-                        best = (start, -kind, place)
-            level += 1 if kind == F else -1
-            if kind == F:
+            computation = row[place]
+            stream = computation // m
+            is_forward = stream < 2
+            if not seen >> stream & 1:
+                seen |= 1 << stream
+                start = max(ready[computation], clock)
+                if (
+                    start + self.patience * self.durations[stream] <= before
+                    and (start < best or (start == best and not is_forward and row[found] < 2 * m))
+                    and (not is_forward or (held < self.limit and highest <= self.limit))
+                ):
+                    best, found = start, place
+            if is_forward:
+                level += 1
                 highest = max(highest, level)
-        return None if best is None else (best[0], best[2])
+            else:
+                level -= 1
+        return best, found
 
-    def _ready(self, computation: Computation) -> int | None:
-        """Return the time at which the input of an F or I arrives, or None if this is not known yet."""
-        kind, stage, n = computation
-        last, message, forwards = 2 * self.p - 1, self.times.message, self.ends[F]
-        if kind == F:
-            if not stage:
-                return 0
-            end = forwards[stage - 1][n]
-            return None if end is None else end + (0 if stage == self.p else message)
-        own = forwards[stage][n]
-        if own is None or stage == last:
-            return own
-        end = self.ends[I][stage + 1][n]
-        return None if end is None else max(own, end + (0 if stage == self.p - 1 else message))
+    def read_rows(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+        """Return the computations of `VOrder`."""
+        m, last, found = self.m, 2 * len(self.rows) - 1, []
+        for rank, ran in enumerate(self.ran):
+            streams = [(F, rank), (F, last - rank), (I, last - rank), (I, rank)]
+            row: list[tuple[int, int, int]] = []
+            pending: deque[tuple[int, int]] = deque()
+            for computation in ran:
+                if computation == W_NUMBER:
+                    row.append((W, *pending.popleft()))
+                    continue
+                stream, n = divmod(computation, m)
+                kind, stage = streams[stream]
+                row.append((kind, stage, n))
+                if kind == I:
+                    pending.append((stage, n))
+            found.append(tuple(row))
+        return tuple(found)

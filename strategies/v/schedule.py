@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from lightning_pipes.cost.units import parse_bytes, parse_setting
 from lightning_pipes.ir import (
     MAX_STAGES,
     STEP,
@@ -22,6 +23,7 @@ from lightning_pipes.ir import (
     check_fields,
     check_one_batch,
     check_placement,
+    short_repr,
 )
 from lightning_pipes.strategies.v.order import Durations, find_order, least_held
 
@@ -40,19 +42,24 @@ class V(Schedule):
     the memory limit. A rank that would wait runs a W, or an F or I that comes later in the pattern.
 
     Attributes:
-        k: the largest number of half-stages that a rank holds. None means p + 2.
-        times: the relative durations of F, I and W of a stage, and of a message between ranks.
+        k: the largest number of half-stages that a rank holds. None means p + 2, or the largest number that fits into
+            `memory_limit`.
+        times: the relative durations of F, I and W of a stage, and of a message between ranks. None means the measured
+            durations or, if layers are not measured, equal durations and free messages.
+        memory_limit: the bytes that every rank may hold, such as "16GiB", instead of k. If layers are not measured, k
+            is the smallest possible one.
         split: whether the backward is split into I and W. Whole backwards are faster for layers on which a split
             backward costs time, and make the bubble longer.
 
     Raises:
-        PlanError: k is not an integer of at least 2 or is below the smallest k of this number of ranks, `times` are not
+        PlanError: k is not an integer of at least 1 or is below the smallest k of this number of ranks, `times` are not
             four integers that can be durations, the plan places stages on other ranks, spans differ between stages or
             directions, or the plan has several jobs or several batches, or splits the backward differently.
     """
 
     k: int | None = None
-    times: tuple[int, int, int, int] = (1, 1, 1, 0)
+    times: tuple[int, int, int, int] | None = None
+    memory_limit: int | str | None = None
     split: bool = True
     name: ClassVar[str] = "v"
 
@@ -60,16 +67,35 @@ class V(Schedule):
         if self.k is not None:
             check_count(f"{self.name}: k", self.k, most=MAX_STAGES)
         check_fields(self)
-        *computations, message = self.times
+        if self.memory_limit is not None:
+            parse_setting(f"{self.name}: memory_limit", parse_bytes, self.memory_limit)
+            if self.k is not None:
+                raise InputError(
+                    f"{self.name}: k={self.k} and memory_limit={short_repr(self.memory_limit)} both limit the memory; "
+                    "give one of them"
+                )
+        *computations, message = self.durations
         if min(computations) < 1 or message < 0:
             raise InputError(
                 f"{self.name}: times are the durations of F, I and W, each at least 1, and of a message, at least 0, "
-                f"got {tuple(self.times)}"
+                f"got {tuple(self.durations)}"
             )
+
+    @property
+    def durations(self) -> Durations:
+        """The relative durations with which the order is made."""
+        return Durations() if self.times is None else Durations(*self.times)
 
     @property
     def splits_backward(self) -> bool:
         return self.split
+
+    def make_planner(self) -> object:
+        if self.times is not None and self.memory_limit is None:
+            return None
+        from lightning_pipes.strategies.v.planner import VPlanner  # the planner imports this module
+
+        return VPlanner(None if self.memory_limit is None else parse_bytes(self.memory_limit))
 
     @classmethod
     def list_variants(cls, n_ranks: int, microbatches: int) -> list[V]:
@@ -94,7 +120,9 @@ class V(Schedule):
             PlanError: k is below the smallest k of this number of ranks.
         """
         least = least_held(n_ranks)
-        k = max(n_ranks + 2, least) if self.k is None else self.k
+        k = self.k
+        if k is None:
+            k = least if self.memory_limit is not None else max(n_ranks + 2, least)
         if k < least:
             raise PlanError(
                 f"{self.name}: k={k} is too small, because on {n_ranks} ranks, a rank holds at least {least} "
@@ -103,9 +131,9 @@ class V(Schedule):
         return k
 
     # Drawn by `step(V())`:
-    # rank 0 |0-1-2-3-..0'0'0'....1'1'0+1'2'2'0~1+2'3'3'2+1~3'2~3+3~| bubble 11.1%
-    # rank 1 |..0-1-2-0'3-..0'0'1'0+0~1'2'1'..1+2'3'1~2+3'2'2~3+3'3~| bubble 11.1%
-    # rank 2 |....0-0'1-1'2-..0'0+0'2'0~3-1'1+1'3'2'2+1~2'3'3+2~3'3~| bubble 11.1%
+    # rank 0 |0-1-2-3-..0'0'0'1'1'1'0+0~..2'2'2'..3'3'1+3'2+1~3+2~3~| bubble 11.1%
+    # rank 1 |..0-1-2-0'..1'0'0'3-0+1'0~2'1'..2'3'1+2'3'2+1~3+3'2~3~| bubble 11.1%
+    # rank 2 |....0-0'1-1'2-..0'0+0'2'1'0~3-1'3'1+2'2+1~3'3+2'2~3'3~| bubble 11.1%
     #         - forward  + input gradients  ~ weight gradients  . idle
     def program(self, plan: Plan) -> Program:
         check_one_batch(plan, self.name, self.split)
@@ -114,7 +142,7 @@ class V(Schedule):
         if any(plan.spans(kind, s) != spans for s in range(plan.n_stages) for kind in (Kind.F, Kind.B)):
             raise PlanError(f"{self.name} needs the same spans on all stages, forward and backward")
         k = self.held(plan.n_ranks)
-        order = find_order(plan.n_ranks, len(spans), k, Durations(*self.times), self.split)
+        order = find_order(plan.n_ranks, len(spans), k, self.durations, self.split)
         kinds = (F, I if self.split else B, W)
         return Program(
             tuple(

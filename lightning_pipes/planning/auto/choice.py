@@ -11,7 +11,7 @@ from lightning_pipes.ir import MAX_FORWARDS, Kind, Plan, PlanError, Policy, Sche
 from lightning_pipes.ir.registry import installed_schedules
 from lightning_pipes.planning.bounds import step_bound
 from lightning_pipes.planning.fit import Fit
-from lightning_pipes.planning.planner import Problem, planner_of, solve_plan
+from lightning_pipes.planning.planner import Problem, planner_of
 from lightning_pipes.planning.staleness import Iterations
 
 MAX_TRIED_FORWARDS = 2**15
@@ -88,16 +88,17 @@ def list_options(
     """
     bounds: dict[tuple[object, ...], float] = {}
     for m in numbers:
-        for schedule in schedules if schedules is not None else installed_variants(ranks, m, iterations is not None):
+        for proposed in schedules if schedules is not None else installed_variants(ranks, m, iterations is not None):
             for again in recompute:
                 too_large = True  # stays True if the stages can't be placed
                 try:
-                    too_large = len(schedule.place_stages(ranks)) * m > MAX_FORWARDS
-                    problem = Problem(schedule, ranks, rows, m, again, profile=profile, deployment=deployment)
-                    plan = solve_plan(replace(problem, late_recompute=late_recompute))
+                    too_large = len(proposed.place_stages(ranks)) * m > MAX_FORWARDS
+                    problem = Problem(proposed, ranks, rows, m, again, profile=profile, deployment=deployment)
+                    solution = planner_of(proposed).solve(replace(problem, late_recompute=late_recompute))
                 except PlanError as error:
-                    yield Option(schedule, m, again, None, math.inf, why_not=str(error), too_large=too_large)
+                    yield Option(proposed, m, again, None, math.inf, why_not=str(error), too_large=too_large)
                     continue
+                plan, schedule = solution.plan, solution.problem.schedule
                 more = 1.0 if iterations is None else iterations(max(plan.versions)) / iterations(1)
                 # its planner may cut batches of other sizes unequally, or this batch after some steps
                 is_unequal = planner_of(schedule).may_cut_unequally

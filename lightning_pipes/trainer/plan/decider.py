@@ -102,7 +102,8 @@ class PlanDecider(ProfilePlanner):
         The result is `plain` if there is nothing to choose. If the layers are not measured, the reason is in `why`.
 
         Raises:
-            PlanError: a schedule is to be chosen, and none fits into memory.
+            PlanError: a schedule is to be chosen, and none fits into memory; or no plan fits into the memory limit of
+                the user.
         """
         if not request.needs_profile or self._grid.length == 1 or self._trainer.limit_train_batches == 0:
             return plain
@@ -119,6 +120,8 @@ class PlanDecider(ProfilePlanner):
             except PlanError as error:
                 if request.chooses:
                     raise PlanError(f"schedule='auto': {error}") from None
+                if request.planner.has_memory_limit:
+                    raise
                 return self._keep_even_cut(request, plain, str(error), False)
         rank_zero_info("\n".join(filter(None, [made.table, made.why, made.cut_reason])))
         return made

@@ -14,6 +14,7 @@ from lightning_pipes.ir.replication import Seconds, list_shares, replicate_plan,
 from lightning_pipes.planning.partition import even_partition, partition_at
 from lightning_pipes.planning.planner import (
     MICROBATCHES_PER_STAGE,
+    EvenPlanner,
     MemoryGuardingPlanner,
     Planner,
     Problem,
@@ -239,7 +240,7 @@ class Plans:
         return made
 
     def _problem_of(self, rows: int) -> Problem:
-        decides = self._problem.microbatches is None and self.schedule.make_planner() is not None
+        decides = self._problem.microbatches is None and not isinstance(planner_of(self.schedule), EvenPlanner)
         few = not decides and rows < self._problem.least * self.microbatches
         m = max(1, rows // self._problem.least) if few else self._problem.microbatches
         return replace(self._problem, rows=rows, microbatches=m)

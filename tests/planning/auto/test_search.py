@@ -10,6 +10,7 @@ from lightning_pipes.cost import Cluster, Deployment, Device, LayerProfile, Mode
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.auto import AutoPlanner, choice, choose_option
 from lightning_pipes.planning.planner import Problem, solve_plan
+from lightning_pipes.strategies.umpipe.planner import UnequalPlanner
 from lightning_pipes.testing.generators import random_problem
 
 
@@ -74,8 +75,11 @@ def test_unequal_cuts_are_left_out_if_they_are_not_allowed(monkeypatch: pytest.M
         replace(asked, schedule=make_schedule("umpipe", forward=(2,) * asked.ranks, backward=(1,) * asked.ranks))
     )
     assert len(unequal.jobs[0].distinct_spans) == 2
+    plan = UnequalPlanner.plan
     monkeypatch.setattr(
-        choice, "solve_plan", lambda each: unequal if each.schedule.name == "umpipe" else solve_plan(each)
+        UnequalPlanner,
+        "plan",
+        lambda self, each: unequal if each.schedule.name == "umpipe" else plan(self, each),
     )
     schedules = [asked.schedule, make_schedule("umpipe")]
 
