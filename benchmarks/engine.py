@@ -87,6 +87,8 @@ class Cell:
         separable: whether input and weight gradients of emulated stages take half of the backward each, and can be
             computed separately.
         scale: the factor of the times of emulated stages.
+        recompute: whether all stages except the last one recompute: "early" for before the gradient arrives, "late" for
+            afterwards, or an empty text.
     """
 
     schedule: str
@@ -96,6 +98,7 @@ class Cell:
     settings: tuple[tuple[str, Any], ...] = ()
     separable: bool = False
     scale: float = 1.0
+    recompute: str = ""
 
     @cached_property
     def made_schedule(self) -> Schedule:
@@ -131,7 +134,9 @@ class Cell:
     def plan(self) -> Plan:
         """The plan, with its stages and micro-batches."""
         where = self.made_schedule.place_stages(self.ranks)
-        return adapt_plan(Plan.even(len(where), self.microbatches, self.rows, where), self.made_schedule)
+        again = [bool(self.recompute) and s < len(where) - 1 for s in range(len(where))]
+        plan = Plan.even(len(where), self.microbatches, self.rows, where, recompute=again if self.recompute else ())
+        return adapt_plan(replace(plan, early_recompute=self.recompute == "early"), self.made_schedule)
 
     def costs(self, links: Links, overheads: Overheads | None) -> CostModel:
         """Return the costs that are known before the training.
@@ -250,7 +255,8 @@ def make_stages(cell: Cell, rank: int) -> list[Stage]:
             return out
         return loss(out, target[span.start : span.stop]) * (span.rows / item.rows)
 
-    return [Stage(s, {s: parts[s]}, body) for s in cell.plan.stages[rank]]
+    again = cell.plan.recompute or (False,) * len(parts)
+    return [Stage(s, {s: parts[s]}, body, recompute=again[s]) for s in cell.plan.stages[rank]]
 
 
 def make_ours(cell: Cell, rank: int, watch: FailureWatch, kind: str) -> tuple[Callable[[int], None], Engine]:

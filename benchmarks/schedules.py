@@ -14,6 +14,9 @@ Keys end with the number of ranks. `v_half_memory` and `v_half_step` are those o
   sleep 10 ms for each of F, I and W of a rank, so that two cores can stand for eight devices. They are valid for order,
   transport and overhead, but not for anything else. *predicted* is the simulated step with the additional time of the
   engine, which is measured on 1F1B and ZB-H1 with 6 micro-batches.
+- *recompute*: executed steps of 1F1B on 4 ranks in which all stages but the last one recompute, with stages as in
+  *steps*. `recompute_gain` is the step if stages recompute when the gradient has arrived, divided by the step if they
+  recompute while it is on its way.
 - *gpt*: executed steps of ZB-V and of torch's schedule on a real GPT in four stages, on two ranks of one thread each.
 
 Our engine sends through shared memory on one host, and torch sends through gloo. Keys with `_gloo` are for our engine
@@ -231,16 +234,17 @@ def take_turns(
     return {name: EmulatedStep(tuple(spans[name][WARM_UP:]), tuple(events[name][WARM_UP:])) for name in sides}
 
 
-def describe_noise(steps: dict[str, list[float]], busy: float) -> str:
+def describe_noise(steps: dict[str, list[float]], busy: float, base: str = PEER) -> str:
     """Return the reason why steps that took turns are not valid, or an empty text.
 
     Args:
         steps: the seconds of the steps of each side.
         busy: the percentage of the processor that other programs used before.
+        base: the side to which the steps are compared.
     """
     spreads = []
     for took in steps.values():
-        low, middle, high = statistics.quantiles(a / b for a, b in zip(took, steps[PEER], strict=True))
+        low, middle, high = statistics.quantiles(a / b for a, b in zip(took, steps[base], strict=True))
         spreads.append((high - low) / middle)
     if busy <= MAX_BUSY and max(spreads) <= MAX_SPREAD:
         return ""
@@ -308,6 +312,36 @@ def measure_steps(quick: bool) -> Report:
     return Report([*small.lines, "", *large.lines], keys)
 
 
+def recompute_rank(rank: int, cells: dict[str, Cell], rounds: int) -> dict[str, EmulatedStep]:
+    """Run the steps of all trainings in turn on this rank."""
+    torch.set_num_threads(1)
+    watch = join_ranks(rank)
+    made = {name: make_ours(cell, rank, watch, "auto") for name, cell in cells.items()}
+    found = take_turns(
+        {name: step for name, (step, _) in made.items()}, {name: engine for name, (_, engine) in made.items()}, rounds
+    )
+    for _, engine in made.values():
+        engine.close()
+    watch.close()
+    return found
+
+
+def measure_recompute(quick: bool) -> Report:
+    """Compare recomputation before and after the gradient has arrived."""
+    cells = {name: replace(make_cells(4)["1F1B"], recompute=name) for name in ("late", "early")}
+    busy = psutil.cpu_percent(interval=1.0)
+    of_ranks = run_ranks(recompute_rank, 4, cells, QUICK_ROUNDS if quick else ROUNDS, timeout=300)
+    steps = {name: step_seconds([found[name] for found in of_ranks]) for name in cells}
+    title = f"executed, 1F1B with recomputation, 4 ranks, 8 micro-batches, F = I = W = {SCALE * 5:.0f} ms on a rank"
+    if reason := describe_noise(steps, busy, "early"):
+        return Report([f"{title}: {reason}"])
+    lines = [title, "recomputation    step ms  simulated ms"]
+    for name, took in steps.items():
+        lines.append(f"{name:12} {1e3 * statistics.median(took):11.1f} {1e3 * simulate_seconds(cells[name]):13.1f}")
+    gain = statistics.median(late / early for late, early in zip(steps["late"], steps["early"], strict=True))
+    return Report([*lines, f"late over early: {gain:.3f}"], {"recompute_gain": gain})
+
+
 def measure_gpt(quick: bool) -> Report:
     """Compare ZB-V with torch's schedule on a GPT, whose backward is really split."""
     cell = replace(make_cells(2, "gpt")["ZB-V"], microbatches=8)
@@ -325,7 +359,13 @@ def measure_gpt(quick: bool) -> Report:
     return Report(lines, {"zbv_gpt_vs_torch": keys["ZB-V"], "zbv_gpt_vs_torch_gloo": keys[GLOO]})
 
 
-PARTS = {"table": simulate_table, "memory": measure_memory, "steps": measure_steps, "gpt": measure_gpt}
+PARTS = {
+    "table": simulate_table,
+    "memory": measure_memory,
+    "steps": measure_steps,
+    "recompute": measure_recompute,
+    "gpt": measure_gpt,
+}
 
 
 def main() -> None:

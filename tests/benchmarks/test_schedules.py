@@ -32,6 +32,15 @@ def test_held_half_stages_are_those_of_the_simulator(name: str) -> None:
     assert schedules.count_held_by(cell) == max(timeline.peak_bytes)
 
 
+def test_recomputation_takes_its_forwards_out_of_the_way_of_gradients() -> None:
+    """Three stages repeat a forward of 10 ms when the first gradient has arrived, or have done so before."""
+    cells = {name: replace(schedules.make_cells(4)["1F1B"], recompute=name) for name in ("late", "early")}
+    late, early = (schedules.simulate_seconds(cell) for cell in cells.values())
+    assert [cell.plan.recompute for cell in cells.values()] == [(True, True, True, False)] * 2
+    assert late - early == pytest.approx(3 * 0.01)
+    assert late / early > 1.05
+
+
 @pytest.mark.parametrize(
     ("ours", "busy", "reason"),
     [([1.0, 1.01, 1.0, 1.02], 3.0, ""), ([1.0, 1.5, 0.7, 1.0], 3.0, "not valid"), ([1.0] * 4, 60.0, "use 60 %")],
