@@ -2,15 +2,17 @@
 
 The graph of a stage consists of a trunk, which contains the nodes on paths from the outputs to the inputs, and of
 branches from the trunk to weights. The first half runs only the trunk and keeps the gradients that arrive at nodes with
-branches. The second half starts at these nodes and runs only the branches. No large operation runs twice, and only the
-tensors that the branches need stay alive between the two halves.
+branches. The second half starts at these nodes and runs only the branches. No large operation runs twice. The first
+half frees saved tensors while it runs, and only the tensors that the branches need stay alive between the two halves.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -111,20 +113,16 @@ def backward_inputs(records: Sequence[tuple[SavedForward, Sequence[Any]]], last:
         torch.autograd.backward(edges, gradients)
         return WeightGradients(inseparable=str(why))
     wanted: list[Any] = [*entered, *vectors, *(e for fork in forks for e in fork.arriving)]
-    found = iter(
-        torch.autograd.grad(
-            [edges[n] for n in inside], wanted, [gradients[n] for n in inside], retain_graph=True, allow_unused=True
-        )
-    )
+    starts, given = [edges[n] for n in inside], [gradients[n] for n in inside]
+    with graph.releasing(fork.arriving[0].node for fork in forks):
+        found = iter(torch.autograd.grad(starts, wanted, given, retain_graph=True, allow_unused=True))
     for t in entered:
         t.grad = next(found)
-    left = WeightGradients(
+    return WeightGradients(
         _vectors=[(e, g) for e in vectors if (g := next(found)) is not None],
         _forks=[(fork, [next(found) for _ in fork.arriving]) for fork in forks],
         _beside=[(e, g) for e, g in zip(edges, gradients, strict=True) if e.node not in graph.trunk],
     )
-    graph.release(fork.arriving[0].node for fork in forks)
-    return left
 
 
 class _Graph:
@@ -189,12 +187,22 @@ class _Graph:
                 forks.append(_Fork([GradientEdge(node, k) for k in self._arriving[node]], mine, leaves, shared))
         return forks, vectors
 
-    def release(self, kept: Iterable[Node]) -> None:
-        """Free the tensors that nodes of the trunk have saved, except the nodes `kept`. The trunk can't run again."""
+    @contextmanager
+    def releasing(self, kept: Iterable[Node]) -> Iterator[None]:
+        """Free the tensors that a node of the trunk has saved as soon as it has run, except for the nodes `kept`.
+
+        The trunk can't run again.
+        """
+        handles = []
         for node in self.trunk.difference(kept):
-            for tensor in saved_tensors(node):
-                if tensor.unpack_hook is None and tensor.data is not None:
-                    tensor.register_hooks(_drop, _refuse)
+            tensors = [t for t in saved_tensors(node) if t.unpack_hook is None and t.data is not None]
+            if tensors:
+                handles.append(node.register_hook(partial(_release, tensors)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _behind(self, nodes: list[Node]) -> dict[Node, None]:
         """Return `nodes` and all nodes that follow them in backward."""
@@ -225,6 +233,12 @@ def _leaf(node: Any) -> torch.Tensor:
     """Return the tensor to which a node without following nodes adds its gradient."""
     leaf: torch.Tensor = node.variable
     return leaf
+
+
+def _release(tensors: list[Any], *_: object) -> None:
+    """Free saved tensors, after the node that saved them has run."""
+    for tensor in tensors:
+        tensor.register_hooks(_drop, _refuse)
 
 
 def _drop(tensor: torch.Tensor) -> None:

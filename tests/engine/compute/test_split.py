@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -324,13 +325,15 @@ def test_a_function_in_python_runs_once() -> None:
 class Watched(nn.Module):
     """Two linear layers, with operations whose saved tensors only the input gradient needs.
 
-    It stores weak references to the saved tensors.
+    It stores weak references to the saved tensors, and the names of those that are alive when a gradient arrives at the
+    first layer.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = linear(), linear()
         self.kept: dict[str, StorageWeakRef] = {}
+        self.on_arrival: list[set[str]] = []
 
     def watch(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         self.kept[name] = StorageWeakRef(tensor.untyped_storage())
@@ -338,6 +341,7 @@ class Watched(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         a = self.watch("before gelu", self.first(x))
+        a.register_hook(lambda gradient: self.on_arrival.append(self.alive()))
         b = self.watch("input of the second", nn.functional.gelu(a))
         return self.watch("before tanh", self.second(b)).sin().tanh()
 
@@ -352,13 +356,14 @@ def test_in_between_only_what_weights_need_is_held() -> None:
     assert module.alive() == {"before gelu", "input of the second", "before tanh"}
     left = backward_inputs([(saved, gradients)], last=False)
     assert module.alive() == {"input of the second"}
+    assert module.on_arrival[0] == {"input of the second"}  # the first half frees the others while it runs
     left.compute()
     assert module.alive() == set()
 
 
 def test_it_holds_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the release of the graph, all saved tensors stay alive, which shows that the previous test can fail."""
-    monkeypatch.setattr("lightning_pipes.engine.compute.split._Graph.release", lambda self, kept: None)
+    monkeypatch.setattr("lightning_pipes.engine.compute.split._Graph.releasing", lambda self, kept: nullcontext())
     module = Watched().double()
     saved, gradients = forward(module)
     left: WeightGradients = backward_inputs([(saved, gradients)], last=False)
