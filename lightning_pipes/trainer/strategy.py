@@ -51,6 +51,7 @@ from lightning_pipes.trainer.cuts.cut import ModuleCut
 from lightning_pipes.trainer.cuts.layers.capture import named_step
 from lightning_pipes.trainer.cuts.steps import Context
 from lightning_pipes.trainer.data.shared_data import Data, share_loader
+from lightning_pipes.trainer.data.token_cut import MicrobatchesBy
 from lightning_pipes.trainer.fork_launcher import ForkLauncher
 from lightning_pipes.trainer.loop.adopting import adopt_plan
 from lightning_pipes.trainer.loop.host import PipelineHost
@@ -122,6 +123,10 @@ class PipelineStrategy(PipelineHost):
         microbatches: the number of micro-batches per batch. Each micro-batch holds at least one sample. The default is
             two per stage, or one with "csp". With `schedule="auto"`, the default is the fastest number.
         schedule_args: the settings of a schedule that is given by name, such as {"k": 2}.
+        microbatches_by: how a training batch is divided into micro-batches. With "samples", micro-batches have equal
+            numbers of samples. With "tokens", the sequences of a batch are sorted by length into micro-batches of equal
+            numbers of tokens, and each micro-batch is padded to its longest sequence only. The lengths are taken from
+            `attention_mask`, from another mask of the tokens, or from labels that are -100.
         module: the path of the `nn.Sequential` or `nn.ModuleList` to cut. The default is the container with the most
             parameters, or the container that takes most of a step if that is clearly a different one. An empty path
             cuts the module by units.
@@ -231,6 +236,7 @@ class PipelineStrategy(PipelineHost):
         microbatches: int | None = None,
         *,
         schedule_args: dict[str, Any] | None = None,
+        microbatches_by: MicrobatchesBy = "samples",
         module: str | None = None,
         partition: str | list[int] | list[str] = AUTO,
         recompute: bool | str = False,
@@ -277,7 +283,7 @@ class PipelineStrategy(PipelineHost):
         self._arguments = _describe_arguments(given)
         self.num_nodes = 1
         self._request = RunRequest.from_arguments(
-            schedule, schedule_args, microbatches, recompute, partition, replan, stale_gradients
+            schedule, schedule_args, microbatches, recompute, partition, replan, stale_gradients, microbatches_by
         )
         self.schedule = self._request.schedule
         self._settings = Settings(
@@ -285,6 +291,7 @@ class PipelineStrategy(PipelineHost):
             shard_optimizer=shard_optimizer,
             tensor_parallel=tensor_parallel,
             module=module,
+            microbatches_by=microbatches_by,
             seed=seed,
             transport=transport,
             checkpoint=checkpoint,

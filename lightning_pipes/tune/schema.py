@@ -107,6 +107,7 @@ class PipelineSettings:
     """The arguments of PipelineStrategy without the schedule, in the same order and with the same defaults."""
 
     microbatches: int | None = None
+    microbatches_by: str = "samples"  # or tokens, which sorts sequences by length
     module: str | None = None
     partition: Any = "auto"  # or parameters, or a list of the first layers of the stages 1, 2, ...
     recompute: Any = False  # or late: only when the gradient has arrived

@@ -33,6 +33,7 @@ TRIED: Mapping[str, Mapping[str, Any]] = {
     "verify": {"verify": 2},
     "loss": {"loss": "batch"},
     "shard_optimizer": {"shard_optimizer": True, "data_parallel": 2},
+    "microbatches_by": {"microbatches_by": "tokens"},
     "replan": {"replan": True},
     "stages": {"stages": "auto"},
     "stale_gradients": {"stale_gradients": True},

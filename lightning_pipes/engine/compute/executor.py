@@ -103,7 +103,7 @@ class Executor:
                 self._step(i, item)
                 self.events.append(Event(self.rank, i, started, read_nanoseconds()))
             return
-        span = i.span if i.span.stop <= item.rows else i.span.clip_to(item.rows)
+        span = item.samples_of(i.span)
         if span.start == span.stop:  # the batch is short and ends before this span
             return
         if i.kind is Kind.RF or i.kind is Kind.RB:
@@ -175,7 +175,7 @@ class Executor:
         batch = (i.stage, i.job, i.batch)
         if batch not in self._rows_left:
             own = self.plan.local_spans(Kind.B, i.stage, self.rank, i.job) if self.plan.replicas else ()
-            self._rows_left[batch] = sum(each.clip_to(item.rows).rows for each in own) or item.rows
+            self._rows_left[batch] = sum(item.samples_of(each).rows for each in own) or item.rows
         left = self._rows_left[batch] = self._rows_left[batch] - span.rows
         if left:
             return _NOTHING
@@ -224,10 +224,10 @@ class Executor:
 
         A run has several graphs if it creates none itself, because forward runs again before each backward.
         """
-        whole = i.span.clip_to(item.rows)
+        whole = item.samples_of(i.span)
         if not item.training:
             return [(whole, [whole])]
-        kept = [part for span in graph_spans(i, self.plan) if (part := span.clip_to(item.rows)).rows]
+        kept = [part for span in graph_spans(i, self.plan) if (part := item.samples_of(span)).rows]
         if len(kept) == 1 or len(layer_passes(i, self.plan)) == 1:
             return [(whole, kept)]
         return [(part, [part]) for part in kept]

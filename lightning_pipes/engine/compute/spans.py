@@ -10,8 +10,8 @@ gradient. If the sender and the receiver cut a batch in the same way, nothing is
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,8 @@ class Item:
         job: the job to which the batch belongs.
         training: whether forward and backward are run, instead of forward only without gradients.
         use: the layers that the batch uses, and those of them that it steps; None means all layers.
+        own_spans: the samples of each span of the plan, if the batch has micro-batches of other sizes than the plan.
+            Their order is the order of the plan. Empty if the batch is cut as in the plan.
     """
 
     number: int
@@ -41,6 +43,17 @@ class Item:
     job: int = 0
     training: bool = True
     use: LayerUse | None = None
+    own_spans: Mapping[Span, Span] = field(default_factory=dict)
+
+    def samples_of(self, span: Span) -> Span:
+        """Return the samples of this batch in a span of the plan. The result is empty if the batch is too short."""
+        return locate_span(span, self.rows, self.own_spans)
+
+
+def locate_span(span: Span, rows: int, own_spans: Mapping[Span, Span]) -> Span:
+    """Return the samples in a span of the plan, for a batch of `rows` samples with these `Item.own_spans`."""
+    clipped = span.clip_to(rows)
+    return own_spans[span] if own_spans and clipped.rows else clipped
 
 
 class Unsampled(NamedTuple):

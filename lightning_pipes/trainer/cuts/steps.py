@@ -21,12 +21,13 @@ from lightning_pipes.engine.compute.rng import (
     seed_for_layer,
     stream_seed,
 )
-from lightning_pipes.engine.compute.spans import Item
+from lightning_pipes.engine.compute.spans import Item, locate_span
 from lightning_pipes.engine.compute.stage import Body, Stage
 from lightning_pipes.engine.compute.weights import WeightVersion
 from lightning_pipes.engine.trees import tensors_in
 from lightning_pipes.ir import PipelineError, Plan, Span
 from lightning_pipes.trainer.data.batches import Path, copy_batch, make_cutter, move_batch, take_samples
+from lightning_pipes.trainer.data.token_cut import TokenCut
 from lightning_pipes.trainer.results.generators import States
 from lightning_pipes.trainer.results.logs import (
     LogCall,
@@ -58,6 +59,7 @@ class BatchCopy:
         inside: whether `parts` holds inputs, because the output, such as a loss, has no axis of samples.
         axis: the axis of samples in the output of the layers. In `parts`, it is moved to the front.
         left_out: the reason why nothing is kept. Empty if values are kept.
+        token_cut: the micro-batches of sequences that are sorted by length. In `parts`, they have their padding again.
     """
 
     batch: Any
@@ -67,6 +69,7 @@ class BatchCopy:
     inside: bool = False
     axis: int = 0
     left_out: str = ""
+    token_cut: TokenCut | None = None
 
     def keep_microbatch(self, span: Span, received: Any, output: Any) -> None:
         """Copy the received values or the output of one micro-batch."""
@@ -80,6 +83,11 @@ class BatchCopy:
             return
         self.inside, self.axis = axis is None, axis or 0
         part = received if self.inside else output
+        if self.token_cut is not None:
+            if self.inside or self.axis:
+                self.left_out = "its micro-batches have sequences of different lengths, and enter the loss otherwise"
+                return
+            part = self.token_cut.pad(part, span)
         needed = sum(t.nbytes for t in tensors_in(part)) * self.rows // span.rows
         self.left_out = why_no_room(needed)
         if self.left_out:
@@ -152,6 +160,8 @@ class TrainingBatch:
         loaded_copy: the batch as it was loaded, for the check of `stage_inputs`.
         weights: the weight of each micro-batch on the last stage, or None to weight by the number of samples.
         compare_candidates: called after the first micro-batch, to find the weights among the candidates.
+        token_cut: the micro-batches, if sequences are sorted into them by length. `batch` then has the samples in the
+            order of the micro-batches.
     """
 
     batch: Any
@@ -167,6 +177,7 @@ class TrainingBatch:
     loaded_copy: Any = None
     weights: BatchWeights | None = None
     compare_candidates: Callable[[Stage, Item], None] | None = None
+    token_cut: TokenCut | None = None
     _parts: dict[Span, Any] = field(default_factory=dict)  # each part is used once, because a step may change it
 
     @property
@@ -180,7 +191,18 @@ class TrainingBatch:
 
     def keep_copy(self) -> None:
         """Keep a copy of the batch for a check of the whole batch."""
-        self.kept = BatchCopy(move_batch(copy_batch(self.batch), HOST_DEVICE), self.rows)
+        copy = move_batch(copy_batch(self.batch), HOST_DEVICE)
+        self.kept = BatchCopy(copy, self.rows, token_cut=self.token_cut)
+
+    @property
+    def own_spans(self) -> Mapping[Span, Span]:
+        """The samples of each span of the plan, if the micro-batches are not those of the plan; see `Item`."""
+        return {} if self.token_cut is None else self.token_cut.spans
+
+    def locate_spans(self, spans: Iterable[Span]) -> list[Span]:
+        """Return the samples of this batch in spans of its plan, without spans that have no samples."""
+        found = [locate_span(span, self.rows, self.own_spans) for span in spans]
+        return [span for span in found if span.rows]
 
     def select_samples(self, span: Span) -> Any:
         """Return the samples `span` of the batch."""
@@ -194,6 +216,8 @@ class TrainingBatch:
 
     @cached_property
     def _cutter(self) -> Callable[[Span], Any]:
+        if self.token_cut is not None:
+            return self.token_cut.make_cutter(self.batch, self.samples)
         return make_cutter(self.batch, self.rows, samples=self.samples)
 
     def result(self) -> tuple[Any, list[LogCall]]:
@@ -223,7 +247,8 @@ class TrainingBatch:
         if not results[0].extras:
             return loss, logged
         joined_lists = () if self.weights is None else self.weights.joined_lists
-        return {"loss": loss, **merge_returned([o.extras for o in results], spans, of_logs, joined_lists)}, logged
+        merged = merge_returned([o.extras for o in results], spans, of_logs, joined_lists)
+        return {"loss": loss, **(merged if self.token_cut is None else self.token_cut.restore_order(merged))}, logged
 
 
 @dataclass
@@ -408,6 +433,8 @@ class UserSteps(ABC):
             data.results[span] = StepResult(None, {}, logged)
             return torch.zeros((), device=self._device)
         loss, extras = loss_of(out)
+        if data.token_cut is not None:
+            extras = data.token_cut.pad(extras, span)
         data.results[span] = StepResult(loss.detach(), extras, logged)
         factor = span.rows / item.rows
         if data.weights is not None:

@@ -6,7 +6,7 @@ import copy
 import hashlib
 import zlib
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import lru_cache, partial
 from itertools import chain
@@ -218,6 +218,23 @@ def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
         yield from tensors_of(part)
 
 
+def sample_tensors(batch: Any, rows: int, where: str = "batch") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors with an entry for each sample, with their places in the batch."""
+    if isinstance(batch, torch.Tensor):
+        if batch.ndim and batch.size(0) == rows:
+            yield where, batch
+        return
+    parts: Iterable[tuple[str, Any]] = ()
+    if isinstance(batch, Mapping):
+        parts = ((f"{where}[{key!r}]", part) for key, part in batch.items())
+    elif isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
+        parts = ((f"{where}[{number}]", part) for number, part in enumerate(batch))
+    elif is_dataclass(batch):
+        parts = ((f"{where}.{field.name}", getattr(batch, field.name)) for field in fields(batch))
+    for place, part in parts:
+        yield from sample_tensors(part, rows, place)
+
+
 def copy_batch(batch: Any) -> Any:
     """Return a copy of the batch with new containers and tensors, so that in-place operations do not change the
     original.
@@ -282,7 +299,11 @@ def take_samples(batch: Any, span: Span, rows: int, whole: Collection[int] = (),
 
 
 def make_cutter(
-    batch: Any, rows: int, whole: Collection[int] = (), samples: Collection[Path] = ()
+    batch: Any,
+    rows: int,
+    whole: Collection[int] = (),
+    samples: Collection[Path] = (),
+    narrow: Callable[[torch.Tensor, Span], tuple[slice, ...]] = lambda tensor, span: (),
 ) -> Callable[[Span], Any]:
     """Return a function that selects samples from one batch like `take_samples`.
 
@@ -293,31 +314,63 @@ def make_cutter(
         rows: see `take_samples`.
         whole: see `take_samples`.
         samples: see `take_samples`.
+        narrow: returns the slices of the axes after axis 0 that are selected from a tensor of the batch.
     """
-    lists = set(_sample_lists(batch, rows, samples))
 
-    def cut(part: Any, span: Span) -> Any:
-        if isinstance(part, torch.Tensor):
-            if not part.ndim or part.size(0) != rows or id(part) in whole:
-                return part
-            if part.is_nested:
-                return _take_nested(part, span, rows)
-            # `data` returns a tensor with its own version counter. Otherwise, autograd would treat an in-place
-            # operation on one view as a change of all views.
-            return (part if part.requires_grad else part.data)[span.start : span.stop]
-        if id(part) in lists:
+    def take(part: Any, span: Span) -> Any:
+        if not isinstance(part, torch.Tensor):
             return part[span.start : span.stop]
-        entries = [within(entry, span) for entry in part]
+        if part.is_nested:
+            return _take_nested(part, span, rows)
+        # `data` returns a tensor with its own version counter. Otherwise, autograd would treat an in-place
+        # operation on one view as a change of all views.
+        return (part if part.requires_grad else part.data)[(slice(*span), *narrow(part, span))]
+
+    return partial(_select_samples, batch, rows, whole, set(_sample_lists(batch, rows, samples)), take)
+
+
+def reorder_samples(batch: Any, rows: int, order: Sequence[int], samples: Collection[Path] = ()) -> Any:
+    """Return a batch with its samples in another order.
+
+    Args:
+        batch: the batch.
+        rows: the number of samples of the batch.
+        order: the present numbers of the samples, in the new order.
+        samples: see `take_samples`.
+    """
+
+    def take(part: Any, numbers: torch.Tensor) -> Any:
+        if not isinstance(part, torch.Tensor):
+            return type(part)([part[number] for number in order])
+        if part.is_nested:
+            entries = part.unbind()
+            return torch.nested.as_nested_tensor([entries[number] for number in order], layout=part.layout)
+        return part[numbers.to(part.device)]
+
+    return _select_samples(batch, rows, (), set(_sample_lists(batch, rows, samples)), take, torch.tensor(order))
+
+
+def _select_samples(
+    batch: Any, rows: int, whole: Collection[int], lists: Collection[int], take: Callable[[Any, Any], Any], which: Any
+) -> Any:
+    """Return a batch with the result of `take(part, which)` for each tensor and list that has entries for samples."""
+
+    def cut(part: Any) -> Any:
+        if isinstance(part, torch.Tensor):
+            return part if not part.ndim or part.size(0) != rows or id(part) in whole else take(part, which)
+        if id(part) in lists:
+            return take(part, which)
+        entries = [within(entry) for entry in part]
         if isinstance(part, list):
             return entries
         return make_named(part, entries) if hasattr(part, "_fields") else type(part)(entries)
 
-    def within(part: Any, span: Span) -> Any:
+    def within(part: Any) -> Any:
         if isinstance(part, (torch.Tensor, list, tuple)):
-            return cut(part, span)
-        return map_batch(partial(cut, span=span), part, (torch.Tensor, list, tuple))
+            return cut(part)
+        return map_batch(cut, part, (torch.Tensor, list, tuple))
 
-    return partial(within, batch)
+    return within(batch)
 
 
 def _take_nested(tensor: torch.Tensor, span: Span, rows: int) -> torch.Tensor:

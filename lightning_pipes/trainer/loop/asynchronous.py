@@ -209,7 +209,7 @@ class AsynchronousLoop(TrainingLoop):
                 check_momentum(map(private.plain_optimizer, optimizers), run.plans.schedule.name)
         self._last_number = step.number
         step.settings = [settings_of(o) for o in optimizers]
-        step.samples = run.lists.find_lists(step.batch, step.rows)
+        run.sort_samples(step)
         step.initial_state = run.state.capture_state() if self._has_batch_hooks else None
         run.weigh_losses(step)
         step.use = use_of(run.cut.module, run.cut.full, step.batch, engine.plan)
@@ -501,7 +501,7 @@ class AsynchronousLoop(TrainingLoop):
                 run.replay.replay_calls(logged)
             self._latest = move_data_to_device(out, run.device)
             for listener in run.listeners:
-                listener.after_result(step.number, step.batch, self._latest)
+                listener.after_result(step.number, step.loaded_batch, self._latest)
 
     def _is_known(self, step: AsynchronousStep) -> bool:
         return step.message is not None if self._run.is_last_rank else step.stepped == len(self._run.stages)

@@ -27,6 +27,7 @@ from lightning_pipes.planning.planner import BLOCKING
 from lightning_pipes.trainer.cuts.layers.tape import TapedLayer
 from lightning_pipes.trainer.cuts.steps import StepResult, UserSteps
 from lightning_pipes.trainer.data.batches import SampleLists
+from lightning_pipes.trainer.data.token_cut import TokenCutter
 from lightning_pipes.trainer.loop.connections import Connections
 from lightning_pipes.trainer.loop.step_statistics import StepStatistics
 from lightning_pipes.trainer.loop.stopping import StopAgreement
@@ -169,6 +170,7 @@ class PipelineRun:
         relocation: how layers move during training.
         ruled_out: weightings of the micro-batches that are known not to give the loss of the batch, or None if none
             were compared.
+        by_tokens: whether sequences are sorted into micro-batches by their numbers of tokens.
 
     Attributes:
         windows: the last windows of batches.
@@ -205,6 +207,7 @@ class PipelineRun:
         make_training_loop: Callable[[PipelineRun], TrainingLoop],
         relocation: str = BLOCKING,
         ruled_out: Collection[str] | None = None,
+        by_tokens: bool = False,
     ) -> None:
         self.local_layers = local_layers
         self.cut = cut = local_layers.cut
@@ -227,6 +230,7 @@ class PipelineRun:
         self.lists = SampleLists()
         rank = self._rank = local_layers.holdings.rank
         plan, order = plans.for_rows(plans.trial_rows)
+        self.token_cutter = TokenCutter(plan.n_stages, plans.least_rows) if by_tokens else None
         self.last_rank = global_ranks[plan.ranks[-1]]
         self.is_first_rank = plan.ranks[0] == rank
         self.is_last_rank = plan.ranks[-1] == rank
@@ -398,7 +402,12 @@ class PipelineRun:
                 if item.training and not stage.recomputing and not span.start:
                     listener.before_first_forward(stage, item)
                 listener.before_forward(stage, item, span)
-            return (body if number in seen else measured)(stage, item, span, received)
+            try:
+                return (body if number in seen else measured)(stage, item, span, received)
+            except Exception as error:
+                if item.training and item.data.token_cut is not None:
+                    error.add_note(item.data.token_cut.describe_crop(span))
+                raise
 
         return run
 
@@ -413,15 +422,27 @@ class PipelineRun:
             The batch in the form of the engine.
         """
         plan = self.engine.plan
-        step.item = item = Item(step.number, step.rows, step, use=use)
+        step.item = item = Item(step.number, step.rows, step, use=use, own_spans=step.own_spans)
         for listener in self.listeners:
             listener.before_inject(item)
         if self.has_last_stage:
             number = plan.n_stages - 1
-            spans = [span.clip_to(item.rows) for span in plan.local_spans(Kind.F, number, self._rank)]
-            self.user_steps.prepare_last_stage(self.stages[number], item, [span for span in spans if span.rows])
+            spans = step.locate_spans(plan.local_spans(Kind.F, number, self._rank))
+            self.user_steps.prepare_last_stage(self.stages[number], item, spans)
         self.engine.inject(item)
         return item
+
+    def sort_samples(self, step: TrainingStep) -> None:
+        """Find the samples of each micro-batch, after the plan of the batch has been chosen."""
+        step.samples = self.lists.find_lists(step.batch, step.rows)
+        if self.token_cutter is None:
+            return
+        spans = [span for span in self.engine.plan.spans(Kind.F, 0) if span.start < step.rows]
+        step.token_cut = self.token_cutter.cut(step.batch, step.rows, spans, step.samples)
+        if step.token_cut is not None:
+            step.sorted_from, step.batch = step.batch, step.token_cut.batch
+        if not self.is_asynchronous:  # otherwise, the state of earlier batches is merged later
+            self.state.token_cut = step.token_cut
 
     def weigh_losses(self, step: TrainingStep) -> None:
         """Determine the weight of the loss of each micro-batch, on the ranks of the last stage."""
@@ -430,8 +451,8 @@ class PipelineRun:
         plan = self.engine.plan
         last = plan.n_stages - 1
         forward, backward = plan.spans(Kind.F, last), plan.spans(Kind.B, last)
-        spans = [span.clip_to(step.rows) for span in (forward if len(forward) > len(backward) else backward)]
-        step.weights = self.loss_weights.weigh_batch(step.batch, step.rows, [span for span in spans if span.rows])
+        spans = step.locate_spans(forward if len(forward) > len(backward) else backward)
+        step.weights = self.loss_weights.weigh_batch(step.batch, step.rows, spans)
 
     def results_for_last_rank(self, step: TrainingStep) -> dict[Span, StepResult]:
         """Return the step's results for the samples of this rank, if several ranks share the samples of a batch.

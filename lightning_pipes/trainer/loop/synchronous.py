@@ -140,7 +140,7 @@ class SynchronousLoop(TrainingLoop):
         plan, step.order = (step.plans or run.plans).for_rows(step.rows)
         run.switch_plan(plan, step.order)
         run.relocation.keeps_gradients = True
-        step.samples = run.lists.find_lists(step.batch, step.rows)
+        run.sort_samples(step)
         run.user_steps.begin_batch()
         run.weigh_losses(step)
         step.share = run.control.prepare_broadcast(run.last_rank)

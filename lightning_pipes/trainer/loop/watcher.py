@@ -48,6 +48,7 @@ class TrainingStep(TrainingBatch):
         first: whether the batch is the first one of an accumulation window.
         plans: the plans for the batch, or None for the plans of the run.
         order: the order of the batch, as its schedule returns it.
+        sorted_from: the batch as it was loaded, if the samples of `batch` have another order; otherwise None.
         share: broadcasts the message of the last stage, and returns it on every rank.
         use: the layers that the batch uses, or None for all layers.
         item: the batch in the form of the engine, after its plan has been chosen.
@@ -63,12 +64,18 @@ class TrainingStep(TrainingBatch):
     first: bool = True
     plans: Plans | None = None
     order: Program | Policy | None = None
+    sorted_from: Any = None
     share: Callable[[Any], Any] = field(default=lambda message: message)
     use: LayerUse | None = None
     item: Item | None = None
     window: Window | None = None
     mark: Mark = None
     last_mark: Mark = None
+
+    @property
+    def loaded_batch(self) -> Any:
+        """The batch, with its samples in the order in which they were loaded."""
+        return self.batch if self.sorted_from is None else self.sorted_from
 
 
 @dataclass

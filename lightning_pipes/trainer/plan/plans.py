@@ -76,6 +76,11 @@ class Plans:
         return max(map(len, solve_plan(replace(self._problem, rows=rows)).jobs[0].forward))
 
     @property
+    def least_rows(self) -> int:
+        """The smallest number of samples of a micro-batch, unless a batch has fewer samples."""
+        return self._problem.least
+
+    @property
     def trial_rows(self) -> int:
         """The number of samples of a batch with which the order is checked before the size of the batches is known."""
         return min(self.microbatches, TRIED_MICROBATCHES_PER_STAGE * len(self._ranks)) * max(self._degrees, default=1)

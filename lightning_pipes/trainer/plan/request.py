@@ -15,6 +15,7 @@ from lightning_pipes.planning.balance import BalancedPlanner
 from lightning_pipes.planning.formatting import schedule_settings
 from lightning_pipes.planning.planner import LATE, Planner, check_recompute, planner_of
 from lightning_pipes.planning.staleness import Iterations
+from lightning_pipes.trainer.data.token_cut import SAMPLES, TOKENS, MicrobatchesBy
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.plans import stage_layers
 from lightning_pipes.trainer.plan.settings import (
@@ -97,6 +98,7 @@ class RunRequest:
         partition: str | list[int] | list[str],
         replan: bool | Mapping[str, Any],
         stale_gradients: bool | Mapping[int, float] = False,
+        microbatches_by: MicrobatchesBy = SAMPLES,
     ) -> RunRequest:
         """Return the run that these arguments of `PipelineStrategy` request.
 
@@ -110,6 +112,13 @@ class RunRequest:
                 f"stale_gradients={stale_gradients} lets schedule='auto' choose a schedule that does not flush, and "
                 f"schedule {known.name!r} is named; leave one of them out"
             )
+        equal_cuts = check_type("microbatches_by", microbatches_by, MicrobatchesBy) == TOKENS
+        if equal_cuts and planner_of(known).may_cut_unequally:
+            raise InputError(
+                f"schedule {known.name!r} may cut a batch differently on each stage, and microbatches_by='tokens' pads "
+                "each micro-batch to its own length, so that micro-batches can't be joined or divided between stages. "
+                "Use another schedule, or leave microbatches_by out"
+            )
         return cls(
             known,
             check_microbatches(microbatches),
@@ -119,6 +128,7 @@ class RunRequest:
             replanner=find_replanner(replan, known),
             iterations=iterations,
             late_recompute=recompute == LATE,
+            equal_cuts=equal_cuts,
         )
 
     def unmeasured(self, sizes: Sequence[int], ranks: int, least: int = 1, degrees: tuple[int, ...] = ()) -> Decision:
@@ -245,6 +255,7 @@ class RunRequest:
 
 _SAME_SETTINGS = (
     "module",
+    "microbatches_by",
     "seed",
     "transport",
     "checkpoint",

@@ -30,6 +30,7 @@ from lightning_pipes.ir.checks import lookup_name
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.planner import BLOCKING, Planner, Relocation, planner_of
 from lightning_pipes.trainer.data.shared_data import Data
+from lightning_pipes.trainer.data.token_cut import TOKENS, MicrobatchesBy
 
 AUTO = "auto"
 """The name of the schedule, and of the partition, that is chosen when training starts."""
@@ -261,6 +262,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "tensor_parallel": check_count,
     "shard_optimizer": _of_type(bool),
     "module": _of_type(str | None),
+    "microbatches_by": _of_type(MicrobatchesBy),
     "seed": _check_seed,
     "transport": _check_transport,
     "checkpoint": _of_type(Literal["full", "sharded"]),
@@ -288,6 +290,7 @@ class Settings:
     tensor_parallel: int
     shard_optimizer: bool
     module: str | None
+    microbatches_by: str
     seed: int
     transport: str
     checkpoint: str
@@ -325,6 +328,17 @@ class Settings:
                 f"data='one' can't be combined with tensor_parallel={self.tensor_parallel}: one rank would load the "
                 "batches of one pipeline, and each shard forms a pipeline of its own. Leave data out, and seed the "
                 "data so that all shards load the same batches"
+            )
+        if self.microbatches_by == TOKENS and self.degrees:
+            raise InputError(
+                f"data_parallel={list(self.degrees)} divides the samples of each micro-batch among the ranks of a "
+                "stage, and microbatches_by='tokens' pads each micro-batch to its own length. Set data_parallel to a "
+                "number, or leave microbatches_by out"
+            )
+        if self.microbatches_by == TOKENS and self.loss == BATCH:
+            raise InputError(
+                "microbatches_by='tokens' pads each micro-batch to its own length, and loss='batch' joins the outputs "
+                "of micro-batches before the loss. Leave one of them out"
             )
         if self.loss == BATCH and self.module:
             raise InputError(

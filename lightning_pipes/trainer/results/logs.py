@@ -266,7 +266,8 @@ def _merge_returned_parts(parts: Sequence[Any], spans: Sequence[Span], shares: S
             return (total if kind.is_floating_point or kind.is_complex else total.round()).to(kind)
         whole = all(isinstance(p, int) for p in parts) and abs(total - round(total)) < 1e-6
         return type(parts[0])(round(total)) if whole else total
-    if len(tensors) == len(parts) and all(t.ndim and t.size(0) == s.rows for t, s in zip(tensors, spans, strict=True)):
+    by_sample = all(t.ndim and t.size(0) == s.rows for t, s in zip(tensors, spans, strict=False))
+    if len(tensors) == len(parts) and by_sample and len({t.shape[1:] for t in tensors}) == 1:
         return torch.cat(tensors)
     if all(isinstance(p, (float, torch.Tensor)) and getattr(p, "ndim", 0) == 0 for p in parts):
         return _mean(parts, [s.rows for s in spans])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -20,7 +20,8 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_pipes.ir import PipelineError, Span
-from lightning_pipes.trainer.data.batches import make_cutter
+from lightning_pipes.trainer.data.batches import make_cutter, sample_tensors
+from lightning_pipes.trainer.data.token_cut import IGNORED_LABEL
 from lightning_pipes.trainer.results.logs import LogCall, LogKey, number_calls
 
 SAMPLES_WEIGHT, SUMS_WEIGHT, OWN_WEIGHT = "samples", "1: it is a sum", "microbatch_weight"
@@ -28,8 +29,6 @@ FIRST_WEIGHT = "the first micro-batch"
 """The candidate for values that only depend on the first sample, such as `x[0, 0]`."""
 EXTREME_WEIGHT = "the largest or smallest"
 """The candidate for values that are logged with reduce_fx="max" or "min", which have no weights."""
-IGNORED_LABEL = -100
-"""The label of entries that do not count, as in `torch.nn.functional.cross_entropy`."""
 _HALF_TOLERANCE = 1e-4
 """The relative difference that is allowed between losses if they are computed from half-precision numbers.
 
@@ -85,23 +84,6 @@ def find_candidates(module: pl.LightningModule, batch: Any, rows: int, spans: It
         elif tensor.dtype in (torch.int64, torch.int32):
             found += _tokens(f"labels in {where}", "that are not -100", tensor, IGNORED_LABEL)
     return [*found, WeightAmounts(SUMS_WEIGHT, lambda span: 1.0, 1.0)]
-
-
-def sample_tensors(batch: Any, rows: int, where: str = "batch") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors with an entry for each sample, with their places in the batch."""
-    if isinstance(batch, torch.Tensor):
-        if batch.ndim and batch.size(0) == rows:
-            yield where, batch
-        return
-    parts: Iterable[tuple[str, Any]] = ()
-    if isinstance(batch, Mapping):
-        parts = ((f"{where}[{key!r}]", part) for key, part in batch.items())
-    elif isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
-        parts = ((f"{where}[{number}]", part) for number, part in enumerate(batch))
-    elif is_dataclass(batch):
-        parts = ((f"{where}.{field.name}", getattr(batch, field.name)) for field in fields(batch))
-    for place, part in parts:
-        yield from sample_tensors(part, rows, place)
 
 
 def _tokens(what: str, which: str, tensor: torch.Tensor, ignored: int) -> Iterator[WeightAmounts]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import is_
 from typing import Any
 
@@ -47,6 +47,8 @@ class ValueMerger:
         self._warned: set[Path] = set()
         self._compared: set[Path] = set()
         self._guessed: set[Path] = set()
+        self.restore_order: Callable[[Any], Any] | None = None
+        """Returns the entries of the samples of a batch in the order in which the samples were loaded."""
         self.ambiguous: set[Path] = set()
         """Sums for which no batch has shown yet whether they start at zero in each batch."""
         self.is_exact = True
@@ -104,6 +106,8 @@ class ValueMerger:
         )
         if per_sample or len(set(lengths)) > 1:
             merged = [entry for tail in tails for entry in tail]
+            if self.restore_order is not None and lengths == list(rows):
+                merged = self.restore_order(merged)
         else:
             columns = list(zip(*tails, strict=True))
             known = expected if expected is not None and len(expected) == len(columns) else [None] * len(columns)
@@ -171,6 +175,9 @@ class ValueMerger:
             self._guessed.add(path)
         if name != "same":
             self._how.setdefault(path, name)
+        if self.restore_order is not None and name in ("cat", "tail"):
+            start = 0 if name == "cat" else before.size(0)
+            return torch.cat([candidates[name][:start], self.restore_order(candidates[name][start:])])
         return candidates[name]
 
     def _separate_sums(self, path: Path, candidates: Mapping[str, Any], whole: Any) -> None:

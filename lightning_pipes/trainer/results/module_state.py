@@ -33,6 +33,7 @@ from torchmetrics import Metric
 from lightning_pipes.engine.compute.footprint import count_bytes
 from lightning_pipes.engine.private_torch import BatchNorm
 from lightning_pipes.ir import PipelineError, Span
+from lightning_pipes.trainer.data.token_cut import TokenCut
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.results.generators import ModuleGenerators
 from lightning_pipes.trainer.results.merging import Path, ValueMerger, format_path
@@ -291,6 +292,8 @@ class ModuleState:
         self._device = device
         self.generators = generators
         self._merging = ValueMerger(type(module).__name__)
+        self.token_cut: TokenCut | None = None
+        """The micro-batches of the current batch, if its samples are in another order than they were loaded."""
         self._holders: list[_Holder] = []
         self._module_entries = _ModuleEntries([])
         self._others: list[int] = []
@@ -406,6 +409,8 @@ class ModuleState:
         results, self._results = [self._results[span] for span in spans], {}
         whole, self._whole = self._whole, None
         written = self._written()
+        cut, self.token_cut = self.token_cut, None
+        self._merging.restore_order = cut.restore_samples if cut is not None and len(results) > 1 else None
         for index in sorted({index for result in results for index in result}):
             holder = self._holders[index]
             contents = [result.get(index, holder.kept) for result in results]

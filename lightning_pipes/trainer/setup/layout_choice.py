@@ -36,6 +36,7 @@ from lightning_pipes.trainer.cuts.units.rows import CrossingRows
 from lightning_pipes.trainer.cuts.units.timing import UnitCosts
 from lightning_pipes.trainer.cuts.units.weight_groups import WeightGroups
 from lightning_pipes.trainer.data.batches import copy_batch, make_cutter, rows_of
+from lightning_pipes.trainer.data.token_cut import TOKENS
 from lightning_pipes.trainer.loop.uses import ChoosesLayers
 from lightning_pipes.trainer.plan.layer_profiler import (
     OVERHEAD_SECONDS,
@@ -568,6 +569,8 @@ def find_whole_loss_obstacle(context: SetupContext) -> str:
     schedule, grid = context.request.schedule, context.ranks.grid
     if grid.replicas > 1 or grid.degrees:
         return "data_parallel is more than 1"
+    if context.settings.microbatches_by == TOKENS:
+        return "microbatches_by='tokens' pads each micro-batch to its own length"
     if len(schedule.place_stages(grid.length)) > grid.length or not schedule.flushes:
         return f"schedule {schedule.name!r} has several stages on a rank, or does not flush"
     return "replan moves units" if context.request.replanner is not None else ""

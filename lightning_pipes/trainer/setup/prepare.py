@@ -21,6 +21,7 @@ from lightning_pipes.trainer.callbacks.schedule_tuner import add_tuner
 from lightning_pipes.trainer.checks import check_run, equalize_weights, warn_about_microbatch_effects
 from lightning_pipes.trainer.cuts.layers.pipelined import NoContainerError, find_pipelined, log_choice
 from lightning_pipes.trainer.cuts.units.cut import WHOLE_MODULE
+from lightning_pipes.trainer.data.token_cut import TOKENS
 from lightning_pipes.trainer.loop.asynchronous import AsynchronousLoop, check_trainer_settings
 from lightning_pipes.trainer.loop.between_steps import check_clearing
 from lightning_pipes.trainer.loop.evaluation import Evaluation
@@ -49,6 +50,7 @@ from lightning_pipes.trainer.ranks.replica_world import alone
 from lightning_pipes.trainer.ranks.replicas import has_shards
 from lightning_pipes.trainer.relocation.local_layers import LocalLayers
 from lightning_pipes.trainer.results.logs import GradientLogs, limit_metric_sync
+from lightning_pipes.trainer.results.loss_weights import LossWeights
 from lightning_pipes.trainer.setup.layout_choice import find_whole_loss_obstacle, names_layers
 from lightning_pipes.trainer.setup.module_setup import ContainerSetup, ModuleSetup, SetupContext, WholeWeights
 from lightning_pipes.trainer.setup.unit_setup import UnitSetup, find_refused
@@ -93,7 +95,15 @@ def prepare(context: SetupContext) -> None:
 
 def check_arguments(context: SetupContext) -> None:
     """Check that the run is possible and that all ranks have the same settings."""
+    settings = context.settings
     check_run(context.module, context.trainer, context.writing.background)
+    if settings.microbatches_by == TOKENS and not LossWeights.are_needed(context.module, settings.check_loss):
+        raise PipelineError(
+            "microbatches_by='tokens' gives micro-batches different numbers of samples and tokens, and "
+            "check_loss=False leaves out the comparison that shows how their losses are weighted. Remove "
+            f"check_loss=False, or define microbatch_weight(batch) in {type(context.module).__name__}, which returns "
+            "the weight of a micro-batch"
+        )
     check_same_arguments(describe_arguments(context.request, context.settings), context.ranks.control)
 
 
@@ -449,6 +459,7 @@ def make_run(
         make_training_loop,
         settings.relocation,
         ruled_out,
+        by_tokens=settings.microbatches_by == TOKENS,
     )
 
 

@@ -168,7 +168,7 @@ class UnitSetup(ModuleSetup):
         rows = self._choice.crossing_rows
         if rows is None and not request.chooses:
             return plain
-        request = replace(request, equal_cuts=rows is None)
+        request = replace(request, equal_cuts=request.equal_cuts or rows is None)
         planner = ProfilePlanner(self._ranks, self._settings.transport)
         deployment = planner.make_deployment(plain, [1.0] * self._ranks.control.size)
         try:

@@ -130,8 +130,10 @@ class Verifier(StageListener):
         """Begin the record of a batch that is about to go through the pipeline, and send an order to the reference."""
         if self._over or not item.training:
             return
+        if item.data.token_cut is not None:
+            self._check_draws()
         record = self._records[item.number] = Record(item.number, complete=item.data.complete)
-        record.add(Phase.BATCH, OUTSIDE, "the batch", checksum_batch(item.data.batch))
+        record.add(Phase.BATCH, OUTSIDE, "the batch", checksum_batch(item.data.loaded_batch))
         self._parts.add_modes(record)
         self._place = item.job, item.number, item.rows
         if self._slices is not None:
@@ -142,10 +144,26 @@ class Verifier(StageListener):
             order = Order(item.number, item.rows, self._parts.path, self._seed, item.job, spans, self._units, adopts)
             self._reference.send(order)
 
+    def _check_draws(self) -> None:
+        """Refuse a batch whose micro-batches are cropped if it draws random numbers, or if layers are compared alone.
+
+        Raises:
+            PipelineError: the batch can't be compared.
+        """
+        drops = [p for p in self._run.cut.module.modules() if "Dropout" in type(p).__name__ and p.training]
+        drops = [p for p in drops if getattr(p, "p", 0)]
+        if drops or self._slices is not None:
+            why = f"a {type(drops[0]).__name__} is active" if drops else "the module is too large for one process"
+            raise PipelineError(
+                f"verify compares batches whose sequences are sorted into micro-batches only by their results, and "
+                f"{why}, so the results can't be equal. Set dropout to 0 and verify a smaller configuration, or verify "
+                "with microbatches_by='samples'"
+            )
+
     def before_forward(self, stage: Stage, item: Item, span: Span) -> None:
         """Select the record and the span of a micro-batch that is about to go through a stage."""
         record = self._records.get(item.number)
-        new = item.training and not stage.recomputing and record is not None
+        new = item.training and not stage.recomputing and record is not None and item.data.token_cut is None
         self._current = (record, span) if new and record is not None else None
         self._running = span if item.training and record is not None else None
 

@@ -76,8 +76,7 @@ class UncomparedLoss(Watcher):
         if self._batches == N_LABELLED_BATCHES or not run.is_last_rank or isinstance(module, WeighsMicrobatches):
             return
         self._batches += 1
-        spans = [span.clip_to(step.rows) for span in plan.spans(Kind.F, plan.n_stages - 1)]
-        spans = [span for span in spans if span.rows]
+        spans = step.locate_spans(plan.spans(Kind.F, plan.n_stages - 1))
         ruled_out = {SUMS_WEIGHT} if run.loss_weights is None else {SUMS_WEIGHT, *run.loss_weights.ruled_out}
         found = [each for each in find_candidates(module, step.batch, step.rows, spans) if each.name not in ruled_out]
         if not found:  # the loss is a sum

@@ -148,7 +148,8 @@ class RepeatedBatch:
     Both runs begin with the same state of the module, and draw the same random numbers for each sample. The state of
     the module, its gradients and all random generators are restored afterwards. Batch norms use their running
     statistics, and spectral norms keep their estimates, because their results depend on the number of samples by
-    definition. Collective.
+    definition. If micro-batches are cropped to their longest sequences, all modules are in evaluation mode, because
+    dropout would draw different numbers for a whole batch. Collective.
 
     Args:
         run: the run of the pipeline.
@@ -184,6 +185,7 @@ class RepeatedBatch:
             complete=False,
             initial_state=step.initial_state,
             weights=step.weights,
+            token_cut=None if whole else step.token_cut,
         )
         steps = run.user_steps
         for listener in run.listeners:
@@ -191,7 +193,7 @@ class RepeatedBatch:
         with self._without_trace(attempt):
             steps.begin_batch()
             with steps.around_batch(), forked_rng(run.device):
-                item = Item(step.number, step.rows, data, training=self._backward)
+                item = Item(step.number, step.rows, data, training=self._backward, own_spans=data.own_spans)
                 run.engine.run_apart(item, stages, 1 if whole else None)
             made.gradients = self._take_gradients()
         steps.discard_batch()
@@ -220,7 +222,7 @@ class RepeatedBatch:
         kept = keep_unchanged(module, weights=False, moves=self._run.engine.shares_rank)
         with trimmed_heap(), kept, without_hooks(parameters):
             for part in module.modules():  # `keep_unchanged` restores the mode
-                if isinstance(part, BatchNorm) or is_spectral_norm(part):
+                if self._step.token_cut is not None or isinstance(part, BatchNorm) or is_spectral_norm(part):
                     part.training = False
             if attempt is None:
                 yield

@@ -37,12 +37,11 @@ from lightning_pipes.trainer.cuts.steps import (
     TrainingBatch,
     UserSteps,
 )
-from lightning_pipes.trainer.data.batches import Path, copy_batch, join, take_samples
+from lightning_pipes.trainer.data.batches import Path, copy_batch, join, sample_tensors, take_samples
 from lightning_pipes.trainer.results.generators import States
 from lightning_pipes.trainer.results.logs import (
     recorded,
 )
-from lightning_pipes.trainer.results.loss_weights import sample_tensors
 from lightning_pipes.trainer.results.module_state import ModuleState
 from lightning_pipes.trainer.results.weight_changes import WeightChangeCheck, explain_repetition
 from lightning_pipes.trainer.user.unchanged import keep_unchanged

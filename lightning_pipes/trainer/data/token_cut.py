@@ -1,0 +1,335 @@
+"""Micro-batches of equal cost, for batches of padded sequences of different lengths (DynaPipe, EuroSys 2024).
+
+The sequences of a batch are sorted by length and divided into groups, so that the pipeline takes the least time. Each
+group becomes a micro-batch, and its padding beyond its longest sequence is cropped. Everything follows from the batch,
+so all ranks of a pipeline find the same groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch.nn import functional
+
+from lightning_pipes.engine.trees import map_tensors
+from lightning_pipes.ir import PipelineError, Span
+from lightning_pipes.trainer.data.batches import Path, make_cutter, reorder_samples, sample_tensors
+
+MicrobatchesBy = Literal["samples", "tokens"]
+SAMPLES: MicrobatchesBy = "samples"
+TOKENS: MicrobatchesBy = "tokens"
+IGNORED_LABEL = -100
+"""The label of entries that do not count, as in `torch.nn.functional.cross_entropy`."""
+MAX_GROUP_BORDERS = 128
+"""The largest number of places between sorted sequences that are considered as borders of micro-batches."""
+_SLACKS = (1.0, 1.05, 1.1, 1.2, 1.5, 2.0, float("inf"))
+"""The sizes to which the largest micro-batch is limited, relative to its smallest possible size."""
+_ALIGNED_NAMES = ("input_ids", "token_type_ids", "position_ids", "inputs_embeds")
+"""The names of tensors of Hugging Face models that have an entry for each token."""
+
+
+@dataclass(frozen=True)
+class TokenCut:
+    """The micro-batches of one batch of sequences.
+
+    Attributes:
+        batch: the batch, with its samples in the order of the micro-batches.
+        rows: the number of samples.
+        order: the numbers of the samples in the loaded batch, in the order of the micro-batches.
+        spans: for each span of the plan with samples, the samples of its micro-batch.
+        widths: for each micro-batch, the number of tokens to which its sequences are padded.
+        width: the number of tokens to which the sequences of the batch are padded.
+        leading: whether the padding precedes the tokens.
+        names: the places in the batch of the tensors that have an entry for each token.
+    """
+
+    batch: Any
+    rows: int
+    order: tuple[int, ...]
+    spans: Mapping[Span, Span]
+    widths: Mapping[Span, int]
+    width: int
+    leading: bool
+    names: frozenset[str]
+
+    def make_cutter(self, batch: Any, samples: Collection[Path]) -> Callable[[Span], Any]:
+        """Return a function that selects a micro-batch of `batch`, or of a copy of it, without its common padding.
+
+        Other spans than the micro-batches keep their padding.
+        """
+        axes = {id(t): _token_axes(where, t, self.width) for where, t in self._aligned_tensors(batch)}
+
+        def narrow(tensor: torch.Tensor, span: Span) -> tuple[slice, ...]:
+            kept, own = self._kept_tokens(span), axes.get(id(tensor), ())
+            return tuple(kept if axis in own else slice(None) for axis in range(1, max(own, default=0) + 1))
+
+        return make_cutter(batch, self.rows, samples=samples, narrow=narrow)
+
+    def _aligned_tensors(self, batch: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((where, t) for where, t in sample_tensors(batch, self.rows) if where in self.names)
+
+    def _kept_tokens(self, span: Span) -> slice:
+        width = self.widths.get(span, self.width)
+        return slice(self.width - width, self.width) if self.leading else slice(width)
+
+    def pad(self, tree: Any, span: Span) -> Any:
+        """Return values of a micro-batch with zeros in place of the padding that was cropped.
+
+        The tokens of tensors are on axis 1.
+        """
+        width = self.widths.get(span, self.width)
+        left = self.width - width
+
+        def pad_tensor(t: torch.Tensor) -> torch.Tensor:
+            if t.ndim < 2 or t.shape[:2] != (span.rows, width):
+                return t
+            return functional.pad(t, [0, 0] * (t.ndim - 2) + ([left, 0] if self.leading else [0, left]))
+
+        return map_tensors(pad_tensor, tree) if left else tree
+
+    def describe_crop(self, span: Span) -> str:
+        """Return a text about the crop of a micro-batch, for errors of the user's code."""
+        return (
+            f"microbatches_by='tokens' has cropped the sequences of this micro-batch from {self.width} to "
+            f"{self.widths.get(span, self.width)} tokens, in {', '.join(sorted(self.names))}. If the code needs "
+            "sequences of one length, or if one of these tensors has another meaning, leave microbatches_by out"
+        )
+
+    def restore_order(self, tree: Any) -> Any:
+        """Return values of the whole batch with their samples in the order of the loaded batch."""
+        return reorder_samples(tree, self.rows, np.argsort(self.order).tolist())
+
+    def restore_samples(self, entries: Any) -> Any:
+        """Return a tensor or a list with an entry for each sample in the order of the loaded batch."""
+        numbers = np.argsort(self.order).tolist()
+        return entries[numbers] if isinstance(entries, torch.Tensor) else [entries[number] for number in numbers]
+
+
+@dataclass(frozen=True)
+class _Lengths:
+    """The lengths of the sequences of a batch.
+
+    Attributes:
+        numbers: the number of tokens of each sequence.
+        width: the number of tokens to which the sequences are padded.
+        leading: whether the padding precedes the tokens.
+        names: the places in the batch of the tensors that have an entry for each token.
+    """
+
+    numbers: np.ndarray[Any, np.dtype[np.int64]]
+    width: int
+    leading: bool
+    names: frozenset[str]
+
+
+class TokenCutter:
+    """Sorts the sequences of the batches of a run into micro-batches of equal cost.
+
+    Args:
+        stages: the number of stages of the pipeline.
+        least: the smallest number of sequences in a micro-batch, unless a batch has too few.
+    """
+
+    def __init__(self, stages: int, least: int = 1) -> None:
+        self._stages, self._least = stages, least
+        self._source: str | None = None
+        """The place of the tensor from which the lengths of the last batch were taken."""
+        self._other_axes: set[str] = set()
+        """The places of tensors whose axis 1 was not as long as the sequences in some batch."""
+        self._has_warned = self._has_logged = False
+
+    def cut(self, batch: Any, rows: int, spans: Sequence[Span], samples: Collection[Path]) -> TokenCut | None:
+        """Return the micro-batches of a batch, or None if all of its sequences have the same length.
+
+        Args:
+            batch: the batch.
+            rows: the number of samples of the batch.
+            spans: the spans of the plan that have samples, which gives the number of micro-batches.
+            samples: the paths of lists that have one entry for each sample; see `take_samples`.
+
+        Raises:
+            PipelineError: no tensor of the batch shows the lengths of its sequences.
+        """
+        lengths = self._find_lengths(batch, rows)
+        if len(spans) < 2 or lengths.numbers.min() == lengths.numbers.max():
+            return None
+        order = np.argsort(-lengths.numbers, kind="stable")  # as a batch that is too large for the memory fails early
+        ends = divide_lengths(lengths.numbers[order], len(spans), self._stages, min(self._least, rows // len(spans)))
+        own = [Span(start, stop) for start, stop in zip((0, *ends[:-1]), ends, strict=True)]
+        if not self._has_logged:
+            self._has_logged = True
+            tokens = sum(span.rows * int(lengths.numbers[order[span.start]]) for span in own)
+            least, most = min(span.rows for span in own), max(span.rows for span in own)
+            padding = [100 * (1 - int(lengths.numbers.sum()) / each) for each in (rows * lengths.width, tokens)]
+            rank_zero_info(
+                f"Sequences are sorted into micro-batches by {self._source}: the first batch has {least} to {most} "
+                f"sequences in a micro-batch, and {padding[1]:.0f} % of its tokens are padding instead of "
+                f"{padding[0]:.0f} %"
+            )
+        return TokenCut(
+            reorder_samples(batch, rows, order.tolist(), samples),
+            rows,
+            tuple(order.tolist()),
+            dict(zip(spans, own, strict=True)),
+            {span: int(lengths.numbers[order[span.start]]) for span in own},
+            lengths.width,
+            lengths.leading,
+            lengths.names,
+        )
+
+    def _find_lengths(self, batch: Any, rows: int) -> _Lengths:
+        tensors = dict(sample_tensors(batch, rows))
+        tables = {where: t for where, t in tensors.items() if t.ndim == 2 and not t.is_nested}
+        for where, counted in self._list_sources(tables):
+            width = counted.size(1)
+            starts, ends = _token_ranges(counted)
+            leading = bool(starts.max() > 0 and ends.min() == width)
+            if where in self._label_names(tables) or not leading:
+                starts, leading = torch.zeros_like(starts), False
+            places = torch.arange(width, device=counted.device)
+            outside = (places < starts[:, None]) | (places >= ends[:, None])
+            self._other_axes.update(name for name, t in tensors.items() if t.ndim < 2 or width not in t.shape[1:])
+            known = {name for name, t in tensors.items() if name not in self._other_axes}
+            varying = _varying_names({name: tables[name] for name in known & tables.keys()}, outside)
+            inputs = [n for n in known & tables.keys() if n != where and not tables[n].is_floating_point()]
+            if "attention_mask" not in where and inputs and all(name in varying for name in inputs):
+                continue  # the entries that are left out are not padding
+            self._source = where
+            if leading:
+                why = _why_not_leading(tables, starts)
+                if why:
+                    self._warn_of_leading(why)
+                    starts, leading = torch.zeros_like(starts), False
+            numbers = (ends - starts).clamp(min=1).cpu().numpy()
+            names = frozenset(name for name in known if name not in varying and _token_axes(name, tensors[name], width))
+            return _Lengths(numbers, width, leading, names)
+        shapes = ", ".join(f"{where} of shape {tuple(t.shape)}" for where, t in tensors.items())
+        raise PipelineError(
+            "microbatches_by='tokens' sorts the sequences of a batch by their lengths, but no tensor of the batch "
+            f"shows them: {shapes or 'there is no tensor with an entry for each sample'}. It looked for a mask with an "
+            "entry for each token, such as attention_mask, and for labels that are -100 where a sequence has ended. "
+            "Add an attention_mask to the batch, as the collators of transformers do, or leave microbatches_by out"
+        )
+
+    def _list_sources(self, tables: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors that may show the lengths, the likeliest first, as masks of the tokens."""
+        named = [where for where in tables if "attention_mask" in where]
+        masks = [w for w, t in tables.items() if w not in named and ("mask" in w or t.dtype is torch.bool)]
+        for where in sorted(named, key=lambda each: each != self._source):
+            yield where, tables[where] != 0
+        for where in sorted(masks, key=lambda each: each != self._source):
+            for counted in (tables[where] == 0, tables[where] != 0)[:: 1 if "pad" in where else -1]:
+                starts, ends = _token_ranges(counted)
+                if torch.equal(counted.sum(1), (ends - starts).clamp(min=0)):
+                    yield where, counted
+        for where in self._label_names(tables):
+            yield where, tables[where] != IGNORED_LABEL
+
+    def _label_names(self, tables: Mapping[str, torch.Tensor]) -> list[str]:
+        return [
+            where
+            for where, t in tables.items()
+            if t.dtype in (torch.int64, torch.int32)
+            and (where == self._source or "label" in where or bool((t == IGNORED_LABEL).any()))
+        ]
+
+    def _warn_of_leading(self, why: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                f"microbatches_by='tokens' does not crop the padding before the tokens of sequences, because {why}. "
+                "Pad sequences at their end (tokenizer.padding_side = 'right')"
+            )
+
+
+def _token_ranges(counted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first token of each sequence and the end of its last token. A sequence without tokens is empty."""
+    width = counted.size(1)
+    places = torch.arange(width, device=counted.device)
+    ends = (counted * (places + 1)).amax(1)
+    return torch.minimum(torch.where(counted, places, width).amin(1), ends), ends
+
+
+def _token_axes(where: str, tensor: torch.Tensor, width: int) -> tuple[int, ...]:
+    """Return the axes of a tensor that have an entry for each token."""
+    if tensor.ndim < 2 or tensor.is_nested:
+        return ()
+    if "mask" in where and tensor.ndim > 2:  # a mask of pairs of tokens
+        return tuple(axis for axis in range(max(1, tensor.ndim - 2), tensor.ndim) if tensor.size(axis) == width)
+    return (1,) if tensor.size(1) == width else ()
+
+
+def _varying_names(tables: Mapping[str, torch.Tensor], outside: torch.Tensor) -> set[str]:
+    """Return the names of the tensors that have several values in the padding, except for the names of inputs."""
+    checked = {
+        where: t
+        for where, t in tables.items()
+        if t.shape == outside.shape and not any(name in where for name in _ALIGNED_NAMES)
+    }
+    if not checked or not bool(outside.any()):
+        return set()
+    values = [t.to(torch.float64)[outside] for t in checked.values()]
+    same = torch.stack([(v == v[0]).all() for v in values]).tolist()
+    return {where for where, alike in zip(checked, same, strict=True) if not alike}
+
+
+def _why_not_leading(tables: Mapping[str, torch.Tensor], starts: torch.Tensor) -> str:
+    """Return the reason why results depend on the length of padding that precedes the tokens, or an empty text."""
+    if not any("position" in where for where in tables):
+        return "the batch has no position_ids, so the positions of tokens depend on the padding"
+    rows = torch.arange(len(starts), device=starts.device)
+    for where, t in tables.items():
+        if "label" in where and bool((t[rows, starts] != IGNORED_LABEL).any()):
+            return f"{where} counts the first token of sequences, which is predicted from the padding before it"
+    return ""
+
+
+def divide_lengths(lengths: np.ndarray[Any, Any], count: int, stages: int, least: int = 1) -> list[int]:
+    """Return the ends of the groups into which sorted sequences are divided.
+
+    The cost of a group is the number of its tokens after padding. With costs c of the groups, a pipeline of p stages
+    takes sum(c) + (p - 1) * max(c), up to a factor (DynaPipe, section 4). The groups minimize this.
+
+    Args:
+        lengths: the number of tokens of each sequence, in descending order.
+        count: the number of groups, at most the number of sequences.
+        stages: the number of stages.
+        least: the smallest number of sequences in a group.
+    """
+    rows = len(lengths)
+    n_places = max(min(rows, MAX_GROUP_BORDERS), count) if least < 2 else rows
+    places = np.unique(np.linspace(0, rows, n_places + 1).round().astype(int))
+    costs = (places[None, :] - places[:, None]) * np.append(lengths, 0)[places][:, None].astype(float)
+    costs[places[None, :] - places[:, None] < least] = np.inf
+    smallest = _find_groups(costs, count, np.maximum)[0]
+    found = []
+    for slack in _SLACKS:
+        limited = np.where(costs <= smallest * slack, costs, np.inf)
+        total, borders = _find_groups(limited, count, np.add)
+        largest = max(costs[a, b] for a, b in zip((0, *borders[:-1]), borders, strict=True))
+        found.append((total + (stages - 1) * largest, borders))
+    return [int(places[border]) for border in min(found)[1]]
+
+
+def _find_groups(costs: np.ndarray[Any, Any], count: int, combine: Callable[..., Any]) -> tuple[float, list[int]]:
+    """Return the smallest combined cost of `count` consecutive groups, and the ends of the groups.
+
+    Args:
+        costs: the cost of a group from each place to each place; infinity if there is no such group.
+        count: the number of groups.
+        combine: combines the cost of groups with the cost of one more group.
+    """
+    best, choices = costs[0], []
+    for _ in range(count - 1):
+        table = combine(best[:, None], costs)
+        choices.append(table.argmin(0))
+        best = table.min(0)
+    ends = [len(costs) - 1]
+    for choice in reversed(choices):
+        ends.append(int(choice[ends[-1]]))
+    return float(best[-1]), ends[::-1]

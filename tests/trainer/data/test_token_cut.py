@@ -1,0 +1,368 @@
+"""Tests of micro-batches of equal numbers of tokens: how batches are divided, and training against one process."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from functools import cache
+from itertools import combinations
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_pipes import PipelineStrategy
+from lightning_pipes.engine.trees import tensors_in
+from lightning_pipes.ir import InputError, PipelineError, Span
+from lightning_pipes.ir.instruction import even_spans
+from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer.data.token_cut import TokenCut, TokenCutter, divide_lengths
+from tests.trainer.lit import differences, plain_values, quiet
+from tests.trainers import make_trainer
+
+WORDS, WIDTH = 11, 8
+LENGTHS = ([2, 9, 4, 29, 6, 5, 11, 3, 3, 7, 16, 8], [5] * 8, [21, 3, 4, 4, 2, 3, 19], [6, 2, 9])
+"""The lengths of the sequences of the batches. The second batch is not padded, and the last one is too small."""
+
+
+def batch_of(lengths: list[int], leading: bool = False) -> dict[str, Any]:
+    """Return a batch like the batches of the collators of transformers, with further columns."""
+    generator = torch.Generator().manual_seed(sum(lengths))
+    places, ends = torch.arange(max(lengths))[None], torch.tensor(lengths)[:, None]
+    mask = (places >= max(lengths) - ends if leading else places < ends).long()
+    tokens = torch.randint(1, WORDS, mask.shape, generator=generator) * mask
+    return {
+        "input_ids": tokens,
+        "attention_mask": mask,
+        "labels": tokens.masked_fill(mask == 0, -100),
+        "number": torch.arange(len(lengths)),
+        "names": [f"sample {n}" for n in range(len(lengths))],
+    }
+
+
+class Attention(nn.Module):
+    """Attention to earlier tokens only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        later = torch.full((x.size(1), x.size(1)), float("-inf"), dtype=x.dtype).triu(1)
+        return x + self.inner(x, x, x, attn_mask=later, need_weights=False)[0]
+
+
+class LitCausal(pl.LightningModule):
+    """A causal language model whose loss is a mean over the labels that are not ignored."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        middle = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(dropout)) for _ in range(3)]
+        layers = [layer for each in middle for layer in (Attention(), each)]
+        self.layers = nn.Sequential(nn.Embedding(WORDS, WIDTH), *layers, nn.Linear(WIDTH, WORDS))
+        self.seen: list[torch.Tensor] = []
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.layers(batch["input_ids"])
+        self.shapes |= {tuple(batch["input_ids"].shape)}
+        labels = batch["labels"][:, 1:]
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten())
+        right = (logits[:, :-1].argmax(-1) == labels)[labels != -100]
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("accuracy", right.double().mean(), on_step=True, batch_size=len(labels))
+        self.log("length", batch["attention_mask"].double().sum(1).mean(), on_step=True, batch_size=len(labels))
+        of_samples = (logits * batch["attention_mask"][..., None]).sum((1, 2)).detach()
+        self.seen.append(of_samples)
+        return {"loss": loss, "each": of_samples, "number": batch["number"], "names": batch["names"]}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        logits = self.layers(batch["input_ids"])
+        self.log("val", F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()), batch_size=len(logits))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layers(batch["input_ids"]).argmax(-1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.9)
+
+
+class LitPadded(LitCausal):
+    """A model whose result depends on the length of the padding."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.layers(batch["input_ids"])
+        logits = logits + logits.mean(1, keepdim=True)
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+class LitFixed(LitCausal):
+    """A step that needs sequences of the length of the batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.layers(batch["input_ids"])
+        return (logits * torch.ones(29, 1)).sum() / len(logits)
+
+
+class Kept(pl.Callback):
+    """Records what hooks see, and the gradients of this rank."""
+
+    def __init__(self) -> None:
+        self.steps: list[Any] = []
+        self.gradients: list[Any] = []
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        here = {n: p.grad for n, p in module.named_parameters() if not p.is_meta and p.grad is not None}
+        self.gradients.append(plain_values(here))
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        seen = module.seen[-1] if module.seen else None
+        self.steps.append(plain_values([dict(outputs), batch, dict(trainer.logged_metrics), seen]))
+
+
+def fitted(kind: type[LitCausal], ranks: int, settings: dict[str, Any] | None, **options: Any) -> dict[str, Any]:
+    """Train a module and return its weights, what hooks saw, its logs and its predictions."""
+    quiet()
+    pl.seed_everything(3, verbose=False)
+    module, kept = kind(**options.pop("module", {})).double(), Kept()
+    data = DataLoader([batch_of(each) for each in options.pop("lengths", LENGTHS)], batch_size=None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        strategy: Any = "auto"
+        if settings is not None:
+            settings = {"microbatches": 4, "partition": "parameters", "microbatches_by": "tokens", **settings}
+            strategy = PipelineStrategy(**settings)
+        trainer = make_trainer(
+            devices=ranks, strategy=strategy, max_epochs=1, callbacks=[kept], log_every_n_steps=1, **options
+        )
+        trainer.fit(module, data, data)
+    found = {
+        "weights": plain_values(dict(module.state_dict())),
+        "steps": kept.steps,
+        "gradients": kept.gradients,
+        "metrics": plain_values(dict(trainer.callback_metrics)),
+        "predicted": plain_values(trainer.predict(module, data)),
+    }
+    facts = strategy.report.record.facts if settings is not None else {}
+    said = [str(w.message) for w in caught if "micro-batch" in str(w.message) or "one process" in str(w.message)]
+    shapes = sorted(module.shapes)
+    return {**found, "said": said, "by": facts.get("micro-batches weighed by", ""), "shapes": shapes}
+
+
+OF_TWO: dict[str, dict[str, Any]] = {
+    "layers": {"verify": 2},
+    "units": {"module": "", "verify": 2},
+    "zero bubble": {"schedule": "zero_bubble", "recompute": True},
+}
+OF_FOUR: dict[str, dict[str, Any]] = {
+    "interleaved": {"schedule": "interleaved"},
+    "units of four": {"module": "", "schedule": "ready"},
+}
+
+
+def fitted_all(rank: int, cases: dict[str, dict[str, Any]], ranks: int) -> dict[str, Any]:
+    return {name: fitted(LitCausal, ranks, settings) for name, settings in cases.items()}
+
+
+@cache
+def piped(ranks: int) -> list[dict[str, Any]]:
+    return run_ranks(fitted_all, ranks, OF_TWO if ranks == 2 else OF_FOUR, ranks, timeout=480)
+
+
+@cache
+def plain() -> dict[str, Any]:
+    return fitted(LitCausal, 1, None)
+
+
+@pytest.mark.parametrize("name", [*OF_TWO, *OF_FOUR])
+def test_training_that_equals_one_process(name: str) -> None:
+    """Gradients, weights, logs, hooks and predictions equal those of one process with whole, padded batches."""
+    for found in piped(2 if name in OF_TWO else 4):
+        for key in ("weights", "metrics", "predicted"):
+            assert differences(found[name][key], plain()[key], 1e-9) == [], key
+        for own, whole in zip(found[name]["gradients"], plain()["gradients"], strict=True):
+            assert differences(own, {each: whole[each] for each in own}, 1e-9) == []
+        assert differences(found[name]["steps"], plain()["steps"], 1e-9) == []
+        assert found[name]["said"] == []
+
+
+@pytest.mark.parametrize("name", ["layers", "units"])
+def test_micro_batches_are_cropped(name: str) -> None:
+    """Each micro-batch of the first batch has the length of its longest sequence."""
+    shapes = [tuple(each) for each in piped(2)[0][name]["shapes"]]
+    assert {(1, 29), (2, 16), (4, 9), (5, 5)} <= {*shapes}
+    assert plain()["shapes"] == [(3, 9), (7, 21), (8, 5), (12, 29)]
+
+
+def refused(rank: int) -> list[str]:
+    cases: list[tuple[type[LitCausal], dict[str, Any], dict[str, Any]]] = [
+        (LitCausal, {"check_loss": False}, {}),
+        (LitFixed, {}, {}),
+        (LitFixed, {"module": ""}, {}),
+        (LitCausal, {"verify": 1}, {"module": {"dropout": 0.1}}),
+    ]
+    found = []
+    for kind, settings, options in cases:
+        try:
+            fitted(kind, 2, settings, lengths=LENGTHS[:1], **options)
+            found.append("")
+        except Exception as error:
+            found.append(" ".join([str(error), *getattr(error, "__notes__", ())]))
+    found.append(" ".join(fitted(LitPadded, 2, {}, lengths=LENGTHS[:1])["said"]))
+    return found
+
+
+def test_refusals_of_training() -> None:
+    """Settings and modules that do not train as in one process are refused or named in a warning."""
+    unchecked, fixed, by_units, dropout, padded = run_ranks(refused, 2, timeout=480)[0]
+    assert "check_loss=False leaves out the comparison that shows how their losses are weighted" in unchecked
+    for text in (fixed, by_units):
+        assert re.search(r"cropped the sequences of this micro-batch from 29 to \d+ tokens, in batch\['attention", text)
+    assert "a Dropout is active" in dropout
+    assert "differs from one process" in padded or "differently in micro-batches than in one process" in padded
+
+
+# ---- without training
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+def test_division_with_the_least_cost(stages: int) -> None:
+    """The groups take the least time among all ways to divide sorted sequences."""
+
+    def seconds(lengths: Any, ends: list[int]) -> float:
+        costs = [(b - a) * lengths[a] for a, b in zip([0, *ends], ends, strict=False)]
+        return sum(costs) + (stages - 1) * max(costs)
+
+    generator, ratios = np.random.default_rng(0), []
+    for _ in range(20):
+        lengths = np.sort(generator.integers(1, 40, 9))[::-1]
+        every = [[*each, 9] for each in combinations(range(1, 9), 3)]
+        ends = divide_lengths(lengths, 4, stages)
+        assert len(ends) == 4
+        assert ends == sorted({*ends})
+        assert ends[-1] == 9
+        ratios.append(seconds(lengths, ends) / min(seconds(lengths, each) for each in every))
+        rows = np.diff([0, *divide_lengths(lengths, 4, stages, least=2)])
+        assert min(rows) == 2
+        assert sum(rows) == 9
+    assert max(ratios) < 1.03  # the size of the largest group is limited to a few values
+
+
+def cut(batch: Any, rows: int, microbatches: int = 3) -> TokenCut | None:
+    return TokenCutter(2).cut(batch, rows, even_spans(rows, min(rows, microbatches)), ())
+
+
+def test_samples_of_micro_batches() -> None:
+    """Every sample is in one micro-batch, with all of its columns, and values return to the order of the batch."""
+    batch = batch_of(LENGTHS[0])
+    made = cut(batch, 12)
+    assert made is not None
+    take = made.make_cutter(made.batch, ())
+    parts = [take(span) for span in made.spans.values()]
+    assert [*made.spans] == [*even_spans(12, 3)]
+    numbers = [int(n) for part in parts for n in part["number"]]
+    assert sorted(numbers) == [*range(12)]
+    assert numbers == [*made.order]
+    for part in parts:
+        width = part["attention_mask"].sum(1).max()
+        for name in ("input_ids", "attention_mask", "labels"):
+            rows = part["number"]
+            assert torch.equal(part[name], batch[name][rows, :width])
+        assert part["names"] == [batch["names"][n] for n in part["number"]]
+    whole = take(Span(0, 12))
+    assert whole["input_ids"].shape == (12, 29)
+    back = made.restore_order(whole)
+    assert torch.equal(back["input_ids"], batch["input_ids"])
+    assert back["names"] == batch["names"]
+    first = next(iter(made.spans.values()))
+    padded = made.pad({"x": torch.ones(*parts[-1]["input_ids"].shape, 2)}, [*made.spans.values()][-1])["x"]
+    assert padded.shape[1] == 29
+    assert padded.sum() == parts[-1]["input_ids"].numel() * 2
+    assert made.pad(torch.ones(first.rows, 29), first).shape == (first.rows, 29)
+
+
+def with_mask(name: str, invert: bool = False, **others: Any) -> dict[str, Any]:
+    found = batch_of(LENGTHS[0])
+    mask = found["attention_mask"] == int(not invert)
+    return {"tokens": found["input_ids"], name: mask, **others}
+
+
+ROWS = 12
+MASK = batch_of(LENGTHS[0])["attention_mask"]
+SOURCES: dict[str, tuple[Any, list[tuple[int, ...]]]] = {
+    "labels": ({"tokens": (b := batch_of(LENGTHS[0]))["input_ids"], "labels": b["labels"]}, [(29,), (29,)]),
+    "a tuple": ((b["input_ids"], b["labels"]), [(29,), (29,)]),
+    "a mask": (with_mask("mask"), [(29,), (29,)]),
+    "a mask of padding": (with_mask("key_padding_mask", invert=True), [(29,), (29,)]),
+    "a mask without a name": ((b["input_ids"], MASK == 0), [(29,), (29,)]),
+    "pairs of tokens": (
+        {**with_mask("attention_mask"), "mask": torch.ones(12, 1, 29, 29)},
+        [(29,), (29,), (1, 29, 29)],
+    ),
+    "vectors": ({"x": torch.ones(12, 29, 3), "attention_mask": MASK}, [(29, 3), (29,)]),
+    "targets of another length": ({**with_mask("attention_mask"), "labels": torch.ones(12, 7)}, [(29,), (29,), (7,)]),
+    "targets of the same length": (
+        {**with_mask("attention_mask"), "targets": torch.arange(12 * 29).view(12, 29)},
+        [(29,), (29,), (0, 29)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_sources_of_lengths(name: str) -> None:
+    """The tensors with an entry for each token are cropped, and other tensors keep their length."""
+    batch, shapes = SOURCES[name]
+    made = cut(batch, 12)
+    assert made is not None
+    last = [*made.spans.values()][-1]
+    width = made.widths[last]
+    expected = [tuple(width if n == 29 and 0 not in shape else n for n in shape if n) for shape in shapes]
+    assert [tuple(t.shape[1:]) for t in tensors_in(made.make_cutter(made.batch, ())(last))] == expected
+    assert width < 29
+    assert last.rows > 3
+
+
+def test_batches_without_lengths() -> None:
+    """The error names the tensors of the batch and what was looked for."""
+    for batch in ({"x": torch.ones(4, 3), "y": torch.ones(4)}, {"tokens": torch.ones(4, 3, dtype=torch.int64)}):
+        with pytest.raises(PipelineError, match=r"no tensor of the batch shows them: batch.*It looked for a mask"):
+            cut(batch, 4)
+
+
+def test_batches_of_one_length() -> None:
+    assert cut(batch_of([5] * 8), 8) is None
+    assert cut(batch_of([5, 3]), 2, 1) is None
+
+
+def test_leading_padding() -> None:
+    """Padding before the tokens is cropped only if results do not depend on its length."""
+    batch = batch_of(LENGTHS[0], leading=True)
+    with pytest.warns(UserWarning, match="the batch has no position_ids"):
+        assert cut(batch, 12) is None
+    batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    with pytest.warns(UserWarning, match="labels'] counts the first token of sequences"):
+        assert cut(batch, 12) is None
+    batch["labels"][torch.arange(12), batch["attention_mask"].argmax(1)] = -100
+    made = cut(batch, 12)
+    assert made is not None
+    for span in made.spans.values():
+        part = made.make_cutter(made.batch, ())(span)
+        width = made.widths[span]
+        for name in ("input_ids", "labels", "position_ids"):
+            assert torch.equal(part[name], batch[name][part["number"], 29 - width :])
+
+
+def test_refused_settings() -> None:
+    for settings, text in (
+        ({"schedule": "umpipe"}, "may cut a batch differently on each stage"),
+        ({"loss": "batch"}, "joins the outputs of micro-batches before the loss"),
+        ({"data_parallel": [2, 1]}, "divides the samples of each micro-batch"),
+        ({"microbatches_by": "words"}, "microbatches_by"),
+    ):
+        with pytest.raises(InputError, match=text):
+            PipelineStrategy(**{"microbatches_by": "tokens", **settings})  # type: ignore[arg-type]
