@@ -199,32 +199,36 @@ def test_micro_batches_are_cropped(name: str) -> None:
     assert plain()["shapes"] == [(3, 9), (7, 21), (8, 5), (12, 29)]
 
 
-def refused(rank: int) -> list[str]:
-    cases: list[tuple[type[LitCausal], dict[str, Any], dict[str, Any]]] = [
-        (LitCausal, {"check_loss": False}, {}),
-        (LitFixed, {}, {}),
-        (LitFixed, {"module": ""}, {}),
-        (LitCausal, {"verify": 1}, {"module": {"dropout": 0.1}}),
-    ]
-    found = []
-    for kind, settings, options in cases:
-        try:
-            fitted(kind, 2, settings, lengths=LENGTHS[:1], **options)
-            found.append("")
-        except Exception as error:
-            found.append(" ".join([str(error), *getattr(error, "__notes__", ())]))
-    found.append(" ".join(fitted(LitPadded, 2, {}, lengths=LENGTHS[:1])["said"]))
-    return found
+REFUSED: dict[str, tuple[type[LitCausal], dict[str, Any], dict[str, Any], str]] = {
+    "unchecked": (LitCausal, {"check_loss": False}, {}, "check_loss=False leaves out the comparison that shows how"),
+    "fixed": (
+        LitFixed,
+        {},
+        {},
+        r"cropped the sequences of this micro-batch from 29 to 16 tokens, in batch\['attention",
+    ),
+    "dropout": (LitCausal, {"verify": 1}, {"module": {"dropout": 0.1}}, "a Dropout is active"),
+}
 
 
-def test_refusals_of_training() -> None:
-    """Settings and modules that do not train as in one process are refused or named in a warning."""
-    unchecked, fixed, by_units, dropout, padded = run_ranks(refused, 2, timeout=480)[0]
-    assert "check_loss=False leaves out the comparison that shows how their losses are weighted" in unchecked
-    for text in (fixed, by_units):
-        assert re.search(r"cropped the sequences of this micro-batch from 29 to \d+ tokens, in batch\['attention", text)
-    assert "a Dropout is active" in dropout
-    assert "differs from one process" in padded or "differently in micro-batches than in one process" in padded
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_training(name: str) -> None:
+    """Settings and modules that do not train as in one process are refused, and errors of cropped steps explained."""
+    kind, settings, options, text = REFUSED[name]
+    with pytest.raises((PipelineError, RuntimeError)) as found:
+        fitted(kind, 1, settings, lengths=LENGTHS[:1], **options)
+    assert re.search(text, " ".join([str(found.value), *getattr(found.value, "__notes__", ())]))
+
+
+def depending(rank: int) -> list[list[str]]:
+    return [fitted(LitPadded, 2, settings, lengths=LENGTHS[:1])["said"] for settings in ({}, {"module": ""})]
+
+
+def test_warnings_of_results_that_depend_on_padding() -> None:
+    """A module that reads its padding trains differently, and a warning says so, for both kinds of cuts."""
+    by_layers, by_units = (" ".join(each) for each in run_ranks(depending, 2, timeout=240)[0])
+    assert "training differs from one process" in by_layers
+    assert "LitPadded.training_step trains differently in micro-batches than in one process" in by_units
 
 
 # ---- without training
