@@ -18,6 +18,8 @@ Keys end with the number of ranks. `v_half_memory` and `v_half_step` are those o
   *steps*. `recompute_gain` is the step if stages recompute when the gradient has arrived, divided by the step if they
   recompute while it is on its way.
 - *gpt*: executed steps of ZB-V and of torch's schedule on a real GPT in four stages, on two ranks of one thread each.
+- *tokens*: executed steps of 1F1B with micro-batches of equal numbers of tokens, compared with equal numbers of
+  samples; see benchmarks/tokens.py.
 
 Our engine sends through shared memory on one host, and torch sends through gloo. Keys with `_gloo` are for our engine
 on gloo.
@@ -41,6 +43,7 @@ from benchmarks.fidelity import Overheads
 from benchmarks.harness.emulated import EmulatedStep, join_ranks, step_seconds
 from benchmarks.harness.memory import TensorBytes, count_tensor_bytes
 from benchmarks.harness.report import Report, describe_machine, make_parser, run_parts
+from benchmarks.tokens import compare_tokens
 from lightning_pipes.engine import Engine
 from lightning_pipes.ir import Kind
 from lightning_pipes.ir.clock import read_nanoseconds
@@ -365,6 +368,7 @@ PARTS = {
     "steps": measure_steps,
     "recompute": measure_recompute,
     "gpt": measure_gpt,
+    "tokens": compare_tokens,
 }
 
 

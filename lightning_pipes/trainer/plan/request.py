@@ -9,7 +9,7 @@ from typing import Any, Self
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_pipes.cost import Deployment, ModelProfile
-from lightning_pipes.ir import InputError, PlanError, Policy, Schedule, Span
+from lightning_pipes.ir import InputError, PlanError, Policy, Schedule, Span, check_type
 from lightning_pipes.planning.auto import AutoPlanner
 from lightning_pipes.planning.balance import BalancedPlanner
 from lightning_pipes.planning.formatting import schedule_settings
