@@ -118,6 +118,19 @@ def test_parity(key):
             assert differences(part, {name: whole[TIED.get(name, name)] for name in part}) == []
 
 
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_recomputation_has_the_bits_of_late_recomputation(ranks):
+    """Stages that recompute before the gradient arrives draw the same numbers as stages that recompute afterwards."""
+    cases = [
+        Case(Lit, {"dropout": 0.2}, pipeline(schedule, recompute=recompute, **settings), trainer=CLIPPED)
+        for schedule, settings in (("interleaved", {}), ("1f1b", {"module": ""}))
+        for recompute in (True, "late")
+    ]
+    for layers, late_layers, units, late_units in run_ranks(train_cases, ranks, cases, ranks, mkdtemp(), timeout=180):
+        assert differences(layers, late_layers, tolerance=0.0) == []
+        assert differences(units, late_units, tolerance=0.0) == []
+
+
 def test_every_rank_holds_its_layers_only():
     """No parameter has gradients on two ranks."""
     ranks = in_a_pipeline(4)["1f1b", 4]
