@@ -35,7 +35,7 @@ def check_recompute(recompute: object) -> bool | str:
     Raises:
         InputError: the setting is invalid.
     """
-    if recompute == LATE and isinstance(recompute, str):
+    if isinstance(recompute, str) and recompute == LATE:
         return recompute
     if isinstance(recompute, bool):
         return recompute

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import Plan, PlanError, Policy, Program, Schedule, Span, adapt_plan, verify
 from lightning_pipes.ir.replication import Seconds, list_shares, replicate_plan, replicate_program
+from lightning_pipes.planning.fit import price_stages
 from lightning_pipes.planning.partition import even_partition, partition_at
 from lightning_pipes.planning.planner import (
     MICROBATCHES_PER_STAGE,
@@ -22,6 +23,7 @@ from lightning_pipes.planning.planner import (
     planner_of,
     solve_plan,
 )
+from lightning_pipes.planning.recomputation import place_recomputations
 from lightning_pipes.planning.replanning import MAX_OBSERVATIONS, FreeBytes, Observation
 from lightning_pipes.sim import simulate
 
@@ -250,6 +252,16 @@ class Plans:
         m = max(1, rows // self._problem.least) if few else self._problem.microbatches
         return replace(self._problem, rows=rows, microbatches=m)
 
+    def _place_recomputations(self, program: Program, plan: Plan) -> Program:
+        """Move recomputations into earlier bubbles, if the layers were measured and the devices have the memory."""
+        profile, deployment = self._problem.profile, self._problem.deployment
+        if not plan.early_recompute or not plan.layers or profile is None or deployment is None:
+            return program
+        if plan.split_backward and not profile.has_split:
+            return program
+        memory = [device.memory for device in deployment.pipeline.devices[: plan.n_ranks]]
+        return place_recomputations(program, plan, price_stages(profile, plan, deployment), memory)
+
     def _keep_setting(self, given: Plan, usual: Plan) -> Plan:
         if any(given.recompute) and given.recompute != usual.recompute:
             raise PlanError(
@@ -261,7 +273,7 @@ class Plans:
     def _order_plan(self, plan: Plan) -> tuple[Plan, Program | Policy]:
         verified = plan.jobs[0].rows == self._verified
         if isinstance(self.schedule, Schedule):
-            order = self.schedule.program(plan)
+            order = self._place_recomputations(self.schedule.program(plan), plan)
             if not verified:
                 verify(order, plan)
             if not self._degrees:

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
-from lightning_pipes.cost import CostModel
-from lightning_pipes.ir import DeadlockError, Instruction, Kind, Plan, PlanError, Policy, Program, RankView, Span
+from lightning_pipes import PipelineStrategy
+from lightning_pipes.cost import Cluster, CostModel, Deployment, Device, LayerProfile, ModelProfile
+from lightning_pipes.ir import (
+    DeadlockError,
+    InputError,
+    Instruction,
+    Kind,
+    Plan,
+    PlanError,
+    Policy,
+    Program,
+    RankView,
+    Span,
+)
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.partition import with_layer
 from lightning_pipes.planning.planner import EvenPlanner, Problem
@@ -118,6 +130,29 @@ def test_the_last_stage_never_recomputes():
     assert plan.recompute == (True, True, False)
     assert plans.for_rows(50) == (plan, order)
     assert plans.for_rows(3)[0].jobs[0].rows == 3
+
+
+def test_recomputations_move_to_earlier_bubbles_if_the_devices_have_the_memory() -> None:
+    layer = LayerProfile("layer", ((1, 1e-3),), ((1, 2e-3),), saved=((1, 1000.0),), output=((1, 8.0),))
+    one_each = tuple(Span(s, s + 1) for s in range(4))
+
+    def first_row(memory: int | None, late: bool = False) -> str:
+        deployment = Deployment(Cluster((Device(memory=memory),) * 4))
+        known = ModelProfile((layer,) * 4), deployment
+        problem = Problem(make_schedule("1f1b"), 4, 1, 8, True, one_each, *known, late_recompute=late)
+        order = Plans(problem).for_rows(8)[1]
+        assert isinstance(order, Program)
+        return order.to_lines()[0]
+
+    assert first_row(10**9).startswith("F0.0 F0.1 F0.2 F0.3 R0.0 R0.1 B0.0")
+    assert first_row(None).startswith("F0.0 F0.1 F0.2 F0.3 R0.0 B0.0 F0.4 R0.1")
+    assert first_row(10**9, late=True).startswith("F0.0 F0.1 F0.2 F0.3 B0.0 F0.4 B0.1")
+
+
+@pytest.mark.parametrize("wrong", ["early", "", 1, None])
+def test_recomputation_is_on_off_or_late(wrong: Any) -> None:
+    with pytest.raises(InputError, match="recompute must be True, False or 'late', got"):
+        PipelineStrategy(recompute=wrong)
 
 
 def test_plan_is_the_one_that_the_schedule_requests() -> None:
