@@ -56,7 +56,7 @@ SCALE = 2.0
 """The factor of the times of emulated stages, with which F, I and W of a rank take 10 ms each."""
 MAX_SPREAD, MAX_BUSY = 0.05, 25.0
 """The largest middle half of the ratios of steps, and the largest percentage of the processor for other programs."""
-ROUNDS, QUICK_ROUNDS, LEARNING_STEPS = 15, 5, 3
+ROUNDS, QUICK_ROUNDS, LEARNING_STEPS = 15, 4, 3
 V_KEYS = {"v_min": "V-Min", "v_half": "V-Half"}
 """The first part of the names of keys, and the schedule."""
 PEER, GLOO = "torch ZB-V", "ZB-V, gloo"
@@ -164,7 +164,7 @@ def measure_memory(quick: bool) -> Report:
     """Measure the bytes that the largest rank holds in a step."""
     lines: list[str] = []
     keys: dict[str, float] = {}
-    for ranks in (4, 8):
+    for ranks in (8,) if quick else (4, 8):
         found = run_ranks(memory_rank, ranks, make_cells(ranks, "blocks", quick), timeout=300)
         uncounted = max(-each.rest / each.peak for of_rank in found for each in of_rank.values())
         if uncounted > MAX_UNCOUNTED:
