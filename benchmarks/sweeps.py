@@ -220,7 +220,7 @@ def read_status(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
-def memory_rank(rank: int, base: str, tiny: str, quick: bool) -> tuple[int, int, int]:
+def memory_rank(rank: int, base: str, tiny: str, quick: bool) -> tuple[int, ...]:
     """Return peaks of the memory of this process, in bytes.
 
     The first two are the peaks of the resident memory of arrays with one and with all siblings, without the memory
@@ -228,7 +228,7 @@ def memory_rank(rank: int, base: str, tiny: str, quick: bool) -> tuple[int, int,
     """
     hush()
     torch.set_num_threads(1)
-    run_array([partial(tune, TINY, tiny, n, 2) for n in range(2)])
+    counted = count_bytes(TINY, tiny)  # this also loads what a process loads once
     trim_memory()
     before, peaks = read_status("VmRSS"), []
     for siblings in (1, SIBLINGS):
@@ -236,9 +236,14 @@ def memory_rank(rank: int, base: str, tiny: str, quick: bool) -> tuple[int, int,
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         run_array([partial(tune, Shape(), base, n, 3) for n in range(siblings)])
         peaks.append(read_status("VmHWM") - before)
-    memory, shape, file = MemorySwap(1 << 40), *((TINY, tiny) if quick else (Shape(), base))
+    return *peaks, counted if quick else count_bytes(Shape(), base)
+
+
+def count_bytes(shape: Shape, file: str) -> int:
+    """Return the bytes of the base and the peak of the states on this rank that an array with `MemorySwap` counts."""
+    memory = MemorySwap(1 << 40)
     shared = run_array([partial(tune, shape, file, n, 3) for n in range(SIBLINGS)], memory=memory)
-    return *peaks, shared + memory.statistics.peak_bytes
+    return shared + memory.statistics.peak_bytes
 
 
 def trim_memory() -> None:
@@ -304,12 +309,14 @@ class BackwardsFirst(Arrivals[Any]):
         return i is not None and i.kind is Kind.B
 
 
-def speed_rank(rank: int, shape: Shape, base: str, batches: int, pairs: int, has_mlora: bool) -> dict[str, list[float]]:
+def speed_rank(
+    rank: int, shape: Shape, base: str, siblings: int, batches: int, pairs: int, has_mlora: bool
+) -> dict[str, list[float]]:
     """Return the seconds of all siblings, in an array and one after another, in alternating runs."""
     hush()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    jobs = [partial(tune, shape, base, n, batches) for n in range(SIBLINGS)]
+    jobs = [partial(tune, shape, base, n, batches) for n in range(siblings)]
 
     def measure_seconds(run: Callable[[], object]) -> float:
         dist.barrier()
@@ -318,7 +325,7 @@ def speed_rank(rank: int, shape: Shape, base: str, batches: int, pairs: int, has
         dist.barrier()
         return time.monotonic() - begun
 
-    run_array([partial(tune, shape, base, n, 1) for n in range(SIBLINGS)])
+    run_array([partial(tune, shape, base, n, 1) for n in range(siblings)])
     one = {m: measure_seconds(partial(jobs[0], schedule="1f1b", microbatches=m)) for m in (1, 2)}
     fastest = torch.tensor(min(one, key=one.__getitem__))
     dist.broadcast(fastest, 0)
@@ -354,16 +361,16 @@ def measure_speed(quick: bool) -> Report:
     """Compare an array with the same siblings one after another, and with mLoRA's order if not `quick`."""
     busy = psutil.cpu_percent(interval=2.0)
     lines = [f"simulated: the array is {simulated_speedups()['array']:.2f} times as fast as one after another"]
-    shape, batches, pairs = (SMALL, 4, 2) if quick else (Shape(), 12, 4)
+    shape, siblings, batches, pairs = (SMALL, SIBLINGS // 2, 8, 2) if quick else (Shape(), SIBLINGS, 12, 4)
     with tempfile.TemporaryDirectory() as folder:
         base = f"{folder}/base.safetensors"
         size = save_base(shape, base)
-        found = run_ranks(speed_rank, 2, shape, base, batches, pairs, not quick, timeout=900)[0]
+        found = run_ranks(speed_rank, 2, shape, base, siblings, batches, pairs, not quick, timeout=900)[0]
     (alone,) = (found[name] for name in found if name.startswith("alone"))
     ratios = sorted(there / ours for there, ours in zip(alone, found["array"], strict=True))
     spread = ratios[-1] / ratios[0] - 1
     lines.append(
-        f"measured with setup, base {size >> 20} MiB, {SIBLINGS} siblings, {batches} batches of {ROWS} sequences each: "
+        f"measured with setup, base {size >> 20} MiB, {siblings} siblings, {batches} batches of {ROWS} sequences each: "
         + ", ".join(f"{name} {', '.join(f'{each:.1f}' for each in seconds)} s" for name, seconds in found.items())
         + f"; the array is {ratios[0]:.2f} to {ratios[-1]:.2f} times as fast as one after another"
     )
