@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, replace
 
 from lightning_pipes.cost import Deployment, ModelProfile
 from lightning_pipes.ir import MAX_FORWARDS, Kind, Plan, PlanError, Policy, Schedule
 from lightning_pipes.ir.registry import installed_schedules
 from lightning_pipes.planning.bounds import step_bound
 from lightning_pipes.planning.fit import Fit
+from lightning_pipes.planning.formatting import dataclass_fields
 from lightning_pipes.planning.planner import Problem, planner_of
 from lightning_pipes.planning.staleness import Iterations
 
@@ -188,11 +189,13 @@ class Option:
     def label(self) -> str:
         """The name of the schedule with its settings, such as "kfkb k=2".
 
-        Settings that are None, False or empty are omitted.
+        Settings that are None, empty, or False by default are omitted.
         """
-        chosen: dict[str, object] = vars(self.schedule) if is_dataclass(self.schedule) else {}
+        given = ((f.name, getattr(self.schedule, f.name), f.default) for f in dataclass_fields(self.schedule))
         settings = [
-            f"{name}={value}" for name, value in chosen.items() if value not in (None, ()) and value is not False
+            f"{name}={value}"
+            for name, value, default in given
+            if value not in (None, ()) and not (value is False is default)
         ]
         return " ".join([self.schedule.name, *settings])
 
