@@ -49,7 +49,7 @@ PATIENCES = (0.1, 0.5, 1e6)
 
 If this share of a later F or I, or of a W, fits, the rank runs it first. With the last value, it never does.
 """
-MAX_COMPARED_COMPUTATIONS = 200_000
+MAX_COMPARED_COMPUTATIONS = 100_000
 """The number of executed computations after which no further patterns are compared."""
 UNUSED_HALF_STAGES = 2
 """The number of half-stages by which a pattern that is compared may hold less than k."""

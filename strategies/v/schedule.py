@@ -27,7 +27,7 @@ from lightning_pipes.ir import (
 )
 from lightning_pipes.strategies.v.order import Durations, find_order, least_held
 
-MAX_LISTED_FORWARDS = 2**14
+MAX_LISTED_FORWARDS = 2**12
 """The largest number of forwards of a step for which a search over schedules considers v."""
 
 
@@ -104,13 +104,15 @@ class V(Schedule):
     def list_variants(cls, n_ranks: int, microbatches: int) -> list[V]:
         """Return the variants that a planner tries, from V-Min to ZB-V, and V-Half with whole backwards.
 
-        The list is empty for one rank, and for large plans, because making their orders takes long.
+        Each k is tried with the measured durations and with equal ones, because the durations of stages may differ from
+        their average. The list is empty for one rank, and for large plans, because making their orders takes long.
         """
         if n_ranks == 1 or 2 * n_ranks * microbatches > MAX_LISTED_FORWARDS:
             return []
         least = least_held(n_ranks)
         most = {max(least, min(k, 2 * microbatches)) for k in (n_ranks, n_ranks + 2, 3 * n_ranks // 2, 2 * n_ranks)}
-        return [*map(cls, sorted({least, *most})), cls(split=False)]
+        found = [cls(k, times) for k in sorted({least, *most}) for times in (None, tuple(Durations()))]
+        return [*found, cls(split=False)]
 
     def place_stages(self, n_ranks: int) -> tuple[int, ...]:
         """Return the rank of each stage."""
