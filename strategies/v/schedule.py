@@ -27,6 +27,7 @@ from lightning_pipes.ir import (
 )
 from lightning_pipes.strategies.v.order import Durations, find_order, least_held
 
+EQUAL_TIMES = (1, 1, 1, 0)
 MAX_LISTED_FORWARDS = 2**12
 """The largest number of forwards of a step for which a search over schedules considers v."""
 
@@ -111,7 +112,7 @@ class V(Schedule):
             return []
         least = least_held(n_ranks)
         most = {max(least, min(k, 2 * microbatches)) for k in (n_ranks, n_ranks + 2, 3 * n_ranks // 2, 2 * n_ranks)}
-        found = [cls(k, times) for k in sorted({least, *most}) for times in (None, tuple(Durations()))]
+        found = [cls(k, times) for k in sorted({least, *most}) for times in (None, EQUAL_TIMES)]
         return [*found, cls(split=False)]
 
     def place_stages(self, n_ranks: int) -> tuple[int, ...]:
