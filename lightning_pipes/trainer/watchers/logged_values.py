@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +18,14 @@ from lightning_pipes.trainer.results.loss_weights import (
     FIRST_WEIGHT,
     BatchWeights,
     LossWeights,
+    WeightAmounts,
     parts_differ,
     usual_weights,
 )
 from lightning_pipes.trainer.results.merging import are_close, have_equal_values
+
+_ROUNDING_STEPS = 32
+"""The assumed difference of two equal losses, in roundings of the loss."""
 
 
 class Losses(NamedTuple):
@@ -57,6 +61,21 @@ class Losses(NamedTuple):
             size: the size of the losses of earlier batches, which allows for their rounding.
         """
         return parts_differ(self.whole, self.parts, share, self.kind, self.types, size)
+
+    def is_closest(self, candidate: WeightAmounts, others: Iterable[WeightAmounts]) -> bool:
+        """Return whether no other candidate is closer to the loss of the whole batch by more than rounding.
+
+        This distinguishes candidates whose weights are almost equal. Losses from half-precision numbers do not
+        distinguish them.
+        """
+
+        def distance(each: WeightAmounts) -> float:
+            shares = {span: each.loss_share(span) for span in self.parts}
+            return abs(self.whole - sum(loss * shares[span] for span, loss in self.parts.items() if shares[span]))
+
+        eps = max(torch.finfo(kind).eps for kind in self.types if kind.is_floating_point)
+        rounding = _ROUNDING_STEPS * eps * abs(self.whole)
+        return distance(candidate) <= max(10 * min(map(distance, others)), rounding)
 
 
 class LoggedValues:

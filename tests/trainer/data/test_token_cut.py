@@ -231,6 +231,58 @@ def test_warnings_of_results_that_depend_on_padding() -> None:
     assert "LitPadded.training_step trains differently in micro-batches than in one process" in by_units
 
 
+class LitLlama(pl.LightningModule):
+    """A causal model of transformers, whose loss is a mean over labels in single precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        sizes = {"vocab_size": 51, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4}
+        self.net = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.net(**batch).loss
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fitted_llama(rank: int, ranks: int) -> tuple[list[str], Any, Any]:
+    """Train on batches of a collator of transformers, and return warnings, weights and logs."""
+    from tokenizers import Tokenizer, models
+    from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
+
+    quiet()
+    pl.seed_everything(0, verbose=False)
+    words = Tokenizer(models.WordLevel({**{f"w{n}": n for n in range(50)}, "[PAD]": 50}, unk_token="w0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]")
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(3, 40, (16,), generator=generator).tolist()
+    data: Any = [{"input_ids": torch.randint(1, 50, (n,), generator=generator).tolist()} for n in lengths]
+    loader = DataLoader(data, batch_size=8, collate_fn=DataCollatorForLanguageModeling(tokenizer, mlm=False))
+    module = LitLlama().double()
+    strategy: Any = PipelineStrategy("1f1b", 4, microbatches_by="tokens", partition="parameters")
+    trainer = make_trainer(devices=ranks, strategy=strategy if ranks > 1 else "auto", max_epochs=1, log_every_n_steps=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, loader)
+    said = [str(w.message) for w in caught if "micro-batch" in str(w.message)]
+    return said, plain_values(dict(module.state_dict())), plain_values(dict(trainer.callback_metrics))
+
+
+def test_collator_of_transformers() -> None:
+    """The first batch shows the weights, although the micro-batches have almost equal numbers of tokens."""
+    pytest.importorskip("transformers")
+    said, weights, logs = run_ranks(fitted_llama, 2, 2, timeout=240)[0]
+    _, expected, expected_logs = fitted_llama(0, 1)
+    assert said == []
+    assert differences(weights, expected, 1e-9) == []
+    assert differences(logs, expected_logs, 1e-6) == []
+
+
 # ---- without training
 
 
