@@ -46,8 +46,8 @@ class V(Schedule):
     the memory limit. A rank that would wait runs a W, or an F or I that comes later in the pattern.
 
     Attributes:
-        k: the largest number of half-stages that a rank holds. None means p + 2, or the largest number that fits into
-            `memory_limit`.
+        k: the largest number of half-stages that a rank holds. None means p + 2 (3p / 2 + 1 with whole backwards), or
+            the largest number that fits into `memory_limit`.
         times: the relative durations of F, I and W of a stage, and of a message between ranks. None means the measured
             durations or, if layers are not measured, equal durations and free messages.
         memory_limit: the bytes that every rank may hold, such as "16GiB", instead of k. If layers are not measured, k
@@ -135,7 +135,8 @@ class V(Schedule):
         least = least_held(n_ranks)
         k = self.k
         if k is None:
-            k = least if self.memory_limit is not None else max(n_ranks + 2, least)
+            usual = n_ranks + 2 if self.split else 3 * n_ranks // 2 + 1
+            k = least if self.memory_limit is not None else max(usual, least)
         if k < least:
             raise PlanError(
                 f"{self.name}: k={k} is too small, because on {n_ranks} ranks, a rank holds at least {least} "

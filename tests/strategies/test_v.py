@@ -125,3 +125,10 @@ def test_refuses_spans_that_differ_between_its_stages():
     four, two = even_spans(4, 4), even_spans(4, 2)
     with pytest.raises(PlanError, match="same spans"):
         V().program(split(Plan((0, 1, 1, 0), (Cut(4, (four, four, four, two)),))))
+
+
+@pytest.mark.parametrize("p", [4, 6, 8])
+def test_whole_backwards_have_less_memory_and_a_shorter_bubble_than_1f1b(p):
+    span, held = longest_span(V(split=False), p, 2 * p)
+    assert held < 2 * p
+    assert span - 6 * 2 * p < 2 * 3 * (p - 1)  # 1F1B idles for (p - 1)(f + b), and a rank has two half-stages
