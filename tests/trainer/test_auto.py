@@ -192,7 +192,7 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "auto": (Case(LitOutside, strategy={"schedule": "auto"}, trainer={"seconds": one_slow(0)}), {}),
     "auto recompute": (
         Case(Lit, strategy={"schedule": "auto", "microbatches": 8}, trainer={"seconds": one_slow(0)}),
-        {"device_memory": 5 * 2**20 + 2**18},
+        {"device_memory": 4 * 2**20 + 2**18},
     ),
     "stale": (
         Case(
