@@ -12,7 +12,7 @@ from lightning_pipes.sim import makespan, simulate
 
 MAX_PASSES = 8
 """The maximum number of simulations with which recomputations are placed within given limits."""
-MAX_PLACED_INSTRUCTIONS = 2**14
+MAX_PLACED_INSTRUCTIONS = 2**11
 """The size of a program above which recomputations stay directly before their gradients."""
 MIN_STEP_GAIN = 0.01
 """The share of a step that has to be saved by holding the activations of one more micro-batch."""
