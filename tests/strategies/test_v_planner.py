@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from lightning_pipes.planning.fit import evaluate_plan, fit_layers
 from lightning_pipes.planning.planner import EvenPlanner, Problem, planner_of
 from lightning_pipes.strategies.v import V
 from lightning_pipes.trainer.plan.request import RunRequest
+from lightning_pipes.trainer.setup.prepare import warn_about_memory_limit
 
 MIB = 2**20
 
@@ -128,6 +130,19 @@ def test_a_run_has_the_settings_that_the_planner_chose() -> None:
     plan, order = made.plans().for_rows(8)
     assert order == made.schedule.program(replace(plan, layers=()))
     assert BalancedPlanner(planner_of(V(memory_limit=1))).has_memory_limit
+
+
+def test_a_memory_limit_that_is_not_checked_is_named() -> None:
+    """A run warns if layers are not measured, so that the bytes of the stages are unknown."""
+    request = RunRequest(V(memory_limit="12MiB"), 8, False, "auto")
+    plain = request.unmeasured([1] * 8, 4)
+    said = r"memory_limit of schedule 'v' is not checked, because the layers are not measured: no data\. The run may"
+    with pytest.warns(UserWarning, match=said):
+        warn_about_memory_limit(replace(plain, why="no data"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_about_memory_limit(request.measured(plain, model(), 8, place()))
+        warn_about_memory_limit(RunRequest(V(4), 8, False, "auto").unmeasured([1] * 8, 4))
 
 
 @pytest.mark.parametrize(("memory", "k"), [(None, 8), (25 * MIB, 6), (20 * MIB, 4)])

@@ -10,11 +10,12 @@ from functools import partial
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_pipes.engine.compute.rng import replica_seed
 from lightning_pipes.engine.private_torch import is_fully_sharded
 from lightning_pipes.ir import PipelineError, PlanError, Policy, Schedule
+from lightning_pipes.planning.planner import planner_of
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.active_run import ActiveRun
 from lightning_pipes.trainer.callbacks.schedule_tuner import add_tuner
@@ -286,6 +287,7 @@ def decide(context: SetupContext, setup: ModuleSetup) -> Decision:
     _log.debug("setup: schedule %s, layers %s on ranks %s", decision.schedule, decision.layers, decision.ranks)
     context.host.adopt_decision(decision)
     if context.is_fitting:
+        warn_about_memory_limit(decision)
         add_tuner(context.trainer, decision.schedule)
     refused = {
         "replan moves layers": context.request.replanner is not None,
@@ -298,6 +300,17 @@ def decide(context: SetupContext, setup: ModuleSetup) -> Decision:
                 "run this training alone"
             )
     return decision
+
+
+def warn_about_memory_limit(decision: Decision) -> None:
+    """Warn if the schedule has a memory limit, and nothing was planned from measured layers, whose bytes are known."""
+    planned = decision.deployment is not None or len(decision.layers) == 1
+    if planner_of(decision.schedule).has_memory_limit and not planned:
+        why = decision.why or "a module is measured if it is cut by layers and `partition` is not given"
+        rank_zero_warn(
+            f"memory_limit of schedule {decision.schedule.name!r} is not checked, because the layers are not measured: "
+            f"{why}. The run may need more memory than the limit"
+        )
 
 
 def place_layers(context: SetupContext, setup: ModuleSetup, decision: Decision) -> Holdings:
