@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 import sysconfig
 import time
 from functools import partial
@@ -19,24 +20,31 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import psutil
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from benchmarks.harness.memory import count_tensor_bytes
-from benchmarks.harness.report import QUIET, Report, describe_machine, hush, make_parser, run_parts
-from examples.models import GPT
+from benchmarks.harness.report import QUIET, Report, hush, make_parser, run_parts
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.ir.instruction import even_spans
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.data.token_cut import MicrobatchesBy, TokenCutter
 
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from models import GPT
+
 MOST_BYTES = 256
 """The length to which paragraphs are truncated."""
 ROWS, MICROBATCHES, RANKS = 32, 8, 2
-WARM_UP_STEPS = 6
-"""The number of first steps that are not measured. Some of them are compared with whole batches."""
+WARM_UP_STEPS = 2
+"""The number of first steps that are not measured."""
+MAX_BUSY, MAX_SPREAD = 25.0, 0.1
+"""The largest percentage of the processor that other programs use, and the largest relative spread of the gains."""
+KINDS: tuple[MicrobatchesBy, MicrobatchesBy] = ("samples", "tokens")
 
 
 def read_paragraphs(count: int) -> list[Tensor]:
@@ -64,6 +72,9 @@ class Lines(GPT):
         scores = self(batch["input_ids"])[:, :-1]
         return F.cross_entropy(scores.flatten(0, 1), batch["labels"][:, 1:].flatten())
 
+    def microbatch_weight(self, batch: Any) -> float:
+        return float((batch["labels"][:, 1:] != -100).sum())
+
 
 class Clock(L.Callback):
     """Records the seconds of each step and the last loss."""
@@ -80,16 +91,14 @@ class Clock(L.Callback):
         self.loss = float(outputs["loss"])
 
 
-def train(rank: int, by: MicrobatchesBy, steps: int, width: int, counts_memory: bool) -> tuple[list[float], float, int]:
+def train(by: MicrobatchesBy, steps: int, width: int, counts_memory: bool = False) -> tuple[list[float], float, int]:
     """Return the seconds of the measured steps, the last loss, and the largest number of bytes of tensors or 0."""
-    hush()
     L.seed_everything(0, verbose=False)
     clock, model = Clock(), Lines(MOST_BYTES, width, 4, 6, dropout=0.0)
-    strategy = PipelineStrategy("1f1b", MICROBATCHES, microbatches_by=by, partition="parameters")
     trainer = L.Trainer(
         accelerator="cpu",
         devices=RANKS,
-        strategy=strategy,
+        strategy=PipelineStrategy("1f1b", MICROBATCHES, microbatches_by=by, partition="parameters", check_loss=False),
         max_steps=steps + WARM_UP_STEPS,
         max_epochs=1,
         callbacks=[clock],
@@ -99,6 +108,26 @@ def train(rank: int, by: MicrobatchesBy, steps: int, width: int, counts_memory: 
     fit = partial(trainer.fit, model, DataLoader(lines, batch_size=ROWS, collate_fn=collate))  # type: ignore[arg-type]
     peak = count_tensor_bytes(fit).peak if counts_memory else fit() or 0
     return clock.seconds[WARM_UP_STEPS:], clock.loss, peak
+
+
+def take_turns(
+    rank: int, steps: int, width: int, rounds: int, counts_memory: bool
+) -> tuple[dict[str, list[list[float]]], dict[str, float], dict[str, int]]:
+    """Train with both kinds of micro-batches in turn.
+
+    Returns:
+        The seconds of the steps of each training, the last losses, and the largest numbers of bytes of tensors, all by
+        the kind of micro-batches. The bytes are those of separate trainings, and are missing without `counts_memory`.
+    """
+    hush()
+    dist.init_process_group("gloo")
+    seconds: dict[str, list[list[float]]] = {by: [] for by in KINDS}
+    losses: dict[str, float] = {}
+    for number in range(rounds):
+        for by in KINDS[:: -1 if number % 2 else 1]:
+            took, losses[by], _ = train(by, steps, width)
+            seconds[by].append(took)
+    return seconds, losses, {by: train(by, 2, width, True)[2] for by in KINDS if counts_memory}
 
 
 def measure_padding(steps: int) -> tuple[float, float]:
@@ -116,36 +145,49 @@ def measure_padding(steps: int) -> tuple[float, float]:
 
 def compare_tokens(quick: bool) -> Report:
     """Measure the padding, the seconds of a step and the memory of both kinds of micro-batches."""
-    steps, width = (8, 64) if quick else (30, 192)
-    kinds: tuple[MicrobatchesBy, MicrobatchesBy] = ("samples", "tokens")
-    seconds, losses, peaks = list[float](), list[float](), list[int]()
-    for by in kinds:
-        ranks = run_ranks(train, RANKS, by, steps, width, False, timeout=1800)
-        seconds.append(statistics.median(max(each) for each in zip(*(found[0] for found in ranks), strict=True)))
-        losses.append(ranks[0][1])
-        if not quick:
-            peaks.append(max(found[2] for found in run_ranks(train, RANKS, by, 4, width, True, timeout=1800)))
-    if abs(losses[0] - losses[1]) > 1e-3 * losses[0]:
-        raise SystemExit(f"the last losses differ: {losses[0]:.6g} by samples, {losses[1]:.6g} by tokens")
+    steps, width, rounds = (4, 64, 2) if quick else (12, 192, 4)
+    busy = psutil.cpu_percent(interval=1.0)
+    ranks = run_ranks(take_turns, RANKS, steps, width, rounds, not quick, timeout=1800)
+    losses = ranks[0][1]
+    if abs(losses["samples"] - losses["tokens"]) > 1e-3 * losses["samples"]:
+        raise SystemExit(
+            f"the last losses differ: {losses['samples']:.6g} by samples, {losses['tokens']:.6g} by tokens"
+        )
+    seconds = {
+        by: [
+            statistics.median(map(max, *(found[0][by][number] for found in ranks)))  # of the slowest rank
+            for number in range(rounds)
+        ]
+        for by in KINDS
+    }
     padding = measure_padding(steps)
+    keys = {"tokens_padding": padding[1], "samples_padding": padding[0]}
     lines = [
-        f"Batches of {ROWS} paragraphs of up to {MOST_BYTES} bytes, {MICROBATCHES} micro-batches, {RANKS} processes "
-        f"({describe_machine()})",
-        "",
-        "| micro-batches by | padding | seconds of a step | MiB of tensors |",
-        "| --- | --- | --- | --- |",
-        *(
-            f"| {by} | {100 * share:.0f} % | {took:.3f} | {f'{peak / 2**20:.0f}' if peak else ''} |"
-            for by, share, took, peak in zip(kinds, padding, seconds, peaks or (0, 0), strict=True)
-        ),
+        f"batches of {ROWS} paragraphs of up to {MOST_BYTES} bytes, {MICROBATCHES} micro-batches, {RANKS} ranks; "
+        f"padding is {padding[0]:.0%} of the tokens by samples, and {padding[1]:.0%} by tokens"
     ]
-    keys = {"tokens_gain": seconds[0] / seconds[1], "tokens_padding": padding[1], "samples_padding": padding[0]}
-    return Report(lines, keys if quick else {**keys, "tokens_memory": peaks[1] / peaks[0]})
+    if not quick:
+        peaks = {by: max(found[2][by] for found in ranks) for by in KINDS}
+        lines.append(
+            "tensors of the largest rank: " + ", ".join(f"{by} {b / 2**20:.0f} MiB" for by, b in peaks.items())
+        )
+        keys["tokens_memory"] = peaks["tokens"] / peaks["samples"]
+    gains = sorted(a / b for a, b in zip(seconds["samples"], seconds["tokens"], strict=True))
+    spread = gains[-1] / gains[0] - 1
+    if busy > MAX_BUSY or spread > MAX_SPREAD:
+        reason = f"other programs use {busy:.0f} % of the processor, and gains differ by {spread:.0%}"
+        return Report([*lines, f"the measured steps are not valid: {reason}; repeat it on a quiet machine"], keys)
+    lines.append(
+        "median steps: "
+        + ", ".join(f"by {by} {1e3 * statistics.median(took):.0f} ms" for by, took in seconds.items())
+        + f"; by tokens, a step is {gains[0]:.2f} to {gains[-1]:.2f} times as fast"
+    )
+    return Report(lines, {**keys, "tokens_gain": statistics.median(gains)})
 
 
 def main() -> None:
     """Run the comparison and print its table."""
-    options = make_parser(__doc__, "8 steps of a narrow model, without memory").parse_args()
+    options = make_parser(__doc__, "a narrow model with few steps, without memory").parse_args()
     keys = run_parts({"tokens": compare_tokens}, ["tokens"], options.quick)
     if options.json:
         print(json.dumps({name: round(value, 3) for name, value in keys.items()}))

@@ -308,7 +308,7 @@ def find_warnings(case: Case, layers: Sequence[nn.Module], x: torch.Tensor, span
     steps: Any = check._steps
     steps.left.add_whole_values = lambda values: None
     steps.capture_input = lambda step, item, batch, arguments, draws: case.enter(batch)
-    step: Any = SimpleNamespace(batch=x, rows=len(x), arguments=(0,), samples=frozenset())
+    step: Any = SimpleNamespace(batch=x, rows=len(x), arguments=(0,), samples=frozenset(), token_cut=None)
     check.around_batch(step)
     step.stage_inputs, step.item = parts, Item(0, len(x), data=step)
     with warnings.catch_warnings(record=True) as caught, torch.no_grad():

@@ -88,7 +88,8 @@ def test_it_looks_at_first_batches_and_seldom_later():
     spans = [Span(0, 8)]
     check = sample_check(spans)
     data: list[Any] = [
-        SimpleNamespace(rows=8, stage_inputs=None, loaded_copy=None, batch=torch.zeros(8)) for _ in range(5)
+        SimpleNamespace(rows=8, stage_inputs=None, loaded_copy=None, batch=torch.zeros(8), token_cut=None)
+        for _ in range(5)
     ]
     for each in data:
         spans[:] = SPANS if each is not data[0] else [Span(0, 8)]
