@@ -44,9 +44,11 @@ def carries_objects(rank: int) -> bool:
     store = SignedStore(dist.distributed_c10d._get_default_store(), Seal(b"a secret"))
     watch = FailureWatch(store, rank, 2)
     parcels = BulkTransfer(rank, range(2), watch)
-    for to in (0, 1):
-        parcels.send(to, "state", States(m=Momentum(torch.arange(5.0) + rank, 3), seen=frozenset([1])))
+    states = States(m=Momentum(torch.arange(5.0) + rank, 3), seen=frozenset([1]))
+    sent = [parcels.send(to, "state", states) for to in (0, 1)]
     found = [parcels.receive(source, "state").content for source in (0, 1)]
+    for handle in sent:  # closing waits for a limited time only
+        handle.wait()
     parcels.close()
     watch.close()
     return all(
