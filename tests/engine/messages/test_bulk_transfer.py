@@ -311,16 +311,19 @@ def trains(rank: int, steps: int, beside: bool) -> tuple[dict[str, torch.Tensor]
     stages = make_stages(plan, rank, model, sgd_step())
     engine = Engine(plan, schedule.program(plan), stages, transport, rank=rank, watch=watch)
     handles: list[TransferHandle] = []
+    sent: list[TransferHandle] = []
     begun = time.monotonic()
     for number in range(steps):
         if beside:
-            parcels.send(1 - rank, number, torch.full((300_000,), float(number)))
+            sent.append(parcels.send(1 - rank, number, torch.full((300_000,), float(number))))
             handles.append(parcels.receive(1 - rank, number))
         engine.inject(Item(number, ROWS, batch(number)))
         engine.drain()
     seconds = time.monotonic() - begun
     for number, handle in enumerate(handles):
         assert bool((handle.content == number).all())
+    for handle in sent:
+        handle.wait()
     engine.close()
     parcels.close()
     watch.close()
