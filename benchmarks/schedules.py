@@ -56,7 +56,7 @@ SCALE = 2.0
 """The factor of the times of emulated stages, with which F, I and W of a rank take 10 ms each."""
 MAX_SPREAD, MAX_BUSY = 0.05, 25.0
 """The largest middle half of the ratios of steps, and the largest percentage of the processor for other programs."""
-ROUNDS, QUICK_ROUNDS, LEARNING_STEPS = 15, 5, 3
+ROUNDS, QUICK_ROUNDS, LEARNING_STEPS = 15, 4, 3
 V_KEYS = {"v_min": "V-Min", "v_half": "V-Half"}
 """The first part of the names of keys, and the schedule."""
 PEER, GLOO = "torch ZB-V", "ZB-V, gloo"
