@@ -29,7 +29,6 @@ on gloo.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -42,7 +41,7 @@ from benchmarks.engine import LEARNING, WARM_UP, Cell, make_ours, make_torch
 from benchmarks.fidelity import Overheads
 from benchmarks.harness.emulated import EmulatedStep, join_ranks, step_seconds
 from benchmarks.harness.memory import TensorBytes, count_tensor_bytes
-from benchmarks.harness.report import Report, describe_machine, make_parser, run_parts
+from benchmarks.harness.report import Report, make_parser, run_command
 from benchmarks.tokens import compare_tokens
 from lightning_pipes.engine import Engine
 from lightning_pipes.ir import Kind
@@ -377,16 +376,8 @@ PARTS = {
 }
 
 
-def main() -> None:
-    """Run the selected parts of the benchmark."""
-    parser = make_parser(__doc__, "fewer rounds, 8 ranks, and only the schedules of the headline numbers; within 120 s")
-    parser.add_argument("--only", choices=PARTS, help="run one part")
-    options = parser.parse_args()
-    print(f"{describe_machine()}, torch {torch.__version__}\n")
-    keys = run_parts(PARTS, [options.only] if options.only else PARTS, options.quick)
-    if options.json:
-        print(json.dumps(keys))
-
-
 if __name__ == "__main__":
-    main()
+    run_command(
+        make_parser(__doc__, "fewer rounds, 8 ranks, and only the schedules of the headline numbers; within 120 s"),
+        PARTS,
+    )

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import json
 import os
 import random
 import statistics
@@ -34,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.harness.report import QUIET, Report, describe_machine, hush, make_parser, run_parts
+from benchmarks.harness.report import QUIET, Report, hush, make_parser, run_command
 from benchmarks.papers.jap.run import steady_state, uneven
 from lightning_pipes import JobArray, MemorySwap, PipelineStrategy, load_pretrained
 from lightning_pipes.arrays.arrivals import Arrivals, order_first_batches
@@ -487,16 +486,5 @@ PARTS = {
 }
 
 
-def main() -> None:
-    """Run the selected parts of the benchmark."""
-    parser = make_parser(__doc__, "fewer siblings, batches, pairs and seeds; within 120 s")
-    parser.add_argument("--only", choices=PARTS, help="run one part")
-    options = parser.parse_args()
-    print(f"{describe_machine()}, torch {torch.__version__}\n")
-    keys = run_parts(PARTS, [options.only] if options.only else PARTS, options.quick)
-    if options.json:
-        print(json.dumps(keys))
-
-
 if __name__ == "__main__":
-    main()
+    run_command(make_parser(__doc__, "fewer siblings, batches, pairs and seeds; within 120 s"), PARTS)

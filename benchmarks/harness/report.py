@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import platform
@@ -10,6 +11,8 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 Output = Iterator[str | dict[str, float]]
 """The output of a figure of a paper as it comes: lines of tables, and numbers by name."""
@@ -55,6 +58,21 @@ def run_parts(parts: Mapping[str, Callable[[bool], Report]], names: Iterable[str
         print("\n".join(report.lines) + "\n", flush=True)
         keys |= report.keys
     return keys
+
+
+def run_command(parser: argparse.ArgumentParser, parts: Mapping[str, Callable[[bool], Report]]) -> None:
+    """Run the command line of a benchmark with several parts, of which `--only` selects one.
+
+    Args:
+        parser: the result of `make_parser`.
+        parts: functions by name; see `run_parts`.
+    """
+    parser.add_argument("--only", choices=parts, help="run one part")
+    options = parser.parse_args()
+    print(f"{describe_machine()}, torch {torch.__version__}\n")
+    keys = run_parts(parts, [options.only] if options.only else parts, options.quick)
+    if options.json:
+        print(json.dumps(keys))
 
 
 def describe_machine() -> str:
