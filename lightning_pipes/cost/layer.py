@@ -256,11 +256,9 @@ def held_bytes(of: StageByteCosts, i: Instruction, plan: Plan) -> tuple[int, int
             return most, most - kept
         case Kind.R:
             return made_again + working, working
-        case Kind.I:
-            return (working if plan.early_recompute else made_again + working), working
-        case Kind.B:
+        case Kind.I | Kind.B:
             taken = working if plan.early_recompute else made_again + working
-            return taken, kept + made_again + working
+            return taken, working if i.kind is Kind.I else kept + made_again + working
         case _:
             return working, kept + made_again + working
 

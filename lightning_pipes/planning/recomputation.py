@@ -85,14 +85,17 @@ def _fill_waits(
 
 def _next_recomputation(row: Sequence[Instruction], at: int, wait: int, plan: Plan, costs: CostModel) -> int | None:
     """Return the position of the first later R that may run before position `at` and fits into the wait, if any."""
-    later = {(i.job, i.batch, i.stage, i.span.start) for i in row[at:] if i.kind is Kind.F}
-    for n in range(at + 1, len(row)):
+    if row[at].kind is Kind.R:
+        return None
+    later = set[tuple[int, int, int, int]]()
+    for n in range(at, len(row)):
         i = row[n]
-        if i.kind is Kind.R:
-            runs = (span.start for span in plan.overlapping_spans(Kind.F, i.stage, i.job, i.span))
-            ran = not any((i.job, i.batch, i.stage, start) in later for start in runs)
-            fits = costs.overhead_ns + costs.duration_ns(i, plan) <= wait
-            return n if ran and fits and row[at].kind is not Kind.R else None
-        if i.kind is Kind.STEP:
+        if i.kind is Kind.F:
+            later.add((i.job, i.batch, i.stage, i.span.start))
+        elif i.kind is Kind.R:
+            runs = plan.overlapping_spans(Kind.F, i.stage, i.job, i.span)
+            ran = not any((i.job, i.batch, i.stage, span.start) in later for span in runs)
+            return n if ran and costs.overhead_ns + costs.duration_ns(i, plan) <= wait else None
+        elif i.kind is Kind.STEP and n > at:
             return None  # an R reads the weights of its batch
     return None
