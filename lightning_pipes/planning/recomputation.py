@@ -39,12 +39,14 @@ def place_recomputations(program: Program, plan: Plan, costs: CostModel, memory:
     for rank, size in enumerate(memory):
         most[rank] = peaks[rank] if size is None else max(peaks[rank], size)
     again = [[costs.memory_change(i, plan)[0] for i in row if i.kind is Kind.R] for row in program.head]
+    shortest = makespan(program, plan, costs)
     for further in count():
         wanted = [peak + further * max(sizes, default=0) for peak, sizes in zip(peaks, again, strict=True)]
         limits = [min(pair) for pair in zip(wanted, most, strict=True)]
         found = _place_within(program, plan, costs, limits)
-        if makespan(found, plan, costs) < (1 - MIN_STEP_GAIN) * makespan(best, plan, costs):
-            best = found
+        span = makespan(found, plan, costs)
+        if span < (1 - MIN_STEP_GAIN) * shortest:
+            best, shortest = found, span
         elif further:
             break
         if limits == most:
