@@ -49,7 +49,7 @@ class Change:
     arguments: Mapping[str, Any] = field(hash=False)
     seconds: float
     bubble: float
-    held: int
+    held: float
     peak_bytes: int | None
 
     @property

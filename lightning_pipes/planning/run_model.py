@@ -25,7 +25,7 @@ from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.fit import Fit, evaluate_plan, fit_layers, step_seconds
 from lightning_pipes.planning.planner import Problem, solve_plan
 from lightning_pipes.sim import simulate
-from lightning_pipes.sim.records.memory_use import most_held
+from lightning_pipes.sim.records.memory_use import held_samples
 from lightning_pipes.sim.records.record import RunRecord
 
 MIN_SIZE_RATIO = 2
@@ -47,7 +47,7 @@ class SimulatedTrial:
     schedule: Schedule | Policy
     fit: Fit
     bubble: float
-    held: int
+    held: float
 
     @property
     def step_seconds(self) -> float:
@@ -193,7 +193,7 @@ class RunModel:
         run = simulate(
             fit.order, replace(fit.plan, layers=()), fit.costs
         )  # `evaluate_plan` has run the same simulation, which is cached
-        return SimulatedTrial(schedule, fit, fit.bubble, most_held(run))
+        return SimulatedTrial(schedule, fit, fit.bubble, max(held_samples(run)))
 
     # ---- the model of the run
 

@@ -95,15 +95,18 @@ def memory_curves(timeline: Timeline, costs: Costs) -> tuple[Curve, ...]:
     return tuple(found)
 
 
-def most_held(timeline: Timeline) -> int:
-    """Return the most samples that a rank holds between the start of their forward and the end of their backward."""
-    held = [0] * timeline.plan.n_ranks
-    most = 0
+def held_samples(timeline: Timeline) -> tuple[float, ...]:
+    """Return the most samples that each rank holds between the start of their forward and the end of their backward.
+
+    The stages of a rank count as equal parts of the rank. A sample on one of two stages counts as half of a sample.
+    """
+    plan = timeline.plan
+    held, most = [0] * plan.n_ranks, [0] * plan.n_ranks
     for e in timeline.computations:  # the computations of a rank do not overlap
         rows = e.instruction.span.rows
         if e.instruction.kind is Kind.F:
             held[e.rank] += rows
-            most = max(most, held[e.rank])
+            most[e.rank] = max(most[e.rank], held[e.rank])
         elif e.instruction.kind in (Kind.B, Kind.W):
             held[e.rank] -= rows
-    return most
+    return tuple(rows / len(stages) for rows, stages in zip(most, plan.stages, strict=True))

@@ -33,7 +33,7 @@ from lightning_pipes.planning.formatting import (
 from lightning_pipes.planning.staleness import Iterations
 from lightning_pipes.sim import Timeline, simulate
 from lightning_pipes.sim.records.compare import BottleneckRank
-from lightning_pipes.sim.records.memory_use import most_held
+from lightning_pipes.sim.records.memory_use import held_samples
 from lightning_pipes.sim.records.record import RunRecord
 from lightning_pipes.tune.cli.command import PICTURE_OPTIONS, Command, drawing_width, format_table, print_json
 from lightning_pipes.tune.cli.pictures import write_pictures
@@ -264,7 +264,7 @@ def _change(option: Option, run: Timeline | None = None) -> Change:
         strategy_arguments(option.schedule, fit.plan),
         fit.seconds,
         fit.bubble,
-        most_held(run),
+        max(held_samples(run)),
         max(fit.peak_bytes),
     )
 

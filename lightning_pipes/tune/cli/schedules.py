@@ -16,6 +16,7 @@ from lightning_pipes.ir.registry import installed_schedules, make_schedule
 from lightning_pipes.planning.formatting import dataclass_fields
 from lightning_pipes.planning.planner import Problem, solve_plan
 from lightning_pipes.sim import Timeline, simulate
+from lightning_pipes.sim.records.memory_use import held_samples
 from lightning_pipes.tune.cli.command import Command, format_table, print_json
 
 LISTED_RANKS, LISTED_MICROBATCHES = 4, 8
@@ -64,9 +65,8 @@ def _example(schedule: Schedule | Policy) -> dict[str, Any]:
     order = schedule.program(plan) if isinstance(schedule, Schedule) else schedule
     batches = _LISTED_BATCHES if order.is_endless else None
     run = simulate(order, plan, costs, batches=batches)
-    facts = verify(order, plan, batches) if isinstance(order, Program) else verify(run.program(), run.plan)
-    held = [sum(facts.peak_spans[s] for s in stages) / a_rank for stages in plan.stages]
-    found = {"bubble": round(_bubble(run, batches), 4), "held": round(max(held), 2)}
+    verify(order, plan, batches) if isinstance(order, Program) else verify(run.program(), run.plan)
+    found = {"bubble": round(_bubble(run, batches), 4), "held": round(max(held_samples(run)), 2)}
     return found | {"versions": max(plan.versions), "needs_flush": batches is None}
 
 

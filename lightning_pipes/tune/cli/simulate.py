@@ -16,6 +16,7 @@ from lightning_pipes.planning.formatting import progress_bar, schedule_label, sc
 from lightning_pipes.planning.partition import partition_at
 from lightning_pipes.planning.planner import LATE, Problem, check_recompute, solve_plan
 from lightning_pipes.sim import simulate
+from lightning_pipes.sim.records.memory_use import held_samples
 from lightning_pipes.sim.records.record import RunRecord
 from lightning_pipes.tune.cli.command import PICTURE_OPTIONS, Command, drawing_width, print_json
 from lightning_pipes.tune.cli.pictures import write_pictures
@@ -49,15 +50,16 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
     )
     with progress_bar("trying changes") as progress:
         advice = write_pictures(record, options, progress)
-    peak = verify(timeline.program(), plan).peak_spans
-    held = [sum(peak[s] for s in stages) for stages in plan.stages]
+    verify(timeline.program(), plan)
+    m = len(plan.spans(Kind.F, 0))
+    held = [round(samples * m / plan.jobs[0].rows, 2) for samples in held_samples(timeline)]
     step, bubble = timeline.step / 1e9, sum(timeline.bubble) / len(timeline.bubble)
     if isinstance(order, Program) and order.is_endless:
         step, bubble = (of(order, replace(plan, layers=()), costs) for of in (step_seconds, step_bubble))
     found = {
         "schedule": schedule_label(schedule),
         "ranks": plan.n_ranks,
-        "microbatches": len(plan.spans(Kind.F, 0)),
+        "microbatches": m,
         "step_seconds": step,
         "bubble": bubble,
         "bubble_of_ranks": list(timeline.bubble),
@@ -72,7 +74,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
     print(timeline.gantt(drawing_width()))
     print()
     print(f"{found['schedule']}: step {seconds_text(1e9 * step)}, bubble {bubble:.1%}, {timeline.regime}")
-    print(f"micro-batches held by each rank: {', '.join(map(str, held))}")
+    print(f"micro-batches held by each rank: {', '.join(f'{each:g}' for each in held)}")
     if any(timeline.peak_bytes):
         print(f"peak memory of each rank: {', '.join(map(bytes_text, timeline.peak_bytes))}")
     for line in advice:

@@ -24,3 +24,4 @@ class TestSchedules:
         assert by_name["1f1b"]["bubble"] == pytest.approx((p - 1) / (m + p - 1), abs=1e-4)
         assert by_name["interleaved"]["bubble"] == pytest.approx((p - 1) / 2 / (m + (p - 1) / 2), abs=1e-4)
         assert (by_name["gpipe"]["held"], by_name["1f1b"]["held"]) == (m, p)
+        assert by_name["v"]["held"] == 3  # V-Half: six half-stages
