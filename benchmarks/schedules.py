@@ -33,7 +33,6 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -42,6 +41,7 @@ from benchmarks.fidelity import Overheads
 from benchmarks.harness.emulated import EmulatedStep, join_ranks, step_seconds
 from benchmarks.harness.memory import TensorBytes, count_tensor_bytes
 from benchmarks.harness.report import Report, make_parser, run_command
+from benchmarks.harness.timing import MAX_SPREAD, explain_noise, measure_load, relative_spread
 from benchmarks.tokens import compare_tokens
 from lightning_pipes.engine import Engine
 from lightning_pipes.ir import Kind
@@ -53,8 +53,6 @@ from lightning_pipes.testing.ranks import run_ranks
 
 SCALE = 2.0
 """The factor of the times of emulated stages, with which F, I and W of a rank take 10 ms each."""
-MAX_SPREAD, MAX_BUSY = 0.05, 25.0
-"""The largest middle half of the ratios of steps, and the largest percentage of the processor for other programs."""
 ROUNDS, QUICK_ROUNDS, LEARNING_STEPS = 15, 4, 3
 V_KEYS = {"v_min": "V-Min", "v_half": "V-Half"}
 """The first part of the names of keys, and the schedule."""
@@ -236,36 +234,28 @@ def take_turns(
     return {name: EmulatedStep(tuple(spans[name][WARM_UP:]), tuple(events[name][WARM_UP:])) for name in sides}
 
 
-def describe_noise(steps: dict[str, list[float]], busy: float, base: str = PEER) -> str:
+def explain_noise_of(steps: dict[str, list[float]], load: float, base: str = PEER) -> str:
     """Return the reason why steps that took turns are not valid, or an empty text.
 
     Args:
         steps: the seconds of the steps of each side.
-        busy: the percentage of the processor that other programs used before.
+        load: the percentage of the processor that other programs used before.
         base: the side to which the steps are compared.
     """
-    spreads = []
-    for took in steps.values():
-        low, middle, high = statistics.quantiles(a / b for a, b in zip(took, steps[base], strict=True))
-        spreads.append((high - low) / middle)
-    if busy <= MAX_BUSY and max(spreads) <= MAX_SPREAD:
-        return ""
-    return (
-        f"not valid: other programs use {busy:.0f} % of the processor, and the middle half of the ratios of steps "
-        f"differs by {max(spreads):.0%}; repeat it on a quiet machine"
-    )
+    ratios = [[a / b for a, b in zip(took, steps[base], strict=True)] for took in steps.values()]
+    return explain_noise(load, max(map(relative_spread, ratios)), MAX_SPREAD)
 
 
 def compare_steps(ranks: int, quick: bool) -> Report:
     """Compare the executed steps of schedules on emulated stages with each other and with their simulations."""
     cells = make_cells(ranks, quick=quick)
     learning = [replace(make_cells(ranks)[name], microbatches=LEARNING) for name in ("1F1B", "ZB-H1")]
-    busy = psutil.cpu_percent(interval=1.0)
+    load = measure_load()
     of_ranks = run_ranks(steps_rank, ranks, cells, learning, QUICK_ROUNDS if quick else ROUNDS, timeout=600)
     records, learned, orders = zip(*of_ranks, strict=True)
     steps = {name: step_seconds([found[name] for found in records]) for name in records[0]}
     title = f"executed, {ranks} ranks, {2 * ranks} micro-batches, F = I = W = {SCALE * 5:.0f} ms on a rank"
-    if reason := describe_noise(steps, busy):
+    if reason := explain_noise_of(steps, load):
         return Report([f"{title}: {reason}"])
     overheads = Overheads.of([(cell, found) for cell, *found in zip(learning, *learned, strict=True)], {})
     held = {name: count_held_by(cell) for name, cell in cells.items()}
@@ -334,11 +324,11 @@ def recompute_rank(rank: int, cells: dict[str, Cell], rounds: int) -> dict[str, 
 def measure_recompute(quick: bool) -> Report:
     """Compare recomputation before and after the gradient has arrived."""
     cells = {name: replace(make_cells(4)["1F1B"], recompute=name) for name in ("late", "early")}
-    busy = psutil.cpu_percent(interval=1.0)
+    load = measure_load()
     of_ranks = run_ranks(recompute_rank, 4, cells, QUICK_ROUNDS if quick else ROUNDS, timeout=300)
     steps = {name: step_seconds([found[name] for found in of_ranks]) for name in cells}
     title = f"executed, 1F1B with recomputation, 4 ranks, 8 micro-batches, F = I = W = {SCALE * 5:.0f} ms on a rank"
-    if reason := describe_noise(steps, busy, "early"):
+    if reason := explain_noise_of(steps, load, "early"):
         return Report([f"{title}: {reason}"])
     lines = [title, "recomputation    step ms  simulated ms"]
     for name, took in steps.items():
@@ -352,11 +342,11 @@ def measure_gpt(quick: bool) -> Report:
     if quick:
         return Report(["ZB-V of a real GPT is compared with torch's without --quick only"])
     cell = replace(make_cells(2, "gpt")["ZB-V"], microbatches=8)
-    busy = psutil.cpu_percent(interval=1.0)
+    load = measure_load()
     of_ranks = run_ranks(steps_rank, 2, {"ZB-V": cell}, (), ROUNDS, timeout=300)
     steps = {name: step_seconds([found[name] for found, _, _ in of_ranks]) for name in of_ranks[0][0]}
     title = "executed, GPT of 8 blocks of width 128 in 4 stages on 2 ranks, 8 micro-batches of 2 samples"
-    if reason := describe_noise(steps, busy):
+    if reason := explain_noise_of(steps, load):
         return Report([f"{title}: {reason}"])
     lines, keys = [title, f"schedule       step ms  over {PEER} (quartiles)"], {}
     for name, took in steps.items():

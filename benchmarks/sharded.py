@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.harness.memory import count_tensor_bytes
 from benchmarks.harness.report import QUIET, make_parser
+from benchmarks.harness.timing import StepTimer
 from lightning_pipes import PipelineStrategy, load_pretrained
 from lightning_pipes.engine.allocator import load_libc, read_status_bytes
 from lightning_pipes.testing.ranks import run_ranks
@@ -151,20 +151,6 @@ class GPT(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-class Timer(pl.Callback):
-    """Records the seconds of each batch."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self._began = 0.0
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self._began = time.perf_counter()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.seconds.append(time.perf_counter() - self._began)
-
-
 def fit(
     net: pl.LightningModule,
     strategy: Strategy | str,
@@ -267,7 +253,7 @@ def train_large(rank: int, way: str, counts_tensors: bool) -> tuple[int, float]:
         partition="parameters", gather="none", microbatches=4, data_parallel=2, shard_optimizer="ZeRO" in way
     )
     shard, meta = WAYS[way]
-    timer = Timer()
+    timer = StepTimer()
     libc = load_libc()
     if libc is not None:  # glibc would keep memory that FSDP2 frees; the variable is read before the fork
         libc.mallopt(MMAP_THRESHOLD, int(PINNED[ENVIRONMENT]))

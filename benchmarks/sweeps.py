@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from benchmarks.harness.report import QUIET, Report, hush, make_parser, run_command
+from benchmarks.harness.timing import MAX_RANGE, explain_noise, measure_load, relative_range
 from benchmarks.papers.jap.run import steady_state, uneven
 from lightning_pipes import JobArray, MemorySwap, PipelineStrategy, load_pretrained
 from lightning_pipes.arrays.arrivals import Arrivals, order_first_batches
@@ -340,10 +340,6 @@ def speed_rank(
     return found
 
 
-MAX_SPREAD, MAX_BUSY = 0.1, 25.0
-"""The largest relative spread of ratios, and the largest percentage of the processor that other programs use."""
-
-
 def simulated_speedups() -> dict[str, float]:
     """Return the simulated gains over one after another, if times are proportional to samples.
 
@@ -358,7 +354,7 @@ def simulated_speedups() -> dict[str, float]:
 
 def measure_speed(quick: bool) -> Report:
     """Compare an array with the same siblings one after another, and with mLoRA's order if not `quick`."""
-    busy = psutil.cpu_percent(interval=2.0)
+    load = measure_load()
     lines = [f"simulated: the array is {simulated_speedups()['array']:.2f} times as fast as one after another"]
     shape, siblings, batches, pairs = (SMALL, SIBLINGS // 2, 8, 2) if quick else (Shape(), SIBLINGS, 12, 4)
     with tempfile.TemporaryDirectory() as folder:
@@ -367,15 +363,13 @@ def measure_speed(quick: bool) -> Report:
         found = run_ranks(speed_rank, 2, shape, base, siblings, batches, pairs, not quick, timeout=900)[0]
     (alone,) = (found[name] for name in found if name.startswith("alone"))
     ratios = sorted(there / ours for there, ours in zip(alone, found["array"], strict=True))
-    spread = ratios[-1] / ratios[0] - 1
     lines.append(
         f"measured with setup, base {size >> 20} MiB, {siblings} siblings, {batches} batches of {ROWS} sequences each: "
         + ", ".join(f"{name} {', '.join(f'{each:.1f}' for each in seconds)} s" for name, seconds in found.items())
         + f"; the array is {ratios[0]:.2f} to {ratios[-1]:.2f} times as fast as one after another"
     )
-    if busy > MAX_BUSY or spread > MAX_SPREAD:
-        reason = f"other programs use {busy:.0f} % of the processor, and ratios differ by {spread:.0%}"
-        return Report([*lines, f"the measured speed is not valid, and has no key: {reason}"])
+    if reason := explain_noise(load, relative_range(ratios), MAX_RANGE):
+        return Report([*lines, f"the measured speed has no key, because it is {reason}"])
     keys = {"lora_speedup": statistics.median(ratios)}
     if not quick:
         mlora = (there / ours for there, ours in zip(found["mlora"], found["array"], strict=True))

@@ -14,13 +14,11 @@ import json
 import statistics
 import sys
 import sysconfig
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-import psutil
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -29,6 +27,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.harness.memory import count_tensor_bytes
 from benchmarks.harness.report import QUIET, Report, hush, make_parser, run_parts
+from benchmarks.harness.timing import MAX_RANGE, StepTimer, explain_noise, measure_load, relative_range
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.ir.instruction import even_spans
 from lightning_pipes.testing.ranks import run_ranks
@@ -42,8 +41,6 @@ MOST_BYTES = 256
 ROWS, MICROBATCHES, RANKS = 32, 8, 2
 WARM_UP_STEPS = 2
 """The number of first steps that are not measured."""
-MAX_BUSY, MAX_SPREAD = 25.0, 0.1
-"""The largest percentage of the processor that other programs use, and the largest relative spread of the gains."""
 KINDS: tuple[MicrobatchesBy, MicrobatchesBy] = ("samples", "tokens")
 
 
@@ -76,38 +73,23 @@ class Lines(GPT):
         return float((batch["labels"][:, 1:] != -100).sum())
 
 
-class Clock(L.Callback):
-    """Records the seconds of each step and the last loss."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self.loss = 0.0
-
-    def on_train_batch_start(self, *args: Any) -> None:
-        self._start = time.perf_counter()
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
-        self.seconds.append(time.perf_counter() - self._start)
-        self.loss = float(outputs["loss"])
-
-
 def train(by: MicrobatchesBy, steps: int, width: int, counts_memory: bool = False) -> tuple[list[float], float, int]:
     """Return the seconds of the measured steps, the last loss, and the largest number of bytes of tensors or 0."""
     L.seed_everything(0, verbose=False)
-    clock, model = Clock(), Lines(MOST_BYTES, width, 4, 6, dropout=0.0)
+    timer, model = StepTimer(), Lines(MOST_BYTES, width, 4, 6, dropout=0.0)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=RANKS,
         strategy=PipelineStrategy("1f1b", MICROBATCHES, microbatches_by=by, partition="parameters", check_loss=False),
         max_steps=steps + WARM_UP_STEPS,
         max_epochs=1,
-        callbacks=[clock],
+        callbacks=[timer],
         **QUIET,
     )
     lines = read_paragraphs(ROWS * (steps + WARM_UP_STEPS))
     fit = partial(trainer.fit, model, DataLoader(lines, batch_size=ROWS, collate_fn=collate))  # type: ignore[arg-type]
     peak = count_tensor_bytes(fit).peak if counts_memory else fit() or 0
-    return clock.seconds[WARM_UP_STEPS:], clock.loss, peak
+    return timer.seconds[WARM_UP_STEPS:], timer.losses[-1], peak
 
 
 def take_turns(
@@ -146,7 +128,7 @@ def measure_padding(steps: int) -> tuple[float, float]:
 def compare_tokens(quick: bool) -> Report:
     """Measure the padding, the seconds of a step and the memory of both kinds of micro-batches."""
     steps, width, rounds = (4, 64, 2) if quick else (12, 192, 4)
-    busy = psutil.cpu_percent(interval=1.0)
+    load = measure_load()
     ranks = run_ranks(take_turns, RANKS, steps, width, rounds, not quick, timeout=1800)
     losses = ranks[0][1]
     if abs(losses["samples"] - losses["tokens"]) > 1e-3 * losses["samples"]:
@@ -173,10 +155,8 @@ def compare_tokens(quick: bool) -> Report:
         )
         keys["tokens_memory"] = peaks["tokens"] / peaks["samples"]
     gains = sorted(a / b for a, b in zip(seconds["samples"], seconds["tokens"], strict=True))
-    spread = gains[-1] / gains[0] - 1
-    if busy > MAX_BUSY or spread > MAX_SPREAD:
-        reason = f"other programs use {busy:.0f} % of the processor, and gains differ by {spread:.0%}"
-        return Report([*lines, f"the measured steps are not valid: {reason}; repeat it on a quiet machine"], keys)
+    if reason := explain_noise(load, relative_range(gains), MAX_RANGE):
+        return Report([*lines, f"the measured steps are {reason}"], keys)
     lines.append(
         "median steps: "
         + ", ".join(f"by {by} {1e3 * statistics.median(took):.0f} ms" for by, took in seconds.items())

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import schedules
+from benchmarks.harness.timing import relative_range, relative_spread
 from lightning_pipes.sim import simulate
 
 
@@ -46,6 +47,14 @@ def test_recomputation_takes_its_forwards_out_of_the_way_of_gradients() -> None:
     [([1.0, 1.01, 1.0, 1.02], 3.0, ""), ([1.0, 1.5, 0.7, 1.0], 3.0, "not valid"), ([1.0] * 4, 60.0, "use 60 %")],
 )
 def test_noise_is_described(ours: list[float], busy: float, reason: str) -> None:
-    found = schedules.describe_noise({"V-Half": ours, schedules.PEER: [1.0] * 4}, busy)
+    found = schedules.explain_noise_of({"V-Half": ours, schedules.PEER: [1.0] * 4}, busy)
     assert bool(found) == bool(reason)
     assert reason in found
+
+
+@pytest.mark.parametrize(
+    ("ratios", "spread", "whole"), [([2.0, 2.0, 2.0], 0.0, 0.0), ([1.0, 1.5, 2.0, 2.5, 3.0], 0.75, 2.0)]
+)
+def test_spread_of_ratios(ratios: list[float], spread: float, whole: float) -> None:
+    assert relative_spread(ratios) == pytest.approx(spread)
+    assert relative_range(ratios) == pytest.approx(whole)
