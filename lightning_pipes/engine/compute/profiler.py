@@ -71,6 +71,7 @@ def profile_layers(
     repeats: int = N_LAYER_REPEATS,
     seconds: float = float("inf"),
     entered: bool = False,
+    wants_gradient: bool = False,
     progress: Progress = lambda what, done: None,
 ) -> ModelProfile:
     """Return the times and bytes of every layer for every number of rows in `inputs`.
@@ -91,6 +92,8 @@ def profile_layers(
         seconds: no run begins after this number of seconds, except the warm-up and first counted run of each number of
             rows.
         entered: whether the input of the first layer is the output of another layer, which already counts its bytes.
+        wants_gradient: whether the backward of the first layer computes the gradient of its input, because something
+            before it is trained.
         progress: called before each run.
 
     Raises:
@@ -104,16 +107,18 @@ def profile_layers(
     total, done = len(inputs) * (repeats + 1), 0
     with forked_rng(device), _unchanged(layers), torch.enable_grad():
         for rows, x in inputs.items():
-            _measure_saved(layers, rows, x, measured, call, entered)
-            _measure_working(layers, rows, x, measured, call, device)
+            flags = autograd.may_want_gradients(x) if wants_gradient else ()
+            _measure_saved(layers, rows, x, flags, measured, call, entered)
+            _measure_working(layers, rows, x, flags, measured, call, device)
         for repeat in range(-1, repeats):
             for rows, x in inputs.items():
                 done += 1
                 if repeat > 0 and read_seconds() - started > seconds:
                     break
                 progress(f"{rows} rows", done / total)
+                flags = autograd.may_want_gradients(x) if wants_gradient else ()
                 for in_two in (False, True) if split else (False,):
-                    _measure_times(layers, rows, x, measured, call, device, in_two, count=repeat >= 0)
+                    _measure_times(layers, rows, x, flags, measured, call, device, in_two, count=repeat >= 0)
         steps = [_step(layer, optimizer, device) for layer in layers]
     given = list(names) or [str(number) for number in range(len(layers))]
     return ModelProfile(
@@ -172,6 +177,7 @@ def _measure_times(
     layers: Sequence[nn.Module],
     rows: int,
     x: Any,
+    flags: autograd.Flags,
     measured: Sequence[_LayerMeasurements],
     call: CallLayer,
     device: torch.device,
@@ -190,7 +196,6 @@ def _measure_times(
         return result
 
     x = _copy_input(x)
-    flags: autograd.Flags = ()
     for number, layer in enumerate(layers):
         saved = SavedForward(span, None)
 
@@ -216,6 +221,7 @@ def _measure_saved(
     layers: Sequence[nn.Module],
     rows: int,
     x: Any,
+    flags: autograd.Flags,
     measured: Sequence[_LayerMeasurements],
     call: CallLayer,
     entered: bool,
@@ -227,7 +233,6 @@ def _measure_saved(
     x = _copy_input(x)
     weights = {storage_of(t) for layer in layers for t in (*layer.parameters(), *layer.buffers())}
     counted = {storage_of(t) for t in tensors_in(x)} if entered else set()
-    flags: autograd.Flags = ()
     for layer, seen in zip(layers, measured, strict=True):
         given = {storage_of(t) for t in tensors_in(x)}
         with saved_for_backward() as found:
@@ -250,13 +255,13 @@ def _measure_working(
     layers: Sequence[nn.Module],
     rows: int,
     x: Any,
+    flags: autograd.Flags,
     measured: Sequence[_LayerMeasurements],
     call: CallLayer,
     device: torch.device,
 ) -> None:
     """Measure the temporary bytes of every layer while it runs, without saved tensors and outputs."""
     x = _copy_input(x)
-    flags: autograd.Flags = ()
     for layer, seen in zip(layers, measured, strict=True):
         saved = SavedForward(Span(0, rows), None)
         for p in layer.parameters():

@@ -386,9 +386,13 @@ def _name_device(device: torch.device) -> str:
 def _describe_structure(module: nn.Module, full: Layers, batch: Any) -> tuple[Any, ...]:
     """Return all properties, other than the device, on which the times of the layers depend."""
     layers = tuple(describe_layer(layer, number) for number, layer in enumerate(full))
+    weights = {id(weight) for weight in full.parameters()}
+    # a trained weight before the layers receives its gradient through them
+    trained = tuple(n for n, w in module.named_parameters() if id(w) not in weights and w.requires_grad)
     return (
         f"{type(module).__module__}.{type(module).__qualname__}",
         layers,
+        trained,
         tuple((tuple(t.shape), str(t.dtype)) for t in tensors_in(batch)),
     )
 

@@ -207,6 +207,8 @@ class LayerProfiler:
         self._undo = ExitStack()
         self._writes = False
         """Whether the forward of a layer has changed weights."""
+        self._wants_input_gradient = False
+        """Whether weights before the layers receive gradients through them."""
 
     def __enter__(self) -> LayerProfiler:
         with ExitStack() as stack:
@@ -370,8 +372,9 @@ class LayerProfiler:
             NotMeasuredError: the user's code failed on any rank.
         """
         found: list[Any] = []
-        self._collective(lambda: found.append(_detach_tensors(self._capture(rows), False)))
-        return found[0]
+        self._collective(lambda: found.append(self._capture(rows)))
+        self._wants_input_gradient = any(t.requires_grad for t in tensors_in(found[0]))
+        return _detach_tensors(found[0], False)
 
     @contextmanager
     def place_layers(self, layers: Sequence[int]) -> Iterator[list[nn.Module]]:
@@ -511,8 +514,9 @@ class LayerProfiler:
         values = {n: entering[n] for n in sorted(entering)}
         known: dict[Any, ModelProfile] = {}
         found: list[LayerProfile] = []
+        trained = self._wants_input_gradient  # whether something before the layer is trained
         for number, (layer, name) in enumerate(zip(self._taped, names, strict=True)):
-            kind = (bool(number), *(identify_layer(layer.layer, number, x) for x in values.values()))
+            kind = (bool(number), trained, *(identify_layer(layer.layer, number, x) for x in values.values()))
             with self._place_layer(layer):
                 if kind not in known:
                     known[kind] = profile_layers(
@@ -524,10 +528,12 @@ class LayerProfiler:
                         repeats=MIN_LAYER_RUNS,
                         seconds=LAYER_SECONDS / len(names),
                         entered=bool(number),
+                        wants_gradient=trained,
                     )
                 with torch.no_grad():
                     values = {n: layer(x) for n, x in values.items()}
             found.append(replace(known[kind].layers[0], name=name))
+            trained = trained or any(p.requires_grad for p in layer.parameters())
         return replace(next(iter(known.values())), layers=tuple(found))
 
 

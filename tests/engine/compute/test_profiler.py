@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_pipes.cost import Cluster, Device, ModelProfile
 from lightning_pipes.engine import Engine, Item, Stage
+from lightning_pipes.engine.compute import profiler
 from lightning_pipes.engine.compute.footprint import measure_footprint
 from lightning_pipes.engine.compute.profiler import profile_layers
 from lightning_pipes.ir import Kind, Plan, PlanError, Span
@@ -81,6 +83,40 @@ def test_joining_is_measured_and_priced(monkeypatch):
     assert profile.joining == pytest.approx(1e-9)
     assert ModelProfile.from_dict(json.loads(json.dumps(profile.to_dict()))).joining == profile.joining
     assert profile.stage_costs([Span(0, 1), Span(1, 2)]).joining == profile.joining
+
+
+class ProductCounter(TorchDispatchMode):
+    """Counts products of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_gradient_of_the_input_is_measured_if_something_before_is_trained(
+    trained: bool, frozen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock that counts products of matrices shows which gradients each backward computes."""
+    rows, width = 4, 32
+    layer = nn.Linear(width, width).requires_grad_(not frozen)
+    with ProductCounter() as counter:
+        monkeypatch.setattr(profiler, "read_seconds", lambda: counter.count)
+        inputs = {rows: torch.randn(rows, width)}
+        (found,) = profile_layers([layer], inputs, split=True, repeats=1, wants_gradient=trained).layers
+    assert dict(found.forward) == {rows: 1}
+    of_input, of_weights = int(trained), int(not frozen)
+    if of_input or of_weights:
+        assert dict(found.input_backward) == {rows: of_input}
+        assert dict(found.weight_backward) == {rows: of_weights}
+        assert dict(found.backward) == {rows: of_input + of_weights}
+    else:
+        assert not found.backward
 
 
 def test_bytes_by_hand():

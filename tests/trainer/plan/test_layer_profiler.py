@@ -166,6 +166,48 @@ def test_layers_that_work_in_place_are_measured() -> None:
     assert all(found[name]["profile"] for found in runs() for name in TRAINERS)
 
 
+class LitPartlyFrozen(pl.LightningModule):
+    """Layers of which the first one is frozen, after a layer of the step that may be frozen too."""
+
+    def __init__(self, trains_before: bool) -> None:
+        super().__init__()
+        self.before = nn.Linear(WIDTH, WIDTH).requires_grad_(trains_before)
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH + n, WIDTH + n + 1) for n in range(4)))
+        self.layers[0].requires_grad_(False)
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return self.layers(self.before(batch[0])).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def measured_gradients(rank: int) -> dict[bool, list[bool]]:
+    """Return whether the gradient of the input was measured with each layer."""
+    quiet()
+    found: dict[bool, list[bool]] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer_profiler, "MIN_MEASURED_SECONDS", 0.0)
+        real = layer_profiler.profile_layers
+        for trains_before in (False, True):
+            wanted = found[trains_before] = []
+
+            def record(*args: Any, wanted: list[bool] = wanted, **settings: Any) -> ModelProfile:
+                wanted.append(settings["wants_gradient"])
+                return real(*args, **settings)
+
+            patch.setattr(layer_profiler, "profile_layers", record)
+            loader = DataLoader(TensorDataset(torch.ones(8, WIDTH)), batch_size=4)
+            fit = make_trainer(devices=2, max_epochs=1, strategy=PipelineStrategy("zero_bubble", microbatches=2))
+            fit.fit(LitPartlyFrozen(trains_before), loader)
+    return found
+
+
+def test_gradients_of_inputs_are_measured_where_training_needs_them() -> None:
+    for found in run_ranks(measured_gradients, 2, timeout=120):
+        assert found == {False: [False, False, True, True], True: [True] * 4}
+
+
 def test_a_file_that_a_sample_is_read_from_stays_where_it_is(tmp_path: Path) -> None:
     data = Numbers(str(tmp_path))
     collate = Collate()
