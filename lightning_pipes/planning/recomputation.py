@@ -98,6 +98,4 @@ def _next_recomputation(row: Sequence[Instruction], at: int, wait: int, plan: Pl
             runs = plan.overlapping_spans(Kind.F, i.stage, i.job, i.span)
             ran = not any((i.job, i.batch, i.stage, span.start) in later for span in runs)
             return n if ran and costs.overhead_ns + costs.duration_ns(i, plan) <= wait else None
-        elif i.kind is Kind.STEP and n > at:
-            return None  # an R reads the weights of its batch
     return None

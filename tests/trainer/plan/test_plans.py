@@ -21,6 +21,7 @@ from lightning_pipes.ir import (
     Program,
     RankView,
     Span,
+    add_recomputations,
 )
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.partition import with_layer
@@ -147,6 +148,18 @@ def test_recomputations_move_to_earlier_bubbles_if_the_devices_have_the_memory()
     assert first_row(10**9).startswith("F0.0 F0.1 F0.2 F0.3 R0.0 R0.1 B0.0")
     assert first_row(None).startswith("F0.0 F0.1 F0.2 F0.3 R0.0 B0.0 F0.4 R0.1")
     assert first_row(10**9, late=True).startswith("F0.0 F0.1 F0.2 F0.3 B0.0 F0.4 B0.1")
+
+
+def test_recomputations_do_not_move_if_the_halves_of_a_backward_were_not_measured() -> None:
+    """Check that each R stays before its gradient. Without the seconds of I and W, no wait has a known length."""
+    layer = LayerProfile("layer", ((1, 1e-3),), ((1, 2e-3),), saved=((1, 8.0),), gradient_bytes=4)
+    known = ModelProfile((layer,) * 2), Deployment(Cluster((Device(memory=10**9),) * 2))
+    problem = Problem(make_schedule("zero_bubble"), 2, 1, 4, True, (Span(0, 1), Span(1, 2)), *known)
+    plan, order = Plans(problem).for_rows(4)
+    assert isinstance(order, Program)
+    row = add_recomputations(order, plan).head[0]
+    assert all(row[n + 1] == i._replace(kind=Kind.I) for n, i in enumerate(row) if i.kind is Kind.R)
+    assert sum(i.kind is Kind.R for i in row) == 4
 
 
 @pytest.mark.parametrize("wrong", ["early", "", 1, None])
