@@ -87,7 +87,8 @@ def _given(cfg: DictConfig, schedule: Schedule | Policy) -> tuple[Program | Poli
     The time of a rank is divided evenly among its stages.
     """
     (m,) = parse_numbers(cfg.microbatches, "microbatches", MAX_FORWARDS // cfg.ranks) or [8]
-    plan = solve_plan(Problem(schedule, cfg.ranks, m, m))
+    again = check_recompute(cfg.recompute)
+    plan = solve_plan(Problem(schedule, cfg.ranks, m, m, bool(again), late_recompute=again == LATE))
     times = {
         Kind.F: parse_durations(cfg.forward, "forward", cfg.ranks),
         Kind.B: parse_durations(cfg.backward, "backward", cfg.ranks),

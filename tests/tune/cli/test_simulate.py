@@ -31,6 +31,22 @@ class TestSimulate:
         assert got["step_seconds"] == pytest.approx(1e-3 + 2e-3 + 2 * 3e-3 + 2 * (1e-3 + 2e-3))
         assert got["peak_bytes"] == [4 * 2**20] * 2
 
+    def test_recomputation_with_times_from_the_command_line(self, say: Say) -> None:
+        """Of two ranks, the first one recomputes. Its gradients arrive at 11 and 16 ms.
+
+        It makes the first forward again before 11 ms, or delays its first backward with `late`. It makes the second one
+        again between its backwards.
+        """
+        words = ["simulate", "schedule=gpipe", "ranks=2", "microbatches=2", "forward=2ms", "backward=5ms"]
+        words += ["activations=4MiB", "message=1MiB"]
+        steps, peaks = {}, {}
+        for setting in ("false", "true", "late"):
+            got = found(say, *words, f"recompute={setting}")
+            steps[setting], peaks[setting] = got["step_seconds"], got["peak_bytes"]
+        assert steps == pytest.approx({"false": 21e-3, "true": 23e-3, "late": 25e-3})
+        assert peaks["false"] == [8 * 2**20] * 2
+        assert peaks["true"] == [4 * 2**20, 8 * 2**20]
+
     def test_of_a_profile(self, say: Say, profile: str) -> None:
         best = found(say, "simulate", f"profile={profile}", "ranks=2", "batch=16", "microbatches=4")
         worse = found(say, "simulate", f"profile={profile}", "ranks=2", "batch=16", "microbatches=4", "partition=[1]")
