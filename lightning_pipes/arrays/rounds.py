@@ -204,9 +204,9 @@ def _order_of_turns(queue: Sequence[Sibling[Any] | None], rows: list[list[tuple[
 def _keeps_state(plan: Plan, rank: int) -> bool:
     """Return whether a sibling's state stays on the rank between forward and backward.
 
-    It does not have to stay if all stages of the rank recompute.
+    It does not have to stay if all stages of the rank recompute every micro-batch.
     """
-    return not (plan.recompute and all(plan.recompute[s] for s in plan.stages[rank]))
+    return not all(map(plan.recomputes_all, plan.stages[rank]))
 
 
 def _fit_row(

@@ -49,11 +49,11 @@ def graph_spans(i: Instruction, plan: Plan) -> Spans:
 def layer_passes(i: Instruction, plan: Plan) -> tuple[Pass, ...]:
     """Return the passes of the computation `i` in order.
 
-    `Plan.recompute` and `Plan.whole_forward` determine the passes of a stage.
+    `Plan.recomputes` and `Plan.whole_forward` determine the passes of a stage.
     """
     if i.kind is Kind.STEP:
         return (Pass(0, False),)
-    again = bool(plan.recompute) and plan.recompute[i.stage]
+    again = plan.recomputes(i.stage, i.job, i.span)
     parts = graph_spans(i, plan)
     if len(parts) == 1 and i.kind is Kind.F:
         return (Pass(i.span.rows, again),)
@@ -125,15 +125,19 @@ def _parts_from(source: int, i: Instruction, part: Span, plan: Plan) -> Sequence
 
 def cost_key(i: Instruction, plan: Plan) -> CostKey:
     """Return a key that is equal for computations of the same kind, stage, job and batch that have the same cost."""
-    return i.span.rows if plan.uniform_jobs[i.job] else (layer_passes(i, plan), count_concatenated(i, plan))
+    if plan.uniform_jobs[i.job] and not plan.kept_spans(i.stage, i.job):
+        return i.span.rows
+    return layer_passes(i, plan), count_concatenated(i, plan)
 
 
 def cost_classes(kind: Kind, stage: int, plan: Plan) -> list[tuple[Instruction, int]]:
     """Return one instruction of job 0 for each class of instructions with equal cost, and the size of the class."""
     spans = plan.spans(kind, stage)
-    if kind not in COMPUTE_KINDS or plan.uniform_jobs[0]:
+    if kind not in COMPUTE_KINDS or (plan.uniform_jobs[0] and not plan.kept_spans(stage)):
         return [(Instruction(kind, stage, span=span), count) for span, count in _count_sizes(spans)]
     every = [Instruction(kind, stage, span=span) for span in spans]
+    if kind is Kind.R:
+        every = [i for i in every if any(again for _, again in layer_passes(i, plan))]
     counts = Counter(cost_key(i, plan) for i in every)
     return [(i, counts[same]) for same, i in {cost_key(i, plan): i for i in every}.items()]
 

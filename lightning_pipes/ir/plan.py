@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -13,6 +14,9 @@ from lightning_pipes.ir.instruction import NO_SPAN, Instruction, Kind, Span, eve
 
 Spans = tuple[Span, ...]
 _T = TypeVar("_T")
+
+_NO_SPANS: frozenset[Span] = frozenset()
+_NONE_KEPT = (0, 1)  # the entry of `Plan.kept_microbatches` of a stage that recomputes all micro-batches, or none
 
 MAX_STAGES = 2**12
 """The maximum number of stages in a plan and of devices in a cluster. It catches typos that would fill the memory."""
@@ -190,6 +194,9 @@ class Plan:
             stage has one rank.
         early_recompute: whether the forward that a stage runs again is an instruction R of its own, which does not wait
             for the gradient. If False, it is the first part of the backward (B or I).
+        kept_microbatches: for each stage, a pair (a, n), if it recomputes: the first a of every n consecutive
+            micro-batches of a batch keep their activations, and the stage recomputes only the others. If a stage has
+            several ranks, each of them counts its own micro-batches. If empty or (0, 1), all are recomputed.
 
     Raises:
         PlanError: if the fields contradict each other.
@@ -208,6 +215,7 @@ class Plan:
     whole_forward: tuple[bool, ...] = ()
     replicas: tuple[tuple[int, ...], ...] = ()
     early_recompute: bool = False
+    kept_microbatches: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         try:
@@ -231,7 +239,7 @@ class Plan:
             raise PlanError(f"ranks {self.ranks} leave a rank without a stage; number them 0 to n - 1")
         if not self.versions:
             object.__setattr__(self, "versions", (1,) * n)
-        for name in ("versions", "limits", "recompute", "layers", "whole_forward"):
+        for name in ("versions", "limits", "recompute", "layers", "whole_forward", "kept_microbatches"):
             got = len(getattr(self, name))
             if got not in (0, n):
                 raise PlanError(f"{name} has {got} entries for {n} stages")
@@ -257,6 +265,36 @@ class Plan:
         for number, cut in enumerate(self.jobs):
             if len(cut.forward) != n:
                 raise PlanError(f"job {number} is cut for {len(cut.forward)} stages, but the plan has {n}")
+        if self.kept_microbatches:
+            self._check_kept_microbatches()
+
+    def _check_kept_microbatches(self) -> None:
+        found = []
+        for stage, (kept, every) in enumerate(self.kept_microbatches):
+            if type(kept) is not int or type(every) is not int:
+                raise TypeError
+            if not (every >= 1 and 0 <= kept < every):
+                raise PlanError(
+                    f"kept_microbatches of stage {stage} is ({short_repr(kept)}, {short_repr(every)}), but a pair "
+                    "(a, n) needs 0 <= a < n, because the first a of every n micro-batches keep their activations. To "
+                    "keep all of them, set recompute of this stage to False"
+                )
+            used = kept > 0 and bool(self.recompute) and self.recompute[stage]
+            found.append((kept, every) if used else _NONE_KEPT)
+            if not used:
+                continue
+            if self.whole_forward and self.whole_forward[stage]:
+                raise PlanError(
+                    f"stage {stage} keeps {kept} of {every} micro-batches, but whole_forward makes it recompute all of "
+                    "them. Set whole_forward of this stage to False, or its kept_microbatches to (0, 1)"
+                )
+            if any(cut.forward[stage] != cut.backward[stage] for cut in self.jobs):
+                raise PlanError(
+                    f"stage {stage} keeps {kept} of {every} micro-batches, but its backwards cut a batch differently "
+                    "from its forwards, so that a backward could need both. Use the same spans in forward and "
+                    "backward, or set kept_microbatches of this stage to (0, 1)"
+                )
+        object.__setattr__(self, "kept_microbatches", tuple(found) if any(kept for kept, _ in found) else ())
 
     def _check_replicas(self) -> None:
         every = sorted(rank for ranks in self.replicas for rank in ranks)
@@ -340,10 +378,49 @@ class Plan:
         return replace(self, early_recompute=False) if self.early_recompute else self
 
     def kinds_of_stage(self, stage: int) -> tuple[Kind, ...]:
-        """Return the kinds of computations of every micro-batch on a stage, in order, with the recomputation if any."""
+        """Return the kinds of computations of the micro-batches on a stage, in order, with the recomputation if any."""
         forward, *backward = self.compute_kinds
-        again = self.early_recompute and bool(self.recompute) and self.recompute[stage]
+        again = self.early_recompute and any(self.recomputed_share(stage, job) for job in range(len(self.jobs)))
         return (forward, *(Kind.R,) * again, *backward)
+
+    def recomputes(self, stage: int, job: int, span: Span) -> bool:
+        """Return whether a stage keeps only the input of a micro-batch and runs its forward again."""
+        if not self.recompute or not self.recompute[stage]:
+            return False
+        return not self.kept_microbatches or span not in self.kept_spans(stage, job)
+
+    def recomputes_all(self, stage: int) -> bool:
+        """Return whether a stage recomputes every micro-batch, so that it keeps nothing but inputs."""
+        if not self.recompute or not self.recompute[stage]:
+            return False
+        return not self.kept_microbatches or not self.kept_microbatches[stage][0]
+
+    def kept_spans(self, stage: int, job: int = 0) -> frozenset[Span]:
+        """Return the micro-batches whose activations a stage keeps according to `kept_microbatches`."""
+        if not self.kept_microbatches or not self.kept_microbatches[stage][0]:
+            return _NO_SPANS
+        found = self._kept_spans.get((stage, job))
+        if found is None:
+            cut, (kept, every) = self.jobs[job], self.kept_microbatches[stage]
+            spans = cut.forward[stage]
+            counts: Counter[int] = Counter()
+            members = []
+            for span, replica in zip(spans, cut.replicas[stage] if cut.replicas else (0,) * len(spans), strict=True):
+                if counts[replica] % every < kept:
+                    members.append(span)
+                counts[replica] += 1
+            found = self._kept_spans[stage, job] = frozenset(members)
+        return found
+
+    @cached_property
+    def _kept_spans(self) -> dict[tuple[int, int], frozenset[Span]]:
+        return {}
+
+    def recomputed_share(self, stage: int, job: int = 0) -> float:
+        """Return the share of the samples of a batch for which a stage runs its forward again."""
+        if not self.recompute or not self.recompute[stage]:
+            return 0.0
+        return 1.0 - sum(span.rows for span in self.kept_spans(stage, job)) / self.jobs[job].rows
 
     def rank_of(self, i: Instruction) -> int:
         """Return the rank that runs `i`."""
@@ -389,7 +466,10 @@ class Plan:
         return tuple(tuple(s for s, ranks in enumerate(where) if rank in ranks) for rank in range(self.n_ranks))
 
     def spans(self, kind: Kind, stage: int, job: int = 0) -> Spans:
-        """Return the spans of all instructions of one kind on one stage for one batch of `job`."""
+        """Return the spans of all instructions of one kind on one stage for one batch of `job`.
+
+        For R, they include micro-batches that the stage does not recompute; see `recomputes`.
+        """
         return self.jobs[job].spans(kind, stage)
 
     @cached_property

@@ -11,7 +11,7 @@ from threading import Lock
 from typing import TypeVar
 
 from lightning_pipes.ir.checks import ProgramError
-from lightning_pipes.ir.instruction import Instruction, Kind, Span
+from lightning_pipes.ir.instruction import RECOMPUTE_KINDS, Instruction, Kind, Span
 from lightning_pipes.ir.plan import Plan
 
 Row = tuple[Instruction, ...]
@@ -105,7 +105,7 @@ class Program:
         """Return the head as one line of text per rank.
 
         In this form, `F2.0` is the forward of the first span of its batch on stage 2. Spans are numbered among the
-        spans of the same kind, stage, job and batch in the program.
+        spans of the same kind, stage, job and batch in the program. An R has the number of its backward.
         """
         number = self._span_numbers
         return [" ".join(self._format_token(i, number) for i in row) for row in self.head]
@@ -118,6 +118,9 @@ class Program:
         groups: dict[tuple[Kind, int, int, int], set[Span]] = {}
         for i in self.iter_instructions():
             groups.setdefault((i.kind, i.stage, i.job, i.batch), set()).add(i.span)
+        for (kind, stage, job, batch), spans in groups.items():
+            if kind is Kind.R:  # some micro-batches may have none
+                spans.update(*(groups.get((other, stage, job, batch), ()) for other in RECOMPUTE_KINDS))
         return {
             Instruction(kind, stage, job, batch, span): n
             for (kind, stage, job, batch), spans in groups.items()

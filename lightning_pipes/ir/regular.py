@@ -69,13 +69,19 @@ def walk_program(program: Program, plan: Plan) -> Iterator[tuple[int, Instructio
     def find_unit(i: Instruction) -> Unit:
         key = i[:4]
         if key not in units:
-            units[key] = Unit(key, 1 if i.kind is Kind.STEP else len(numbers[i.job]))
+            unit = units[key] = Unit(key, 1 if i.kind is Kind.STEP else len(numbers[i.job]))
+            if i.kind is Kind.R:  # a micro-batch that keeps its activations has nothing to wait for
+                for span in plan.kept_spans(i.stage, i.job):
+                    unit.ran[numbers[i.job][span]] = 1
         return units[key]
 
     def find_needs(i: Instruction) -> Unit:
         if i.kind not in COMPUTE_KINDS or not 0 <= i.stage < plan.n_stages or not 0 <= i.job < len(numbers):
             raise IrregularError
         unit = find_unit(i)
+        kept = plan.kept_spans(i.stage, i.job)
+        if i.span in kept:  # micro-batches that are recomputed need the same instructions, and their R
+            i = i._replace(span=next((span for span in numbers[i.job] if span not in kept), i.span))
         for n in {n[:4]: n for n in needs(i, plan)}.values():  # a STEP needs all micro-batches; keep one per unit
             if n.kind in RECEIVE_KINDS:
                 unit.foreign += [find_unit(sent).ran for sent in needs(send_of(n), plan)]

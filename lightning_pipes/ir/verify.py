@@ -93,11 +93,13 @@ def check_program_matches_plan(program: Program, plan: Plan) -> None:
                 if why:
                     raise ProgramError(f"rank {rank} has {i}, and {why}; {_OTHER_PLAN_WAY_OUT}")
                 known[key] = frozenset(plan.spans(*key))
+                if i.kind is Kind.R:
+                    known[key] -= plan.kept_spans(i.stage, i.job)
             if i.kind is not Kind.STEP and i.span not in known[key]:
-                raise ProgramError(
-                    f"rank {rank} has {i}, but the plan cuts {i.kind}{i.stage} into {_describe_cut(i, plan)}; "
-                    f"{_OTHER_PLAN_WAY_OUT}"
-                )
+                cut = f"the plan cuts {i.kind}{i.stage} into {_describe_cut(i, plan)}"
+                if i.span in plan.spans(*key):
+                    cut = f"stage {i.stage} of the plan keeps the activations of this micro-batch"
+                raise ProgramError(f"rank {rank} has {i}, but {cut}; {_OTHER_PLAN_WAY_OUT}")
             if plan.rank_of(i) != rank:
                 raise ProgramError(
                     f"rank {rank} has {i}, and {_describe_mismatch(i, rank, plan)}; {_OTHER_PLAN_WAY_OUT}"

@@ -157,10 +157,12 @@ class _Bound:
 
         It is the larger of two values: the total work and waiting time of all ranks, divided among them by speed, and
         the work of the fullest rank, since a layer can't be divided. With recomputation, the result is the minimum over
-        all sizes of the last stage, because this stage does not recompute.
+        all sizes of the last stage, because this stage does not recompute. The other stages are counted with the
+        smallest share of micro-batches that one of them recomputes.
         """
         n, plan = len(self.profile.layers), self.plan
-        plain, again = (both_seconds(self.profile, plan, self.rows, again=on) for on in (False, True))
+        least = min(map(plan.recomputed_share, range(plan.n_stages - 1)), default=0.0)
+        plain, again = (both_seconds(self.profile, plan, self.rows, share) for share in (0.0, least))
         ends = float(plain[0] + plain[-1])
         into, out = self._pass_seconds(Kind.F), self._pass_seconds(Kind.B)
         waits = sum(
@@ -181,13 +183,15 @@ class _Bound:
     def _pass_seconds(self, kind: Kind, again: bool = True) -> Array:
         """Return the seconds that a micro-batch takes through the first i layers on the fastest device, in entry i.
 
-        If `again` is True and the plan recomputes in all stages but the last, a backward includes the recomputed
+        If `again` is True and all stages but the last recompute every micro-batch, a backward includes the recomputed
         forward, unless it can run before the gradient arrives.
         """
         at = self.profile.layer_arrays.seconds_at
         seconds = at(Kind.F, self.rows)
         if kind is Kind.B:
-            late = bool(self.plan.recompute) and all(self.plan.recompute[:-1]) and not self.plan.early_recompute
+            plan = self.plan
+            every = bool(plan.recompute) and all(map(plan.recomputes_all, range(plan.n_stages - 1)))
+            late = every and not plan.early_recompute
             twice = seconds if again and late else 0.0
             seconds = (at(Kind.I, self.rows) if self.plan.split_backward else at(Kind.B, self.rows)) + twice
         ends = np.concatenate([[0.0], np.cumsum(seconds[1:-1])])

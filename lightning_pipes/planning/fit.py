@@ -305,19 +305,20 @@ def price_stages(profile: ModelProfile, plan: Plan, deployment: Deployment) -> C
 def stage_seconds(profile: ModelProfile, plan: Plan, cluster: Cluster) -> list[StageLoad]:
     """Return the load of each stage: the seconds of F and B of one micro-batch as a function of its layers.
 
-    The load of a stage without layers is infinite. Equal stages share one object.
+    If a stage recomputes some micro-batches, its load is the mean of all of them. The load of a stage without layers is
+    infinite. Equal stages share one object.
     """
     last = plan.n_stages - 1
     known: dict[tuple[object, ...], StageLoad] = {}
     found = []
     for stage, rank in enumerate(plan.ranks):
         rows = max(span.rows for span in plan.spans(Kind.F, stage))
-        again = bool(plan.recompute) and plan.recompute[stage]
+        again = plan.recomputed_share(stage)
         speed = cluster.devices[rank].speed
         key = rows, again, speed, stage == 0, stage == last
         if key not in known:
             seconds = both_seconds(profile, plan, rows, again)
-            ends = both_seconds(profile, plan, rows, False)
+            ends = both_seconds(profile, plan, rows)
             known[key] = _build_stage_load(seconds[1:-1], (stage == 0) * ends[0], (stage == last) * ends[-1], speed)
         found.append(known[key])
     return found
@@ -332,16 +333,16 @@ def _build_stage_load(seconds: Array, before: float, after: float, speed: float)
     return StageLoad(load)
 
 
-def both_seconds(profile: ModelProfile, plan: Plan, rows: int, again: bool) -> Array:
+def both_seconds(profile: ModelProfile, plan: Plan, rows: int, again: float = 0.0) -> Array:
     """Return the seconds of forward and backward for each part of the model.
 
-    The first and the last entry are the parts of the model before and after the layers. With `again`, the forward
-    counts twice, because the backward recomputes it.
+    The first and the last entry are the parts of the model before and after the layers. `again` is the share of the
+    micro-batches for which the forward counts twice, because it is recomputed.
     """
     at = profile.layer_arrays.seconds_at
     forward = at(Kind.F, rows)
     backward = at(Kind.I, rows) + at(Kind.W, rows) if plan.split_backward else at(Kind.B, rows)
-    return forward * (2 if again else 1) + backward
+    return forward * (1 + again) + backward
 
 
 def edge_seconds(profile: ModelProfile, plan: Plan, cluster: Cluster) -> Array:

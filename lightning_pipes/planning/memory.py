@@ -5,15 +5,16 @@ The order of the instructions on a rank determines the bytes that the rank holds
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_pipes.cost import Cluster, CostModel, Costs, ModelProfile
 from lightning_pipes.ir import CostKey, Instruction, Kind, Plan, Program, add_recomputations, cost_classes, cost_key
+from lightning_pipes.planning.partition import Indices, range_sums
 from lightning_pipes.planning.partition import Seconds as Bytes
-from lightning_pipes.planning.partition import range_sums
 
 Array = npt.NDArray[np.float64]
 
@@ -42,9 +43,8 @@ def peak_bytes(program: Program, plan: Plan, costs: CostModel) -> tuple[int, ...
 
 def row_peak(row: Sequence[Instruction], rank: int, plan: Plan, costs: CostModel) -> int:
     """Return the peak memory in bytes of a rank that runs the computations of `row`, which include its R."""
-    simple = all(
-        cut.forward is cut.backward for cut in plan.jobs
-    )  # the number of rows determines the bytes, which saves time for programs with many instructions
+    # The number of rows usually determines the bytes, which saves time for programs with many instructions.
+    simple = not plan.kept_microbatches and all(cut.forward is cut.backward for cut in plan.jobs)
     now = most = costs.resident_bytes(rank, plan)
     known: dict[tuple[Kind, int, CostKey], tuple[int, int]] = {}
     for i in row:
@@ -62,8 +62,8 @@ def row_peak(row: Sequence[Instruction], rank: int, plan: Plan, costs: CostModel
 def stage_peak(plan: Plan, costs: Costs, stage: int, held: int) -> int:
     """Return an upper bound of `peak_bytes` for the rank of `stage`, if the rank has no other stage.
 
-    The stage is assumed to hold `held` of the largest micro-batches between F and the end of B, or of W, while it
-    computes one of them.
+    The stage is assumed to hold `held` consecutive micro-batches, each as large as the largest one, between F and the
+    end of B, or of W, while it computes one of them.
 
     Args:
         plan: the plan.
@@ -71,17 +71,29 @@ def stage_peak(plan: Plan, costs: Costs, stage: int, held: int) -> int:
         stage: the stage.
         held: the number of micro-batches that the stage holds.
     """
-    forwards = [costs.memory_change(i, plan) for i, _ in cost_classes(Kind.F, stage, plan)]
-    first, *others = plan.kinds_of_stage(stage)[1:]
-    backwards = [costs.memory_change(i, plan) for kind in (first, *others) for i, _ in cost_classes(kind, stage, plan)]
-    kept = max(taken - working for taken, working in forwards)
-    if plan.split_backward:  # if activations are recomputed, they are kept for W
-        kept += max(
-            taken - freed
-            for taken, freed in (costs.memory_change(i, plan) for i, _ in cost_classes(first, stage, plan))
-        )
-    needed = max(*(working for _, working in forwards), *(taken for taken, _ in backwards))
-    return costs.resident_bytes(plan.ranks[stage], plan) + held * kept + needed
+    first, *_ = backwards = plan.kinds_of_stage(stage)[1:]
+    changes = {
+        kind: [
+            (plan.recomputes(stage, 0, i.span), *costs.memory_change(i, plan))
+            for i, _ in cost_classes(kind, stage, plan)
+        ]
+        for kind in (Kind.F, *backwards)
+    }
+    kept = {False: 0, True: 0}  # bytes of one held micro-batch, by whether it is recomputed
+    for kind in (Kind.F, first)[: 1 + plan.split_backward]:  # recomputed activations are kept for W
+        for again in kept:
+            kept[again] += max((taken - freed for each, taken, freed in changes[kind] if each == again), default=0)
+    forwards = [freed for _, _, freed in changes[Kind.F]]
+    needed = max(*forwards, *(taken for kind in backwards for _, taken, _ in changes[kind]))
+    return costs.resident_bytes(plan.ranks[stage], plan) + _most_kept(plan, stage, held, kept) + needed
+
+
+def _most_kept(plan: Plan, stage: int, held: int, kept: Mapping[bool, int]) -> int:
+    """Return the maximum bytes of `held` consecutive micro-batches, which may belong to two batches."""
+    sizes = [kept[plan.recomputes(stage, 0, span)] for span in plan.spans(Kind.F, stage)]
+    rounds, left = divmod(held, len(sizes))
+    sums = [0, *accumulate(sizes + sizes)]
+    return rounds * sums[len(sizes)] + max(sums[at + left] - sums[at] for at in range(len(sizes)))
 
 
 def cannot_fit(profile: ModelProfile, plan: Plan, cluster: Cluster, held: Sequence[int]) -> bool:
@@ -101,15 +113,33 @@ def stage_bytes(profile: ModelProfile, plan: Plan, stage: int, held: int) -> Byt
     """Return a lower bound of the bytes of a stage that holds `held` rows.
 
     The result is a function of the first layer of the stage and of the layer after its last one. Working memory is not
-    counted. The bound never decreases if layers are added at the end.
+    counted. The bound never decreases if layers are added at the end. If the stage recomputes, activations of one
+    micro-batch exist at a time, in addition to those that `Plan.kept_microbatches` keeps.
     """
     weights = range_sums(_fixed_bytes(profile, plan.versions[stage]))
     activations = range_sums(profile.layer_arrays.layer_values("saved"))
     if plan.recompute and plan.recompute[stage]:
         rows = max(span.rows for span in plan.spans(Kind.F, stage))
         inputs = np.array([profile.edge_bytes(cut) if cut else 0.0 for cut in range(len(profile.layers) + 1)])
+        if not plan.recomputes_all(stage):
+            whole = _least_kept_rows(plan, stage, held)
+
+            def size(begin: Indices, stop: Indices) -> Array:
+                each, received = activations(begin, stop), inputs[begin]
+                waiting = np.minimum(received, each) * held + np.maximum(each - received, 0.0) * whole
+                return np.asarray(weights(begin, stop) + np.maximum(waiting, each * rows))
+
+            return size
         return lambda begin, stop: weights(begin, stop) + inputs[begin] * held + activations(begin, stop) * rows
     return lambda begin, stop: weights(begin, stop) + activations(begin, stop) * held
+
+
+def _least_kept_rows(plan: Plan, stage: int, held: int) -> int:
+    """Return the minimum number of rows with activations among `held` rows of consecutive micro-batches."""
+    kept, every = plan.kept_microbatches[stage]
+    sizes = [span.rows for span in plan.spans(Kind.F, stage)]
+    rounds, left = divmod(-(-held // max(sizes)), every)
+    return (rounds * kept + max(0, left - (every - kept))) * min(sizes)
 
 
 def _fixed_bytes(profile: ModelProfile, versions: int) -> Array:

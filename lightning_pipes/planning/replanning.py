@@ -88,7 +88,10 @@ class Observation:
         for (kind, stage), table in self.operations.items():
             if kind is not Kind.STEP:
                 known = table[np.isfinite(table)]
-                found[stage] = found.get(stage, 0.0) + (float(known.mean()) if known.size else 0.0)
+                seconds = float(known.mean()) if known.size else 0.0
+                if kind is Kind.R:  # some micro-batches may have none
+                    seconds *= float(np.isfinite(table).any(axis=0).mean())
+                found[stage] = found.get(stage, 0.0) + seconds
         return tuple(found[stage] for stage in sorted(found))
 
     def matches_plan(self, plan: Plan) -> bool:

@@ -35,6 +35,7 @@ from lightning_pipes.ir import (
     lower,
     verify,
 )
+from lightning_pipes.planning.memory import peak_bytes
 from lightning_pipes.sim import simulate
 from lightning_pipes.testing.generators import random_costs
 
@@ -191,6 +192,33 @@ class ScheduleConformance:
             found = [gradients_in_a_pipeline(each, order, m) for each, order in zip((late, early), given, strict=True)]
             found[1].assert_equal(found[0], exact=True)
             found[1].assert_equal(gradients_alone(plan, m))
+
+    @_with_every_plan
+    def test_recomputes_some_micro_batches(self, schedule: AnySchedule, p: int, m: int) -> None:
+        """Compare stages that recompute every second micro-batch with stages that recompute none or all of them.
+
+        A fixed order stays the same, and its memory and work are between those of the other two.
+        """
+        plan = self.plan(schedule, p, m)
+        every = adapt_plan(
+            replace(plan, recompute=(True,) * (plan.n_stages - 1) + (False,), early_recompute=True), schedule
+        )
+        some = replace(every, kept_microbatches=((1, 2),) * plan.n_stages)
+        costs = replace(random_costs(plan, seed=100 * p + m), activation_bytes=(7,) * plan.n_stages, forward_bytes=())
+        runs = []
+        stats = []
+        for each in (plan, some, every):
+            order = self.order(schedule, each)
+            stats.append(verify(order, each))
+            runs.append(simulate(_finite(order), each, costs))
+            assert runs[-1].peak_bytes == peak_bytes(_finite(order), each, costs)
+        if isinstance(schedule, Policy):
+            return
+        assert stats[0] == stats[1] == stats[2]
+        for none, between, most in zip(*(run.peak_bytes for run in runs), strict=True):
+            assert none >= between >= most
+        for none, between, most in zip(*(run.busy for run in runs), strict=True):
+            assert none <= between <= most
 
     def test_is_a_value(self, schedule: AnySchedule) -> None:
         """Check that the schedule is frozen, hashable, equal to its copies, and picklable."""

@@ -96,19 +96,25 @@ class SlowdownModel:
     def _solo(self, cuts: Cuts) -> dict[tuple[Kind, int], Array]:
         """Return the seconds of all operations by the profile.
 
-        Axis 0 is partitions, axis 1 has length 1, and axis 2 is micro-batches.
+        Axis 0 is partitions, axis 1 has length 1, and axis 2 is micro-batches. An R takes no time for micro-batches
+        that are not recomputed.
         """
         found = {}
-        late = () if self.plan.early_recompute else self.plan.recompute
         sizes, which = np.unique(self._rows, return_inverse=True)
         sums = {kind: [self._sums(kind, int(rows)) for rows in sizes] for kind in self.plan.compute_kinds}
+
+        def stack(kind: Kind, stage: int) -> Array:
+            return np.stack([self._stage(each, cuts, stage) for each in sums[kind]], axis=1)
+
         for stage in range(self.plan.n_stages):
+            again = np.array([self.plan.recomputes(stage, 0, span) for span in self.plan.spans(Kind.F, stage)])
             for kind in self.plan.kinds_of_stage(stage):
-                parts = [sums[Kind.F if kind is Kind.R else kind]]
-                if late and late[stage] and kind in RECOMPUTE_KINDS:
-                    parts.append(sums[Kind.F])
-                each = sum(np.stack([self._stage(each, cuts, stage) for each in part], axis=1) for part in parts)
-                found[kind, stage] = np.asarray(each)[:, None, which]
+                each = stack(Kind.F if kind is Kind.R else kind, stage)[:, which]
+                if kind is Kind.R:
+                    each = each * again
+                elif not self.plan.early_recompute and kind in RECOMPUTE_KINDS:
+                    each = each + stack(Kind.F, stage)[:, which] * again
+                found[kind, stage] = each[:, None]
         return found
 
     def _sums(self, kind: Kind, rows: int) -> tuple[Array, float, float]:

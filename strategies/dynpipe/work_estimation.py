@@ -188,7 +188,11 @@ def _fastest(looks: Sequence[tuple[Plan, Observation]], lasting: int) -> tuple[n
 
 def _work(profile: ModelProfile, plan: Plan) -> Array:
     """Return the seconds of each part of a micro-batch by the profile: before the layers, each layer, after them."""
-    kinds = [*plan.compute_kinds, *([Kind.F] * any(plan.recompute))]
+    again = max(map(plan.recomputed_share, range(plan.n_stages)))
+    shares = {kind: 1.0 + again * (kind is Kind.F) for kind in plan.compute_kinds}
     sizes = [span.rows for span in plan.spans(Kind.F, 0)]
-    each = [np.sum([profile.layer_arrays.seconds_at(kind, rows) for kind in kinds], axis=0) for rows in sizes]
+    each = [
+        np.sum([share * profile.layer_arrays.seconds_at(kind, rows) for kind, share in shares.items()], axis=0)
+        for rows in sizes
+    ]
     return np.asarray(np.mean(each, axis=0))

@@ -192,6 +192,7 @@ class Choices:
             layers=base.layers,
             recompute=base.recompute,
             early_recompute=base.early_recompute,
+            kept_microbatches=base.kept_microbatches,
             limits=base.limits,
             whole_forward=whole if any(whole) else (),
         )

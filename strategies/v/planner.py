@@ -76,8 +76,7 @@ def measured_times(profile: ModelProfile, plan: Plan, cluster: Cluster) -> tuple
     else:
         forward, inputs = average(Kind.F), average(Kind.B) / 2
         weights = inputs
-    if any(plan.recompute):
-        inputs += forward
+    inputs += forward * max(map(plan.recomputed_share, range(plan.n_stages)))
     unit = (forward + inputs + weights) / DURATION_UNITS
     if unit <= 0:
         return 1, 1, 1, 0

@@ -80,7 +80,7 @@ def problem(seed: int) -> tuple[ModelProfile, Deployment, int, int]:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: f"{s.name}-{getattr(s, 'stages_per_rank', '')}")
-@pytest.mark.parametrize("again", ["", "late", "early"])
+@pytest.mark.parametrize("again", ["", "late", "early", "late some", "early some"])
 def test_nothing_beats_the_bound(schedule, again):
     closest = np.inf
     for seed in range(8):
@@ -93,7 +93,8 @@ def test_nothing_beats_the_bound(schedule, again):
             plan = replace(
                 Plan.even(len(where), m, rows, ranks=where, recompute=recompute),
                 split_backward=isinstance(schedule, LateWeights),
-                early_recompute=again == "early",
+                early_recompute="early" in again,
+                kept_microbatches=tuple((s % 3, 3) for s in range(len(where))) if "some" in again else (),
             )
             order = schedule.program(plan)
             n = len(profile.layers)

@@ -146,7 +146,7 @@ class _LayerCosts:
 
         A backward takes twice as long as a forward. If the stage recomputes, the time of a forward is added.
         """
-        again = bool(plan.recompute) and plan.recompute[i.stage]
+        again = plan.recomputes(i.stage, i.job, i.span)
         times = {Kind.F: 1, Kind.B: 2 + again}.get(i.kind, 0)
         return times * (1 + round(1000 * self._seconds[i.batch][i.stage]))
 

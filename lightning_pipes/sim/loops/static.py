@@ -22,12 +22,14 @@ import numpy as np
 from lightning_pipes.ir import (
     RECEIVE_KINDS,
     SEND_KINDS,
+    CostKey,
     Instruction,
     Kind,
     Plan,
     PlanError,
     Program,
     add_recomputations,
+    cost_key,
     deadlock_error,
     lower,
     needs,
@@ -82,7 +84,7 @@ class _Costs(NamedTuple):
 
     messages: tuple[list[int], ...]  # positions of the messages that it needs, by micro-batch
     sends: tuple[_Send, ...]
-    groups: dict[int, int]  # groups by number of rows
+    groups: dict[CostKey, int]
 
 
 class _Send(NamedTuple):
@@ -113,6 +115,7 @@ class _Numbering:
         found = self._found
         instructions, ranks, links, groups = found.instructions, found.ranks, found.links, found.groups
         first, before, like = found.first, found.before, found.like
+        by_rows = not self._plan.kept_microbatches  # the number of rows is the `cost_key`
         try:
             for rank, i, unit, n in walk_program(program, self._plan):
                 costs = unit.note
@@ -122,9 +125,10 @@ class _Numbering:
                 for places in costs.messages:
                     before.append(places[n])
                 start, stop = i[4]
-                group = costs.groups.get(stop - start)
+                same = stop - start if by_rows else cost_key(i, self._plan)
+                group = costs.groups.get(same)
                 if group is None:
-                    group = costs.groups[stop - start] = len(like)
+                    group = costs.groups[same] = len(like)
                     like.append(i)
                 instructions.append(i)
                 ranks.append(rank)

@@ -114,7 +114,7 @@ def plan_of(data: object, what: str = "plan") -> Plan:
     pairs = tuple[tuple[int, int], ...]
     kinds = {**field_types(Plan), "jobs": list[Any], "layers": pairs, "after": list[list[Any]], "spans": list[pairs]}
     found = check_json_fields(
-        what, data, kinds, optional=["whole_forward", "early_recompute"]
+        what, data, kinds, optional=["whole_forward", "early_recompute", "kept_microbatches"]
     )  # missing in older files
     tables = [tuple(Span(*span) for span in spans) for spans in found.pop("spans")]
     found["jobs"] = tuple(_parse_cut(f"{what}.jobs[{n}]", job, tables) for n, job in enumerate(found["jobs"]))

@@ -726,4 +726,4 @@ def _recomputes(plan: Plan) -> bool:
 
     On the last stage, no forward waits.
     """
-    return plan.n_stages == 1 or (bool(plan.recompute) and all(plan.recompute[:-1]))
+    return all(map(plan.recomputes_all, range(plan.n_stages - 1)))

@@ -209,7 +209,10 @@ def _sample_seconds(part: RankStatistics, plan: Plan, stage: int) -> float:
     for kind in plan.kinds_of_stage(stage):
         table, rows = part.operations[kind, stage], [span.rows for span in plan.spans(kind, stage)]
         samples = (np.isfinite(table) * rows).sum()
-        total += float(np.nansum(table) / samples) if samples else nan
+        if kind is not Kind.R:
+            total += float(np.nansum(table) / samples) if samples else nan
+        elif samples:
+            total += plan.recomputed_share(stage) * float(np.nansum(table) / samples)
     return total
 
 
