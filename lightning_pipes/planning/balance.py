@@ -51,6 +51,10 @@ class BalancedPlanner(Planner):
         return self.inner.may_cut_unequally
 
     @property
+    def uses_profile(self) -> bool:
+        return self.inner.uses_profile
+
+    @property
     def has_memory_limit(self) -> bool:
         return self.inner.has_memory_limit
 

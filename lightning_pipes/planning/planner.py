@@ -134,8 +134,16 @@ class Planner(ABC):
         return False
 
     @property
+    def uses_profile(self) -> bool:
+        """Whether the planner chooses more than the layers of the stages if there is a profile."""
+        return self.may_cut_unequally
+
+    @property
     def has_memory_limit(self) -> bool:
-        """Whether the user limits the memory, so that the run must not begin if no plan fits."""
+        """Whether the user limits the memory, so that the run must not begin if no plan fits.
+
+        Layers are then measured even if the user specifies the partition, or if they take little time.
+        """
         return False
 
     @abstractmethod

@@ -31,6 +31,10 @@ class VPlanner(EvenPlanner):
     memory_limit: int | None = None
 
     @property
+    def uses_profile(self) -> bool:
+        return True
+
+    @property
     def has_memory_limit(self) -> bool:
         return self.memory_limit is not None
 

@@ -50,8 +50,8 @@ class V(Schedule):
             the largest number that fits into `memory_limit`.
         times: the relative durations of F, I and W of a stage, and of a message between ranks. None means the measured
             durations or, if layers are not measured, equal durations and free messages.
-        memory_limit: the bytes that every rank may hold, such as "16GiB", instead of k. If layers are not measured, k
-            is the smallest possible one, and a warning reports that the bytes are not checked.
+        memory_limit: the bytes that every rank may hold, such as "16GiB", instead of k. If layers or units can't be
+            measured, k is the smallest possible one, and a warning reports that the bytes are not checked.
         split: whether the backward is split into I and W. Whole backwards are faster for layers on which a split
             backward costs time, and make the bubble longer.
 

@@ -314,6 +314,10 @@ class AutoPlanner(Planner):
     def may_cut_unequally(self) -> bool:
         return not self.equal_cuts
 
+    @property
+    def uses_profile(self) -> bool:
+        return True
+
     def plan(self, problem: Problem) -> Plan:
         return self._solve_problem(problem, [problem.schedule]).plan
 

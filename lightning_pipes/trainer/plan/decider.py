@@ -186,10 +186,11 @@ class PlanDecider(ProfilePlanner):
     def _choose_sizes(self, request: RunRequest, rows: int) -> tuple[Sequence[int], int | None]:
         """Return the numbers of samples to measure, and the number of micro-batches per batch.
 
-        The number of micro-batches is None if it is still to be chosen.
+        The number of micro-batches is None if the layers must be measured even if they take little time, because the
+        number of micro-batches is still to be chosen, or because the user limits the memory.
         """
         sizes = request.microbatch_rows(rows, self._grid.length)
-        return sizes, None if request.chooses else -(-rows // max(sizes))
+        return sizes, None if request.chooses or request.planner.has_memory_limit else -(-rows // max(sizes))
 
     def _measure(
         self, request: RunRequest, plain: Decision, data: Any, batch: Any, rows: int, key: tuple[Any, ...]

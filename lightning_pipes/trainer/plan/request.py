@@ -206,7 +206,12 @@ class RunRequest:
     @property
     def needs_profile(self) -> bool:
         """Whether the layers must be measured."""
-        return self.planner.wants_profile or self.may_replan
+        return self.planner.wants_profile or self.planner.has_memory_limit or self.may_replan
+
+    @property
+    def plans_by_profile(self) -> bool:
+        """Whether more than the layers of the stages is chosen from the times of the layers."""
+        return self.needs_profile and self.planner.uses_profile
 
     @property
     def may_replan(self) -> bool:
@@ -217,6 +222,14 @@ class RunRequest:
     def may_cut_unequally(self) -> bool:
         """Whether stages and links may cut a batch differently, according to the times of the layers."""
         return self.needs_profile and self.planner.may_cut_unequally
+
+    @property
+    def measures_sizes(self) -> bool:
+        """Whether units must be measured with several numbers of samples, because micro-batches may have any of them.
+
+        The stages can then also begin at other units than the ones with which the measurement began.
+        """
+        return self.chooses or self.may_cut_unequally
 
     @property
     def splits_backward(self) -> bool:

@@ -70,8 +70,8 @@ class LayoutChoice:
         starts: the part of the layout with which each stage begins.
         end: the end of the step, which runs on whole batches. None if each micro-batch has its own loss.
         pieces: the units of each part with their costs, for reports.
-        profile: the measured profile of the parts, if they may move or the schedule is chosen.
-        plans_cuts: whether a planner may cut a batch differently on stages and links, according to the profile.
+        profile: the measured profile of the parts, if they may move or a planner chooses something from it.
+        plans_by_profile: whether a planner chooses more than the borders of the stages from the profile.
         crossing_rows: cuts and joins the values between parts if a planner may do this; None if all stages and links
             have to cut a batch equally.
 
@@ -92,7 +92,8 @@ class LayoutChoice:
         self.profile: ModelProfile | None = None
         self._describe: Callable[[Sequence[int]], str] = lambda starts: ""
         self._first_units: tuple[int, ...] = ()
-        self.plans_cuts = request.may_cut_unequally and not self._settings.degrees
+        self.plans_by_profile = request.plans_by_profile and not self._settings.degrees
+        self._cuts_unequally = self.plans_by_profile and request.may_cut_unequally
         self.crossing_rows: CrossingRows | None = None
         self._streams = list_layers(self._module)
         """The layers that have their own random streams."""
@@ -114,18 +115,21 @@ class LayoutChoice:
         self._recorder.check_same(record)
         if self._context.is_manual:
             return self._group_weights(record, request, stages)
-        measures = request.partition == AUTO or self._moves_parts or request.chooses
+        measures = request.partition == AUTO or self._moves_parts or request.needs_profile
         costs = self._recorder.measure(record, request) if measures else {}
-        seconds = [forward + backward for forward, backward in costs[max(costs)].seconds] if costs else None
+        seconds = [each.forward + each.backward for each in costs[max(costs)].seconds] if costs else None
         borders = Borders(record, seconds)
         others = self._share_work_of_others(request, max(costs)) if costs else ()
         starts, end = self._choose_starts(record, borders, request, stages, others)
         self._describe = partial(self._describe_cut, record, borders, "time" if seconds else "operations")
         self._first_units, self.pieces = starts, borders.list_pieces(starts)
-        if self._moves_parts or (self.plans_cuts and end is None):
+        if self._moves_parts or (self.plans_by_profile and request.measures_sizes and end is None):
             return self._lay_parts(record, borders, starts, costs)
         if end is None:
-            return UnitLayout.from_record(*self._recorder.merge(record, starts, self._streams), self._streams)
+            layout = UnitLayout.from_record(*self._recorder.merge(record, starts, self._streams), self._streams)
+            if self.plans_by_profile and costs:
+                self.profile = self._make_profile(borders, starts, costs, layout)
+            return layout
         merged, (*found, border), slices = self._recorder.merge(record, (*starts, end), self._streams)
         layout = UnitLayout.from_record(merged, tuple(found), slices, self._streams)
         self._check_end(layout, border)
@@ -204,7 +208,7 @@ class LayoutChoice:
         parts = tuple(sorted({*starts, *finer}))
         merged, found, slices = self._recorder.merge(record, parts, self._streams)
         layout = UnitLayout.from_record(merged, found, slices, self._streams)
-        if self.plans_cuts and costs:
+        if self._cuts_unequally and costs:
             kept = self._choose_crossings(layout, [parts.index(start) for start in starts])
             parts, found = tuple(parts[n] for n in kept), tuple(found[n] for n in kept)
             layout = UnitLayout.from_record(merged, found, slices, self._streams)
@@ -408,23 +412,34 @@ class LayoutChoice:
     def _make_profile(
         self, borders: Borders, parts: Sequence[int], costs: Mapping[int, UnitCosts], layout: UnitLayout
     ) -> ModelProfile:
-        """Return the profile of the parts. `parts` contains the first unit of each part."""
+        """Return the profile of the parts. `parts` contains the first unit of each part.
+
+        The weight gradients of a part take the time of its backward that its input gradients do not take. The values
+        that a stage receives count as saved, because it keeps them until its backward. Temporary memory is not counted.
+        """
         optimizers, rows = self._context.host.optimizers, self._recorder.recorded_rows
         weights, layers = weights_of_stages(self._module, layout), []
         n_units = len(costs[max(costs)].seconds)
+        is_split = all(unit.inputs is not None for each in costs.values() for unit in each.seconds)
         for number, (start, stop) in enumerate(zip(parts, (*parts[1:], n_units), strict=True)):
             part = weights[number]
             trained = [p for p in part.parameters() if p.requires_grad]
             crossing = borders.bytes(stop) if stop < n_units else 0
+            seconds = {n: each.seconds[start:stop] for n, each in costs.items()}
+            backward = {n: sum(unit.backward for unit in units) for n, units in seconds.items()}
+            inputs = {n: min(backward[n], sum(unit.inputs or 0.0 for unit in units)) for n, units in seconds.items()}
             layers.append(
                 LayerProfile(
                     layout.names[layout.starts[number]],
-                    _table({n: sum(forward for forward, _ in each.seconds[start:stop]) for n, each in costs.items()}),
-                    _table({n: sum(backward for _, backward in each.seconds[start:stop]) for n, each in costs.items()}),
+                    _table({n: sum(unit.forward for unit in units) for n, units in seconds.items()}),
+                    _table(backward),
+                    _table(inputs) if is_split else (),
+                    _table({n: backward[n] - inputs[n] for n in seconds}) if is_split else (),
                     weight_bytes=sum(t.nbytes for t in (*part.parameters(), *part.buffers())),
                     gradient_bytes=sum(p.nbytes for p in trained),
                     optimizer_bytes=sum(t.nbytes for t in optimizer_state(part, optimizers[0] if optimizers else None)),
                     saved=_table({n: float(sum(each.saved[start:stop])) for n, each in costs.items()}),
+                    keeps_input=number > 0,
                     output=((0, 0.0), (rows, float(crossing))),
                 )
             )

@@ -306,7 +306,7 @@ def warn_about_memory_limit(decision: Decision) -> None:
     """Warn if the schedule has a memory limit, and nothing was planned from measured layers, whose bytes are known."""
     planned = decision.deployment is not None or len(decision.layers) == 1
     if planner_of(decision.schedule).has_memory_limit and not planned:
-        why = decision.why or "a module is measured if it is cut by layers and `partition` is not given"
+        why = decision.why or "the training step was not recorded"
         rank_zero_warn(
             f"memory_limit of schedule {decision.schedule.name!r} is not checked, because the layers are not measured: "
             f"{why}. The run may need more memory than the limit"

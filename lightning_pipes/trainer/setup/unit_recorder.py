@@ -77,6 +77,7 @@ class UnitRecorder:
         ruled_out_weights: candidates for the weights of micro-batches that do not reproduce the loss of a batch, or
             None if nothing was compared.
         recorded_rows: the number of samples of the batch whose step was recorded.
+        unmeasured_reason: the reason why units have no times, or an empty text.
     """
 
     recorded_rows: int
@@ -95,6 +96,7 @@ class UnitRecorder:
         self.compared_batch: Any = None
         self.loss_warning = ""
         self.ruled_out_weights: frozenset[str] | None = None
+        self.unmeasured_reason = ""
 
     def record(self, request: RunRequest, stages: int) -> StepRecord:
         """Return the record of a step with a batch of the size of one micro-batch."""
@@ -150,7 +152,7 @@ class UnitRecorder:
             self.batch_rows = rows_of(batch, request.microbatches != 1)
             return batch
         rows = self.batch_rows = batch_rows(data, streams=True)
-        if request.may_cut_unequally:
+        if request.measures_sizes:
             return example_batch(data, request.sample_rows(rows, self._ranks.grid.n_planned))
         return example_batch(data, max(-(-rows // min(rows, request.microbatches or 2 * stages)), 1))
 
@@ -250,32 +252,37 @@ class UnitRecorder:
         """
         rows, sizes = self.recorded_rows, {self.recorded_rows}
         if self.fake is not None:  # the cost of a unit is estimated from its operations
+            self.unmeasured_reason = f"weights of {type(self._module).__name__} are on meta until the module is cut"
             return {}
-        if request.may_cut_unequally:
+        if request.measures_sizes:
             wanted = request.microbatch_rows(self.batch_rows, self._ranks.grid.n_planned)
             sizes |= {size for size in wanted if size < rows}
         found: dict[int, UnitCosts] = {}
         for size in sorted(sizes, reverse=True):
             try:
-                of_ranks = CollectiveCall(self._ranks.control)(partial(self._measure_size, record, size))
+                of_ranks = CollectiveCall(self._ranks.control)(
+                    partial(self._measure_size, record, size, request.splits_backward)
+                )
             except NotMeasuredError as why:
                 rank_zero_info(f"Units of {type(self._module).__name__} were not measured with {size} samples: {why}")
+                self.unmeasured_reason = str(why)
                 continue
             known = [each for each in of_ranks if each is not None]
             if len(known) == len(of_ranks):
                 found[size] = UnitCosts(shortest(*(each.seconds for each in known)), known[0].saved)
             elif size == rows:
+                self.unmeasured_reason = f"{self.step} took another path than when its units were recorded"
                 return {}
         return found if rows in found else {}
 
-    def _measure_size(self, record: StepRecord, size: int) -> UnitCosts | None:
+    def _measure_size(self, record: StepRecord, size: int, split: bool) -> UnitCosts | None:
         """Return the costs of the units for this number of samples, or None if the step then has other units."""
         module, device, rows = self._module, self._ranks.device, self.recorded_rows
         step, make_batch, arguments = self._recorded_step
         if size < rows:
             make_batch = partial(copy_batch, make_cutter(make_batch(), rows)(Span(0, size)))
         run = partial(self.run_without_trace, True)
-        seconds = measure_units(module, record, run, step, make_batch, arguments, device, _measured_loss)
+        seconds = measure_units(module, record, run, step, make_batch, arguments, device, _measured_loss, split)
         if seconds is None:
             return None
         counter = SavedByUnits(_named(module, record.atomic))

@@ -139,10 +139,10 @@ class UnitSetup(ModuleSetup):
         partition = PARAMETERS if len(self._choice.starts) == 1 else list(self._choice.starts[1:])
         decision = replace(request, partition=partition).unmeasured([1] * parts, ranks, least, degrees)
         profile = self._choice.profile
-        if self._choice.plans_cuts and self.end is None and profile is not None:
+        if self._choice.plans_by_profile and self.end is None and profile is not None:
             decision = self._plan_by_profile(request, decision, profile)
         else:
-            decision = replace(decision, profile=profile)
+            decision = replace(decision, profile=profile, why=self._recorder.unmeasured_reason)
             (cut,) = decision.plans(degrees=degrees).for_rows(CHECKED_ROWS)[0].jobs
             if len(cut.distinct_spans) > 1 and self._choice.layout.names:
                 self._crossing_rows = self._choice.find_crossing_rows(request.schedule.name)
@@ -153,9 +153,10 @@ class UnitSetup(ModuleSetup):
         return self._context.connections.agree_on_decision(self._module, decision, lambda: decision)
 
     def _plan_by_profile(self, request: RunRequest, plain: Decision, profile: ModelProfile) -> Decision:
-        """Choose the cut, the micro-batches and, if requested, the schedule and recomputation from a profile.
+        """Choose everything from a profile that the user and the schedule leave open.
 
-        Stages and links may cut a batch differently if the values between parts have an axis of samples.
+        Stages and links may cut a batch differently if the values between parts have an axis of samples. If all of them
+        cut a batch equally, and the schedule is given, the stages begin where the times of units have placed them.
 
         Args:
             request: the completed request of the user.
@@ -163,11 +164,14 @@ class UnitSetup(ModuleSetup):
             profile: the profile of the parts.
 
         Raises:
-            PlanError: a schedule is to be chosen, and none fits into memory.
+            PlanError: a schedule is to be chosen, and none fits into memory; or no plan fits into the memory limit of
+                the user.
         """
         rows = self._choice.crossing_rows
-        if rows is None and not request.chooses:
-            return plain
+        if not request.measures_sizes:
+            request = replace(request, partition=list(self._choice.starts[1:]))
+        elif rows is None and not request.chooses:
+            return replace(plain, why="stages and links have to cut a batch equally")
         request = replace(request, equal_cuts=request.equal_cuts or rows is None)
         planner = ProfilePlanner(self._ranks, self._settings.transport)
         deployment = planner.make_deployment(plain, [1.0] * self._ranks.control.size)
@@ -176,9 +180,17 @@ class UnitSetup(ModuleSetup):
         except PlanError as error:
             if request.chooses:
                 raise PlanError(f"schedule='auto': {error}") from None
-            rank_zero_info(f"Schedule {request.schedule.name!r} cuts a batch equally on all stages and links: {error}")
+            if request.planner.has_memory_limit:
+                raise
+            rank_zero_info(f"Schedule {request.schedule.name!r} runs without a plan from the times of units: {error}")
             return plain
-        rank_zero_info("\n".join(filter(None, [made.table, made.why, made.cut_reason])))
+        estimated = ""
+        if made.schedule.splits_backward:
+            estimated = (
+                "The times of weight gradients are estimated: they take the part of a unit's backward that its input "
+                "gradients do not take"
+            )
+        rank_zero_info("\n".join(filter(None, [made.table, made.why, made.cut_reason, estimated])))
         self._crossing_rows = rows if planner_of(made.schedule).may_cut_unequally else None
         return made
 

@@ -59,7 +59,7 @@ def measure(case: Case, found: StepRecord) -> list[float] | None:
     """Return the measured seconds of each unit, or None if the measured step ran differently."""
     step, batch = partial(case.step, case.model), partial(cloned, case.batch)
     measured = measure_units(case.model, found, partial(run_in, case), step, batch, (), CPU, lambda loss: loss)
-    return None if measured is None else [sum(each) for each in measured]
+    return None if measured is None else [each.forward + each.backward for each in measured]
 
 
 def cut(case: Case, stages: int, measured: bool = False) -> UnitLayout:
