@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import sys
 import zlib
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -318,6 +319,8 @@ def make_cutter(
     """
 
     def take(part: Any, span: Span) -> Any:
+        if _is_block_mask(part):
+            return _take_from_block_mask(part, torch.arange(*span))
         if not isinstance(part, torch.Tensor):
             return part[span.start : span.stop]
         if part.is_nested:
@@ -340,6 +343,8 @@ def reorder_samples(batch: Any, rows: int, order: Sequence[int], samples: Collec
     """
 
     def take(part: Any, numbers: torch.Tensor) -> Any:
+        if _is_block_mask(part):
+            return _take_from_block_mask(part, numbers)
         if not isinstance(part, torch.Tensor):
             return type(part)([part[number] for number in order])
         if part.is_nested:
@@ -356,6 +361,8 @@ def _select_samples(
     """Return a batch with the result of `take(part, which)` for each tensor and list that has entries for samples."""
 
     def cut(part: Any) -> Any:
+        if _is_block_mask(part):
+            return take(part, which) if part.shape[0] == rows else part  # otherwise, it is the same for all samples
         if isinstance(part, torch.Tensor):
             return part if not part.ndim or part.size(0) != rows or id(part) in whole else take(part, which)
         if id(part) in lists:
@@ -368,9 +375,45 @@ def _select_samples(
     def within(part: Any) -> Any:
         if isinstance(part, (torch.Tensor, list, tuple)):
             return cut(part)
-        return map_batch(cut, part, (torch.Tensor, list, tuple))
+        return map_batch(cut, part, (torch.Tensor, list, tuple, *_block_mask_types()))
 
     return within(batch)
+
+
+def find_block_masks(batch: Any) -> list[Any]:
+    """Return the masks of flex attention (`BlockMask`) in a batch."""
+    found = []
+
+    def note(part: Any) -> Any:
+        if _is_block_mask(part):
+            found.append(part)
+        return part
+
+    types = _block_mask_types()
+    if types:
+        map_batch(note, batch, types)
+    return found
+
+
+def _block_mask_types() -> tuple[type[Any], ...]:
+    flex = sys.modules.get("torch.nn.attention.flex_attention")  # its import takes seconds
+    return () if flex is None else (flex.BlockMask,)
+
+
+def _is_block_mask(part: Any) -> bool:
+    return isinstance(part, _block_mask_types())
+
+
+def _take_from_block_mask(mask: Any, numbers: torch.Tensor) -> Any:
+    """Return the mask of some samples of a batch. Its function still gets the numbers of the samples in the batch."""
+    numbers = numbers.to(mask.kv_num_blocks.device)
+    part, of_batch = mask[numbers], mask.mask_mod
+
+    def mask_mod(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return of_batch(numbers[b], h, q, kv)
+
+    part.mask_mod = mask_mod
+    return part
 
 
 def _take_nested(tensor: torch.Tensor, span: Span, rows: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from lightning_pipes.engine.trees import map_tensors
 from lightning_pipes.ir import PipelineError, Span
-from lightning_pipes.trainer.data.batches import Path, make_cutter, reorder_samples, sample_tensors
+from lightning_pipes.trainer.data.batches import Path, find_block_masks, make_cutter, reorder_samples, sample_tensors
 
 MicrobatchesBy = Literal["samples", "tokens"]
 SAMPLES: MicrobatchesBy = "samples"
@@ -29,8 +29,9 @@ MAX_GROUP_BORDERS = 128
 """The largest number of places between sorted sequences that are considered as borders of micro-batches."""
 _SLACKS = (1.0, 1.05, 1.1, 1.2, 1.5, 2.0, float("inf"))
 """The sizes to which the largest micro-batch is limited, relative to its smallest possible size."""
-_ALIGNED_NAMES = ("input_ids", "token_type_ids", "position_ids", "inputs_embeds")
-"""The names of tensors of Hugging Face models that have an entry for each token."""
+_MASK_NAME, _IDS_NAME = "attention_mask", "input_ids"
+_ALIGNED_NAMES = (_IDS_NAME, "token_type_ids", "position_ids")
+"""The names of tensors of Hugging Face models that have an entry for each token. Their padding may have any values."""
 
 
 @dataclass(frozen=True)
@@ -153,11 +154,18 @@ class TokenCutter:
             samples: the paths of lists that have one entry for each sample; see `take_samples`.
 
         Raises:
-            PipelineError: no tensor of the batch shows the lengths of its sequences.
+            PipelineError: no tensor of the batch shows the lengths of its sequences, or the batch contains a mask that
+                can't be cropped.
         """
         lengths = self._find_lengths(batch, rows)
         if len(spans) < 2 or lengths.numbers.min() == lengths.numbers.max():
             return None
+        if any(lengths.width in mask.seq_lengths for mask in find_block_masks(batch)):
+            raise PipelineError(
+                f"the batch contains a BlockMask for {lengths.width} tokens, and microbatches_by='tokens' crops the "
+                "sequences of each micro-batch to its own length. A BlockMask keeps its length. Call create_block_mask "
+                "in training_step, for the tensors that it gets, or leave microbatches_by out"
+            )
         order = np.argsort(-lengths.numbers, kind="stable")  # as a batch that is too large for the memory fails early
         ends = divide_lengths(lengths.numbers[order], len(spans), self._stages, min(self._least, rows // len(spans)))
         own = [Span(start, stop) for start, stop in zip((0, *ends[:-1]), ends, strict=True)]
@@ -195,9 +203,10 @@ class TokenCutter:
             outside = (places < starts[:, None]) | (places >= ends[:, None])
             self._other_axes.update(name for name, t in tensors.items() if t.ndim < 2 or width not in t.shape[1:])
             known = {name for name, t in tensors.items() if name not in self._other_axes}
-            varying = _varying_names({name: tables[name] for name in known & tables.keys()}, outside)
+            checked = {name: tables[name] for name in known & tables.keys() if not _is_aligned(name, where)}
+            varying = _varying_names(checked, outside)
             inputs = [n for n in known & tables.keys() if n != where and not tables[n].is_floating_point()]
-            if "attention_mask" not in where and inputs and all(name in varying for name in inputs):
+            if _MASK_NAME not in where and inputs and all(name in varying for name in inputs):
                 continue  # the entries that are left out are not padding
             self._source = where
             if leading:
@@ -218,10 +227,12 @@ class TokenCutter:
 
     def _list_sources(self, tables: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors that may show the lengths, the likeliest first, as masks of the tokens."""
-        named = [where for where in tables if "attention_mask" in where]
+        named = [where for where in tables if _MASK_NAME in where]
         masks = [w for w, t in tables.items() if w not in named and ("mask" in w or t.dtype is torch.bool)]
         for where in sorted(named, key=lambda each: each != self._source):
-            yield where, tables[where] != 0
+            mask = tables[where]
+            adds = mask.is_floating_point() and bool((mask < 0).any())  # such a mask is added to the scores
+            yield where, mask == 0 if adds else mask != 0
         for where in sorted(masks, key=lambda each: each != self._source):
             for counted in (tables[where] == 0, tables[where] != 0)[:: 1 if "pad" in where else -1]:
                 starts, ends = _token_ranges(counted)
@@ -264,13 +275,21 @@ def _token_axes(where: str, tensor: torch.Tensor, width: int) -> tuple[int, ...]
     return (1,) if tensor.size(1) == width else ()
 
 
+def _is_aligned(where: str, source: str) -> bool:
+    """Return whether the name of a tensor shows that the tensor has the lengths that `source` shows.
+
+    `decoder_input_ids` has the lengths of `decoder_attention_mask`, but not those of `attention_mask`. Tokens may be
+    unlike padding even if no label counts them, so labels do not show the lengths of `input_ids`.
+    """
+    names = [name for name in _ALIGNED_NAMES if name in where]
+    if _MASK_NAME in source:
+        return any(where.replace(name, _MASK_NAME) == source for name in names)
+    return bool(names) and _IDS_NAME not in names
+
+
 def _varying_names(tables: Mapping[str, torch.Tensor], outside: torch.Tensor) -> set[str]:
-    """Return the names of the tensors that have several values in the padding, except for the names of inputs."""
-    checked = {
-        where: t
-        for where, t in tables.items()
-        if t.shape == outside.shape and not any(name in where for name in _ALIGNED_NAMES)
-    }
+    """Return the names of the tensors that have several values in the padding."""
+    checked = {where: t for where, t in tables.items() if t.shape == outside.shape}
     if not checked or not bool(outside.any()):
         return set()
     values = [t.to(torch.float64)[outside] for t in checked.values()]

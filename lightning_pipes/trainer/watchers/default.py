@@ -27,7 +27,7 @@ from lightning_pipes.trainer.watchers.replanning import (
 )
 from lightning_pipes.trainer.watchers.same_batch import SameBatch
 from lightning_pipes.trainer.watchers.sample_check import SampleCheck
-from lightning_pipes.trainer.watchers.whole_batch import WholeBatchValues
+from lightning_pipes.trainer.watchers.whole_batch import UncomparedValues, WholeBatchValues
 
 
 class OneStep(Watcher):
@@ -197,8 +197,8 @@ def default_watchers(
     if check_loss and run.is_fitting:
         if uncompared and not run.user_steps.ends_whole:
             watchers.append(UncomparedLoss(run, uncompared))
-        if by_units and not run.user_steps.ends_whole and not run.is_asynchronous and run.user_steps.joint is None:
-            watchers.append(WholeBatchValues(run))
+        if by_units and not run.user_steps.ends_whole and run.user_steps.joint is None:
+            watchers.append(UncomparedValues(run) if run.is_asynchronous else WholeBatchValues(run))
         samples = None if by_units else SampleCheck(run)
         if samples is not None:
             watchers.append(samples)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.utilities import rank_zero_warn
 
@@ -18,6 +19,7 @@ from lightning_pipes.trainer.data.batches import copy_batch, move_batch
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.watcher import TrainingStep, Watcher, is_batch_due
 from lightning_pipes.trainer.results.logs import LogKey, number_calls
+from lightning_pipes.trainer.results.loss_weights import SAMPLES_WEIGHT, candidates_differ, usual_weights
 from lightning_pipes.trainer.user.unchanged import evaluation_mode, keep_unchanged
 from lightning_pipes.trainer.watchers.logged_values import LoggedValues, Losses
 
@@ -131,3 +133,43 @@ class WholeBatchValues(Watcher):
                 "numbers that are equal in all micro-batches are assumed to be equal for the batch, and other numbers "
                 "are assumed to be means. If they are sums, set PipelineStrategy(microbatches=1)"
             )
+
+
+class UncomparedValues(Watcher):
+    """Warns once of logged and returned values that may not be means over samples, if no batch runs a second time.
+
+    This is the case for overlapping batches of a module that is cut by units.
+    """
+
+    def __init__(self, run: PipelineRun) -> None:
+        self._run = run
+        self._has_warned = False
+
+    def before_optimizer_step(self, step: TrainingStep) -> None:
+        """Name the values of a batch whose loss is weighted by another quantity than the number of samples."""
+        weights = step.weights
+        first = max(step.results.items(), key=lambda each: each[0].rows, default=(None, None))[1]
+        if self._has_warned or weights is None or first is None or first.loss is None:
+            return
+        by_samples = next(each for each in weights.every if each.name == SAMPLES_WEIGHT)
+        if not candidates_differ([by_samples, weights.chosen], weights.spans):
+            return
+        losses = first.logged_losses()
+        names = {
+            call.call_text: None
+            for key, call in number_calls(first.log_calls)
+            if key not in losses and usual_weights(call) in (SAMPLES_WEIGHT, "") and _is_number(call.value)
+        }
+        if names:
+            self._has_warned = True
+            rank_zero_warn(
+                f"{type(self._run.cut.module).__name__}.training_step logs or returns {', '.join(names)}, which are "
+                "averaged over micro-batches by their numbers of samples, although the loss is weighted by "
+                f"{weights.chosen.name}. If they are means over something else than samples, they differ from one "
+                "process. Schedules with overlapping batches do not compare the values of modules that are cut by "
+                "units. Log sums with reduce_fx='sum', or use a schedule that flushes between batches, such as '1f1b'"
+            )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)

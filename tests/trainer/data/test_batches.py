@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 
@@ -23,6 +24,7 @@ from lightning_pipes.trainer.data.batches import (
     checksum_batch,
     copy_batch,
     join,
+    reorder_samples,
     rows_of,
     sample_fingerprint,
     take_samples,
@@ -384,3 +386,31 @@ def test_nested_tensors_are_cut_by_sample():
     part = take_samples({"x": nested}, Span(1, 3), 3)["x"]
     assert [each.tolist() for each in part.unbind()] == [each.tolist() for each in nested.unbind()[1:]]
     assert take_samples({"x": nested}, Span(0, 3), 3)["x"] is nested
+
+
+def test_masks_of_flex_attention() -> None:
+    """The function of a mask gets the numbers of the samples in the whole batch; a mask of all samples is not cut."""
+    lengths = torch.tensor([9, 2, 5, 7])
+
+    def is_seen(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (q >= kv) & (kv < lengths[b])
+
+    def is_earlier(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return q >= kv
+
+    def made(mask: Any) -> torch.Tensor:
+        return create_mask(mask.mask_mod, *mask.shape, device="cpu")
+
+    own, shared = (
+        create_block_mask(seen, rows, None, 9, 9, device="cpu", BLOCK_SIZE=4)
+        for seen, rows in ((is_seen, 4), (is_earlier, None))
+    )
+    batch, dense = {"x": t(4, 9), "mask": own, "shared": shared}, made(own)
+    part = take_samples(batch, Span(1, 3), 4)
+    assert torch.equal(made(part["mask"]), dense[1:3])
+    assert torch.equal(part["mask"].kv_num_blocks, own.kv_num_blocks[1:3])
+    assert part["shared"] is shared
+    order = [3, 0, 2, 1]
+    moved = reorder_samples(batch, 4, order)
+    assert torch.equal(made(moved["mask"]), dense[order])
+    assert torch.equal(made(take_samples(moved, Span(2, 4), 4)["mask"]), dense[order][2:])

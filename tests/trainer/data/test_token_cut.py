@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from itertools import combinations
 from typing import Any
 
@@ -14,9 +15,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 from torch.utils.data import DataLoader
 
-from lightning_pipes import PipelineStrategy
+from lightning_pipes import JobArray, PipelineStrategy
 from lightning_pipes.engine.trees import tensors_in
 from lightning_pipes.ir import InputError, PipelineError, Span
 from lightning_pipes.ir.instruction import even_spans
@@ -158,6 +160,9 @@ OF_TWO: dict[str, dict[str, Any]] = {
     "layers": {"verify": 2},
     "units": {"module": "", "verify": 2},
     "zero bubble": {"schedule": "zero_bubble", "recompute": True},
+    "v": {"schedule": "v", "microbatches": 20},
+    "auto": {"schedule": "auto", "partition": "auto", "microbatches": None},
+    "replan": {"schedule": "1f1b", "partition": "auto", "replan": True},
 }
 OF_FOUR: dict[str, dict[str, Any]] = {
     "interleaved": {"schedule": "interleaved"},
@@ -189,6 +194,173 @@ def test_training_that_equals_one_process(name: str) -> None:
             assert differences(own, {each: whole[each] for each in own}, 1e-9) == []
         assert differences(found[name]["steps"], plain()["steps"], 1e-9) == []
         assert found[name]["said"] == []
+
+
+OTHER: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "pipedream": (2, {"schedule": "pipedream"}, {"accumulate_grad_batches": 2}),
+    "pipedream_2bw by units": (2, {"schedule": "pipedream_2bw", "module": ""}, {}),
+    "dynpipe": (2, {"schedule": "dynpipe"}, {}),
+    "csp": (2, {"schedule": "csp"}, {}),
+    "replicas": (4, {"data_parallel": 2}, {"accumulate_grad_batches": 2}),
+    "replicas by units": (4, {"data_parallel": 2, "module": ""}, {}),
+    "overlapping replicas": (4, {"data_parallel": 2, "schedule": "pipedream"}, {}),
+}
+"""The number of ranks, and the settings of the strategy and of the Trainer, of runs that differ from one process."""
+
+
+def fitted_both(rank: int, ranks: int, names: list[str]) -> dict[str, list[dict[str, Any]]]:
+    return {
+        name: [
+            fitted(LitCausal, ranks, {"microbatches_by": by, **OTHER[name][1]}, **OTHER[name][2])
+            for by in ("tokens", "samples")
+        ]
+        for name in names
+    }
+
+
+@cache
+def both(ranks: int) -> list[dict[str, list[dict[str, Any]]]]:
+    return run_ranks(fitted_both, ranks, ranks, [n for n in OTHER if OTHER[n][0] == ranks], timeout=480)
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_training_that_equals_micro_batches_by_samples(name: str) -> None:
+    """Overlapping batches and replicas train the same weights as with micro-batches of equal numbers of samples."""
+    for found in both(OTHER[name][0]):
+        by_tokens, by_samples = found[name]
+        assert differences(by_tokens["weights"], by_samples["weights"], 1e-9) == []
+        assert differences(by_tokens["predicted"], by_samples["predicted"], 1e-9) == []
+        is_uncompared = name == "pipedream_2bw by units"
+        for key in ("loss", "val", "length") if is_uncompared else by_samples["metrics"]:
+            assert differences(by_tokens["metrics"][key], by_samples["metrics"][key], 1e-9) == [], key
+        assert len(by_tokens["shapes"]) > len(by_samples["shapes"])
+
+
+def test_values_that_overlapping_batches_do_not_compare() -> None:
+    """A warning names the values that may be means over tokens, if no whole batch shows how they are merged."""
+    name = "pipedream_2bw by units"
+    said = [" ".join(found[name][0]["said"]) for found in both(2)]
+    assert "logs or returns self.log('accuracy'), self.log('length'), which are averaged over micro-batches" in said[0]
+    assert "averaged over micro-batches" not in " ".join(both(2)[0]["pipedream"][0]["said"])
+
+
+def siblings(rank: int) -> list[Any]:
+    settings: list[dict[str, Any]] = [{}, {"module": ""}, {"microbatches_by": "samples"}]
+    jobs = [partial(fitted, LitCausal, 2, each) for each in settings]
+    return [(found.error, found.value) for found in JobArray(2).run(jobs)]
+
+
+def test_siblings_of_an_array() -> None:
+    """Each sibling sorts its own batches, and trains as in one process."""
+    for found in run_ranks(siblings, 2, timeout=480):
+        for error, value in found:
+            assert error is None
+            assert differences(value["weights"], plain()["weights"], 1e-9) == []
+            assert differences(value["steps"], plain()["steps"], 1e-9) == []
+        assert len(found[0][1]["shapes"]) == len(found[1][1]["shapes"]) > len(found[2][1]["shapes"])
+
+
+@dataclass
+class Head:
+    """Plain values that a step passes to its layers."""
+
+    scale: float
+    name: str
+    nothing: None = None
+
+
+class FlexBlock(nn.Module):
+    """Attention with the mask of flex attention. Flex attention has no gradients on CPUs, so the mask is made dense."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, mask: Any, head: Head) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.into(x).chunk(3, -1))
+        seen = create_mask(mask.mask_mod, *mask.shape, device="cpu")
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        assert (head.name, head.nothing) == ("flex", None)
+        return x + head.scale * self.out(y.transpose(1, 2).flatten(-2))
+
+
+def mask_of(kept: torch.Tensor) -> BlockMask:
+    """Return the mask of causal attention to tokens."""
+
+    def is_seen(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (q >= kv) & kept[b, kv]
+
+    return create_block_mask(is_seen, len(kept), None, kept.size(1), kept.size(1), device="cpu", BLOCK_SIZE=8)
+
+
+class LitFlex(LitCausal):
+    """A module whose layers get a mask of flex attention and an object with plain values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers: Any = None
+        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.blocks = nn.ModuleList(FlexBlock() for _ in range(8))
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        mask = batch["mask"] if "mask" in batch else mask_of(batch["attention_mask"].bool())
+        x, head = self.embed(batch["input_ids"]), Head(0.5, "flex")
+        for block in self.blocks:
+            x = block(x, mask, head)
+        return self.head(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch)
+        self.shapes |= {tuple(batch["input_ids"].shape)}
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self(batch).mean(), batch_size=len(batch["labels"]))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch).argmax(-1)
+
+
+class LitMasked(LitFlex):
+    """A module whose data loader makes the mask of flex attention."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return {**batch, "mask": mask_of(batch["attention_mask"].bool())}
+
+
+FLEX: dict[str, tuple[type[LitCausal], dict[str, Any]]] = {
+    "zero bubble": (LitFlex, {"schedule": "zero_bubble"}),
+    "v": (LitFlex, {"schedule": "v"}),
+    "v, recomputed": (LitFlex, {"schedule": "v", "recompute": True}),
+    "in the batch": (LitMasked, {"schedule": "zero_bubble", "microbatches_by": "samples"}),
+}
+
+
+def fitted_flex(rank: int) -> tuple[dict[str, Any], str]:
+    found = {name: fitted(kind, 2, {"module": "", **settings}) for name, (kind, settings) in FLEX.items()}
+    for each in found.values():
+        del each["steps"]  # masks cannot be pickled
+    with pytest.raises(PipelineError) as refused:
+        fitted(LitMasked, 2, {"module": ""}, lengths=LENGTHS[:1])
+    return found, str(refused.value)
+
+
+def test_masks_of_flex_attention() -> None:
+    """A BlockMask and other objects are inputs of stages with split backwards, and are cut with their samples."""
+    for found, refused in run_ranks(fitted_flex, 2, timeout=480):
+        for name, (kind, _) in FLEX.items():
+            whole = flex_of_one(kind)
+            for key in ("weights", "metrics", "predicted"):
+                assert differences(found[name][key], whole[key], 1e-9) == [], (name, key)
+            for own, of_all in zip(found[name]["gradients"], whole["gradients"], strict=True):
+                assert differences(own, {each: of_all[each] for each in own}, 1e-9) == [], name
+            assert found[name]["said"] == []
+        assert "the batch contains a BlockMask for 29 tokens" in refused
+
+
+@cache
+def flex_of_one(kind: type[LitCausal]) -> dict[str, Any]:
+    return fitted(kind, 1, None)
 
 
 @pytest.mark.parametrize("name", ["layers", "units"])
@@ -361,6 +533,19 @@ SOURCES: dict[str, tuple[Any, list[tuple[int, ...]]]] = {
         [(29,), (29,), (1, 29, 29)],
     ),
     "vectors": ({"x": torch.ones(12, 29, 3), "attention_mask": MASK}, [(29, 3), (29,)]),
+    "a mask that is added": (
+        {"input_ids": b["input_ids"], "attention_mask": torch.where(MASK == 0, -1e9, 0.0)},
+        [(29,), (29,)],
+    ),
+    "a decoder with its own mask": (
+        {
+            **with_mask("attention_mask"),
+            "decoder_input_ids": b["input_ids"].flip(0),
+            "decoder_attention_mask": MASK.flip(0),
+            "labels": b["labels"].flip(0),
+        },
+        [(29,), (29,), (0, 29), (0, 29), (0, 29)],
+    ),
     "targets of another length": ({**with_mask("attention_mask"), "labels": torch.ones(12, 7)}, [(29,), (29,), (7,)]),
     "targets of the same length": (
         {**with_mask("attention_mask"), "targets": torch.arange(12 * 29).view(12, 29)},
@@ -388,6 +573,14 @@ def test_batches_without_lengths() -> None:
     for batch in ({"x": torch.ones(4, 3), "y": torch.ones(4)}, {"tokens": torch.ones(4, 3, dtype=torch.int64)}):
         with pytest.raises(PipelineError, match=r"no tensor of the batch shows them: batch.*It looked for a mask"):
             cut(batch, 4)
+
+
+def test_labels_that_do_not_show_lengths() -> None:
+    """Tokens after the last label are not padding if they differ, as in a masked language model."""
+    labels = torch.full((4, 9), -100)
+    labels[:, 2] = labels[1, 5] = 3
+    with pytest.raises(PipelineError, match="no tensor of the batch shows them"):
+        cut({"input_ids": torch.arange(36).view(4, 9), "labels": labels}, 4)
 
 
 def test_batches_of_one_length() -> None:
