@@ -27,6 +27,8 @@ pytestmark = [
 ]
 NOBODY = 65534
 SCRIPT = str(Path(__file__).with_name("doors.py"))
+NOTICE = "1/failure' into its store"
+"""The end of the warning about a forged failure."""
 RAW = "\x1b[2Jplanted"
 """The text of a forged failure, which would clear a terminal."""
 ANYWHERE = (0, 1)  # 0.0.0.0 and ::, as numbers of /proc/net
@@ -108,7 +110,9 @@ def test_a_run_on_one_host(what: str, tmp_path: Path) -> None:
     token, ran = secrets.token_hex(8), tmp_path / "ran"
     command = ["env", "-u", "GLOO_SOCKET_IFNAME", sys.executable, SCRIPT, what, str(tmp_path)]
     with namespaces.Hosts(2) as hosts:
-        run = hosts.start(0, command, environment(token), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        output = tmp_path / "output"
+        with output.open("w") as written:
+            run = hosts.start(0, command, environment(token), stdout=written, stderr=subprocess.STDOUT)
         assert wait_until(lambda: all((tmp_path / f"trains{rank}").exists() for rank in range(2)), 300)
         ports, env = doors(token)
         assert ports
@@ -119,14 +123,13 @@ def test_a_run_on_one_host(what: str, tmp_path: Path) -> None:
             stores.append(int(env["LIGHTNING_PIPES_BOARD"].rpartition(":")[2]))
         (planted,) = run_ranks(plant, 1, hosts.holders[0], stores, pickle.dumps(Evil(ran)))
         assert len(planted) > (10 if what == "study" else 5)
-        try:
-            said = run.communicate(timeout=2)[0]
-        except subprocess.TimeoutExpired:
-            (tmp_path / "planted").touch()
-            said = run.communicate(timeout=300)[0]
+        assert wait_until(lambda: NOTICE in output.read_text() or run.poll() is not None, 300)
+        (tmp_path / "planted").touch()
+        run.wait(300)
+    said = output.read_text()
     assert run.returncode == 0, said
     assert said.count("came to its end") == 2
     assert not ran.exists()
     assert "\x1b" not in said
     assert "a process outside this run wrote" in said
-    assert "1/failure' into its store" in said
+    assert NOTICE in said

@@ -146,7 +146,8 @@ def test_fewer_stages_continue_if_a_host_is_gone(undisturbed, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         endpoint = f"--rdzv-endpoint=127.0.0.1:{free.getsockname()[1]}"
-    soon = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+    # Agents that start slowly must meet, and an agent that is alive must not miss all its signs of life.
+    soon = "last_call_timeout=30,keep_alive_interval=1,keep_alive_max_attempt=30"
 
     def start(host: int, command: list[str], env: dict[str, str], cwd: Path) -> subprocess.Popen[str]:
         first = {"PET_RDZV_CONF": f"is_host={int(host == 0)},{soon}"}

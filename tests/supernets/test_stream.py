@@ -55,8 +55,9 @@ class Stalls(Explorer):
 def test_stalled_stream_is_reported() -> None:
     """Check the error if an explorer does not choose in time."""
     explorer = Stalls()
-    stream = SubnetStream(explorer, timeout=0.05)
+    stream = SubnetStream(explorer)
     next(stream)
+    stream.timeout = 0.05  # only for the explorer that never chooses
     with pytest.raises(InputError, match=r"Stalls has not chosen subnet 1 within 0\.05 s, and all ranks wait"):
         next(stream)
     explorer.never.set()

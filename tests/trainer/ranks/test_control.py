@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -138,26 +139,24 @@ def test_the_source_goes_ahead(size: int) -> None:
     assert run_ranks(ahead, 2, size, timeout=60) == [list(range(50))] * 2
 
 
-def waits_for_the_dead(rank: int, how: str) -> tuple[str, float]:
-    """Return the error of a call that waits for a rank that has ended, and the seconds of the wait."""
+def waits_for_the_dead(rank: int, how: str) -> str:
+    """Return the error of a call that waits for a rank that has ended."""
     control = joined(rank, 2, how)
     control.any(False)
     if rank == 1:
         os._exit(0)
-    started = time.monotonic()
     with pytest.raises(PipelineError) as caught:
         control.any(False)
     # the watch reports this while the rank waits
     assert str(control.watch.doing).startswith("a collective call of 2 ranks in ")
-    return str(caught.value), time.monotonic() - started
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("how", [MESH, NONE])
 def test_no_rank_waits_for_dead_ranks(how: str) -> None:
     first, _ = watch_ranks(waits_for_the_dead, 2, how, timeout=60)
-    message, seconds = first.value
-    assert message.startswith("another rank has ended without an error message while this rank waited for it")
-    assert seconds < scale_timeout(5)
+    assert first.value.startswith("another rank has ended without an error message while this rank waited for it")
+    assert not re.search("no answer for|[Tt]imed out", first.value), "the wait has ended by its timeout"
 
 
 def idles(rank: int) -> list[bool]:
