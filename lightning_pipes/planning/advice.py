@@ -20,7 +20,7 @@ from lightning_pipes.planning.formatting import (
 )
 from lightning_pipes.planning.run_model import RunModel, SimulatedTrial
 from lightning_pipes.sim.records.compare import BottleneckRank
-from lightning_pipes.sim.records.record import RunRecord
+from lightning_pipes.sim.records.record import PADDING_FACT, RunRecord
 
 MIN_PROPOSED_GAIN = 0.03
 """The share of a step that a change must save to be proposed."""
@@ -96,7 +96,9 @@ def advise_run(record: RunRecord, progress: Progress = lambda what, done: None) 
     """
     slowest = BottleneckRank.from_timeline(record.displayed_timeline)
     if record.siblings > 1:  # siblings fill each other's bubbles: only a slow stage slows them all down
-        return Advice(f"{slowest}{_less_to_do(slowest, record.plan)}. {record.sibling_note}.")
+        return Advice(
+            f"{slowest}{_less_to_do(slowest, record.plan)}. {record.sibling_note}.", notes=tuple(_padding_notes(record))
+        )
     try:
         model = RunModel(record)
         now = model.now
@@ -339,6 +341,7 @@ def _simulation_notes(model: RunModel) -> Iterator[str]:
 
 
 def _list_notes(record: RunRecord) -> Iterator[str]:
+    yield from _padding_notes(record)
     yield from _queue_notes(record)
     if record.between is not None:
         inside = record.displayed_timeline.makespan / 1e9
@@ -350,6 +353,11 @@ def _list_notes(record: RunRecord) -> Iterator[str]:
                 f"{seconds_text(1e9 * record.between)} pass between two {steps}, {share:.0%} of the total time: "
                 "loading data, the optimizer, logging and callbacks."
             )
+
+
+def _padding_notes(record: RunRecord) -> Iterator[str]:
+    if PADDING_FACT in record.facts:
+        yield f"{record.facts[PADDING_FACT]}."
 
 
 def _queue_notes(record: RunRecord) -> Iterator[str]:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_pipes.engine.allocator import read_peak_bytes
 from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.planning.formatting import schedule_settings
+from lightning_pipes.sim.records.record import PADDING_FACT
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.loop.connections import Connections
 from lightning_pipes.trainer.loop.evaluation import Evaluation
@@ -173,6 +174,8 @@ def gather_run(
     moved = "; ".join(map(str, run.relocation.moved))
     if moved:
         about = replace(about, facts={**about.facts, "moved": moved})
+    if run.padding_text:
+        about = replace(about, facts={**about.facts, PADDING_FACT: run.padding_text})
     facts = None
     if run.windows:
         facts = (

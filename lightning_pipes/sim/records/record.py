@@ -233,6 +233,8 @@ def _parse_link(where: str, values: Sequence[Any]) -> Link:
 
 RUN_FILE = "run.json"
 """The name of the file in the directory of a run."""
+PADDING_FACT = "padding"
+"""The name of the fact that contains advice on padding."""
 _TIMELINE_KEYS = ("predicted", "measured", "replayed")
 _CONVERTED_KEYS = (*_TIMELINE_KEYS, "costs", "profile")
 """Entries that every file contains and that have a conversion of their own."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -120,12 +120,35 @@ class _Lengths:
         width: the number of tokens to which the sequences are padded.
         leading: whether the padding precedes the tokens.
         names: the places in the batch of the tensors that have an entry for each token.
+        source: the place in the batch of the tensor that shows the lengths.
+        obstacle: the reason why padding before the tokens can't be cropped. Empty if it can, or if there is none.
     """
 
     numbers: np.ndarray[Any, np.dtype[np.int64]]
     width: int
     leading: bool
     names: frozenset[str]
+    source: str
+    obstacle: str = ""
+
+
+class TokenCounts(NamedTuple):
+    """The numbers of tokens of batches.
+
+    Attributes:
+        own: the tokens without padding.
+        padded: the tokens if all sequences of a batch are padded to one length.
+        cropped: the tokens if sequences are sorted into micro-batches that are padded to their own lengths.
+    """
+
+    own: int = 0
+    padded: int = 0
+    cropped: int = 0
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """The shares of padding, without and with sorted sequences."""
+        return (1 - self.own / self.padded, 1 - self.own / self.cropped) if self.own else (0.0, 0.0)
 
 
 class TokenCutter:
@@ -158,7 +181,23 @@ class TokenCutter:
                 can't be cropped.
         """
         lengths = self._find_lengths(batch, rows)
-        if len(spans) < 2 or lengths.numbers.min() == lengths.numbers.max():
+        if lengths is None:
+            shapes = ", ".join(f"{where} of shape {tuple(t.shape)}" for where, t in sample_tensors(batch, rows))
+            raise PipelineError(
+                "microbatches_by='tokens' sorts the sequences of a batch by their lengths, but no tensor of the batch "
+                f"shows them: {shapes or 'there is no tensor with an entry for each sample'}. It looked for a mask "
+                "with an entry for each token, such as attention_mask, and for labels that are -100 where a sequence "
+                "has ended. Add an attention_mask to the batch, as the collators of transformers do, or leave "
+                "microbatches_by out"
+            )
+        if lengths.obstacle and not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                "microbatches_by='tokens' does not crop the padding before the tokens of sequences, because "
+                f"{lengths.obstacle}. Pad sequences at their end (tokenizer.padding_side = 'right')"
+            )
+        found = self._divide(lengths, rows, spans)
+        if found is None:
             return None
         if any(lengths.width in mask.seq_lengths for mask in find_block_masks(batch)):
             raise PipelineError(
@@ -166,33 +205,54 @@ class TokenCutter:
                 "sequences of each micro-batch to its own length. A BlockMask keeps its length. Call create_block_mask "
                 "in training_step, for the tensors that it gets, or leave microbatches_by out"
             )
-        order = np.argsort(-lengths.numbers, kind="stable")  # as a batch that is too large for the memory fails early
-        ends = divide_lengths(lengths.numbers[order], len(spans), self._stages, min(self._least, rows // len(spans)))
-        own = [Span(start, stop) for start, stop in zip((0, *ends[:-1]), ends, strict=True)]
+        order, widths = found
         if not self._has_logged:
             self._has_logged = True
-            tokens = sum(span.rows * int(lengths.numbers[order[span.start]]) for span in own)
-            least, most = min(span.rows for span in own), max(span.rows for span in own)
-            padding = [100 * (1 - int(lengths.numbers.sum()) / each) for each in (rows * lengths.width, tokens)]
+            least, most = min(span.rows for span in widths), max(span.rows for span in widths)
+            before, after = _count_tokens(lengths, rows, widths).shares
             rank_zero_info(
-                f"Sequences are sorted into micro-batches by {self._source}: the first batch has {least} to {most} "
-                f"sequences in a micro-batch, and {padding[1]:.0f} % of its tokens are padding instead of "
-                f"{padding[0]:.0f} %"
+                f"Sequences are sorted into micro-batches by {lengths.source}: the first batch has {least} to {most} "
+                f"sequences in a micro-batch, and {after:.0%} of its tokens are padding instead of {before:.0%}"
             )
         return TokenCut(
-            reorder_samples(batch, rows, order.tolist(), samples),
+            reorder_samples(batch, rows, order, samples),
             rows,
-            tuple(order.tolist()),
-            dict(zip(spans, own, strict=True)),
-            {span: int(lengths.numbers[order[span.start]]) for span in own},
+            tuple(order),
+            dict(zip(spans, widths, strict=True)),
+            widths,
             lengths.width,
             lengths.leading,
             lengths.names,
         )
 
-    def _find_lengths(self, batch: Any, rows: int) -> _Lengths:
+    def count_tokens(self, batch: Any, rows: int, spans: Sequence[Span]) -> TokenCounts | None:
+        """Return the numbers of tokens of a batch, or None if the batch does not clearly show lengths.
+
+        Args:
+            batch: the batch.
+            rows: the number of samples of the batch.
+            spans: the spans of the plan that have samples.
+        """
+        lengths = self._find_lengths(batch, rows)
+        if lengths is None or (_MASK_NAME not in lengths.source and len(lengths.names) < 2):
+            return None
+        found = self._divide(lengths, rows, spans)
+        return None if found is None else _count_tokens(lengths, rows, found[1])
+
+    def _divide(self, lengths: _Lengths, rows: int, spans: Sequence[Span]) -> tuple[list[int], dict[Span, int]] | None:
+        """Return the order of the sequences, and the lengths of the micro-batches. None if all lengths are equal."""
+        if len(spans) < 2 or lengths.numbers.min() == lengths.numbers.max():
+            return None
+        order = np.argsort(-lengths.numbers, kind="stable")  # as a batch that is too large for the memory fails early
+        numbers = lengths.numbers[order]
+        ends = divide_lengths(numbers, len(spans), self._stages, min(self._least, rows // len(spans)))
+        own = [Span(start, stop) for start, stop in zip((0, *ends[:-1]), ends, strict=True)]
+        return order.tolist(), {span: int(numbers[span.start]) for span in own}
+
+    def _find_lengths(self, batch: Any, rows: int) -> _Lengths | None:
+        """Return the lengths of the sequences, or None if no tensor shows them."""
         tensors = dict(sample_tensors(batch, rows))
-        tables = {where: t for where, t in tensors.items() if t.ndim == 2 and not t.is_nested}
+        tables = {where: t for where, t in tensors.items() if _is_table(t)}
         for where, counted in self._list_sources(tables):
             width = counted.size(1)
             starts, ends = _token_ranges(counted)
@@ -209,21 +269,13 @@ class TokenCutter:
             if _MASK_NAME not in where and inputs and all(name in varying for name in inputs):
                 continue  # the entries that are left out are not padding
             self._source = where
-            if leading:
-                why = _why_not_leading(tables, starts)
-                if why:
-                    self._warn_of_leading(why)
-                    starts, leading = torch.zeros_like(starts), False
+            obstacle = _why_not_leading(tables, starts) if leading else ""
+            if obstacle:
+                starts, leading = torch.zeros_like(starts), False
             numbers = (ends - starts).clamp(min=1).cpu().numpy()
             names = frozenset(name for name in known if name not in varying and _token_axes(name, tensors[name], width))
-            return _Lengths(numbers, width, leading, names)
-        shapes = ", ".join(f"{where} of shape {tuple(t.shape)}" for where, t in tensors.items())
-        raise PipelineError(
-            "microbatches_by='tokens' sorts the sequences of a batch by their lengths, but no tensor of the batch "
-            f"shows them: {shapes or 'there is no tensor with an entry for each sample'}. It looked for a mask with an "
-            "entry for each token, such as attention_mask, and for labels that are -100 where a sequence has ended. "
-            "Add an attention_mask to the batch, as the collators of transformers do, or leave microbatches_by out"
-        )
+            return _Lengths(numbers, width, leading, names, where, obstacle)
+        return None
 
     def _list_sources(self, tables: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors that may show the lengths, the likeliest first, as masks of the tokens."""
@@ -249,13 +301,14 @@ class TokenCutter:
             and (where == self._source or "label" in where or bool((t == IGNORED_LABEL).any()))
         ]
 
-    def _warn_of_leading(self, why: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            rank_zero_warn(
-                f"microbatches_by='tokens' does not crop the padding before the tokens of sequences, because {why}. "
-                "Pad sequences at their end (tokenizer.padding_side = 'right')"
-            )
+
+def _count_tokens(lengths: _Lengths, rows: int, widths: Mapping[Span, int]) -> TokenCounts:
+    cropped = sum(span.rows * width for span, width in widths.items())
+    return TokenCounts(int(lengths.numbers.sum()), rows * lengths.width, cropped)
+
+
+def _is_table(tensor: torch.Tensor) -> bool:
+    return tensor.ndim == 2 and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _token_ranges(counted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

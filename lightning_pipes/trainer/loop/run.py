@@ -188,6 +188,7 @@ class PipelineRun:
         watchers: checks, statistics and safeguards around the step. They are set after the run is created.
         loss_weights: weights the losses of micro-batches, on ranks of the last stage.
         awaits_batch: whether an optimizer is about to step by a batch that has not begun.
+        padding_text: advice on the padding in the first batches. Empty if there is none.
 
     Raises:
         PlanError: the transport is not available here.
@@ -220,6 +221,7 @@ class PipelineRun:
         self.listeners: list[StageListener] = []
         self.statistics = StepStatistics(ranks)
         self.awaits_batch = False
+        self.padding_text = ""
         self.replay = LogReplay(cut.module)
         self.is_fitting = trainer.state.fn == TrainerFn.FITTING
         self.trainer = trainer

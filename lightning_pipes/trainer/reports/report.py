@@ -17,7 +17,7 @@ from lightning_pipes.ir import LayerUse, Plan, PlanError, Policy, Program
 from lightning_pipes.planning.memory import peak_bytes
 from lightning_pipes.sim import simulate
 from lightning_pipes.sim.records.memory_use import describe_peaks, estimate_alternatives
-from lightning_pipes.sim.records.record import RUN_FILE, RunRecord
+from lightning_pipes.sim.records.record import PADDING_FACT, RUN_FILE, RunRecord
 from lightning_pipes.sim.records.training_record import Curves
 from lightning_pipes.sim.timeline import Event, Timeline
 from lightning_pipes.trainer.reports.stage_bytes import StageBytes, with_bytes
@@ -281,7 +281,8 @@ class PipelineReport:
         record = self.record
         compared = (self.predicted, self.replayed) if record.siblings == 1 else ()
         found = [str(compare_timelines(timeline, self.measured)) for timeline in compared if timeline is not None]
-        texts = [record.choice, record.sibling_note, record.prediction_text, *found]
+        padding = record.facts.get(PADDING_FACT, "")
+        texts = [record.choice, record.sibling_note, padding, record.prediction_text, *found]
         return "\n\n".join(filter(None, [*texts, record.queues_text, record.memory_text]))
 
 

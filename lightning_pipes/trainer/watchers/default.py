@@ -19,6 +19,7 @@ from lightning_pipes.trainer.plan.prediction import Prediction
 from lightning_pipes.trainer.user.parameter_hooks import warn_about_hooks
 from lightning_pipes.trainer.watchers.batch_comparison import BatchComparison, ReportsDifferences
 from lightning_pipes.trainer.watchers.loss_check import LossCheck, UncomparedLoss
+from lightning_pipes.trainer.watchers.padding import Padding
 from lightning_pipes.trainer.watchers.replanning import (
     AsynchronousReplanning,
     PredictionCheck,
@@ -189,6 +190,8 @@ def default_watchers(
     if run.local_layers.buffers.has_peers and run.local_layers.replica_averages is None:
         watchers.append(BufferBroadcast(run))
     watchers.append(FirstBatch(run))
+    if run.is_fitting and run.token_cutter is None:
+        watchers.append(Padding(run))
     if run.local_layers.hidden is not None:
         watchers.append(SharedState(run.local_layers.hidden))
     if run.connections.turns is not None:  # a single training compares immediately
