@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
@@ -51,6 +52,8 @@ If this share of a later F or I, or of a W, fits, the rank runs it first. With t
 """
 MAX_COMPARED_COMPUTATIONS = 100_000
 """The number of executed computations after which no further patterns are compared."""
+MAX_FINALISTS = 4
+"""The number of patterns that are compared with all micro-batches, after a comparison with few of them."""
 UNUSED_HALF_STAGES = 2
 """The number of half-stages by which a pattern that is compared may hold less than k."""
 LOOKAHEAD = 12
@@ -75,18 +78,31 @@ class Durations(NamedTuple):
     message: int = 0
 
 
+class Length(NamedTuple):
+    """The length of an order, for comparisons.
+
+    Attributes:
+        total: the sum of the other two. The makespan is the time of a single step. In a sequence of steps, the first
+            ranks begin the next step while the last ranks end the previous one, so that the longest wait matters.
+        idle: the longest time that a rank waits between its first and its last computation.
+        makespan: the time at which the last rank ends.
+    """
+
+    total: int
+    idle: int
+    makespan: int
+
+
 class VOrder(NamedTuple):
     """The computations of every rank.
 
     Attributes:
-        idle: the longest time that a rank waits between its first and its last computation.
-        makespan: the time at which the last rank ends.
+        length: the length of the order.
         rows: the computations of every rank, each with its kind (F, I or W), its stage, and the number of its
             micro-batch.
     """
 
-    idle: int
-    makespan: int
+    length: Length
     rows: tuple[tuple[tuple[int, int, int], ...], ...]
 
 
@@ -106,7 +122,7 @@ class Pattern(NamedTuple):
 
 @lru_cache(maxsize=64)
 def find_order(p: int, m: int, k: int, times: Durations, split: bool) -> VOrder:
-    """Return the order of m micro-batches on p ranks in which the rank that waits longest waits least.
+    """Return the order of m micro-batches on p ranks with the smallest `Length`.
 
     Args:
         p: the number of ranks.
@@ -119,17 +135,23 @@ def find_order(p: int, m: int, k: int, times: Durations, split: bool) -> VOrder:
         PlanError: every pattern needs more memory.
     """
     most = min(k, 2 * p)
-    for pattern, patience in compare_patterns(p, min(m, 2 * p), k, times, split):
+    n_finalists = max(1, min(MAX_FINALISTS, MAX_COMPARED_COMPUTATIONS // (PERIOD * p * m)))
+    best: tuple[Length, Execution] | None = None
+    for number, (pattern, patience) in enumerate(compare_patterns(p, min(m, 2 * p), k, times, split)):
+        if best is not None and number >= n_finalists:
+            break
         execution = Execution(make_rows(pattern, most, m), m, k, times, split, patience)
-        found = execution.run(NEVER)
-        if found is not None:
-            return VOrder(*found, execution.read_rows())
+        length = execution.run(NEVER)
+        if length is not None and (best is None or length < best[0]):
+            best = length, execution
+    if best is not None:
+        return VOrder(best[0], best[1].read_rows())
     raise PlanError(f"v: no order of {m} micro-batches on {p} ranks holds at most {k} half-stages; raise k")
 
 
 @lru_cache(maxsize=512)
 def compare_patterns(p: int, m: int, k: int, times: Durations, split: bool) -> tuple[tuple[Pattern, float], ...]:
-    """Return the patterns that were the best so far in a comparison, each with its patience, the best one first.
+    """Return the best patterns of a comparison, each with its patience, the best one first.
 
     They are compared with few micro-batches, because all further micro-batches only repeat the pattern. Patterns that
     hold much less than k are compared only if no other pattern can be executed. The arguments are described in
@@ -138,20 +160,21 @@ def compare_patterns(p: int, m: int, k: int, times: Durations, split: bool) -> t
     most = min(k, 2 * p)
     patterns = [pattern for pattern in find_patterns(p) if pattern.held <= most]
     patterns.sort(key=lambda pattern: pattern.held < most - UNUSED_HALF_STAGES)
-    found: list[tuple[Pattern, float]] = []
-    best, executed = (NEVER, NEVER), 0
+    found: list[tuple[Length, int, Pattern, float]] = []
+    work = 2 * m * (times.forward + times.inputs + times.weights)
+    executed = 0
     for pattern in patterns:
         if found and (executed > MAX_COMPARED_COMPUTATIONS or pattern.held < most - UNUSED_HALF_STAGES):
             break
         rows = make_rows(pattern, most, m)
         for patience in PATIENCES:
             execution = Execution(rows, m, k, times, split, patience)
-            result = execution.run(best[0])
+            longest = found[MAX_FINALISTS - 1][0].total if len(found) >= MAX_FINALISTS else NEVER
+            length = execution.run(longest - work)
             executed += sum(map(len, execution.ran))
-            if result is not None and result < best:
-                best = result
-                found.append((pattern, patience))
-    return tuple(reversed(found))
+            if length is not None:
+                insort(found, (length, len(found), pattern, patience))
+    return tuple((pattern, patience) for *_, pattern, patience in found)
 
 
 def least_held(p: int) -> int:
@@ -253,15 +276,14 @@ class Execution:
         self.done = [bytearray(len(row)) for row in rows]
         self.ran: list[list[int]] = [[] for _ in rows]
 
-    def run(self, most_idle: float) -> tuple[int, int] | None:
+    def run(self, most_idle: float) -> Length | None:
         """Run everything, and write the computations of every rank to `ran`.
 
         Args:
             most_idle: the longest time that a rank may wait after its first computation.
 
         Returns:
-            The longest time that a rank waits after its first computation, and the time at which the last rank ends.
-            None if a rank waits longer than `most_idle` or lacks memory.
+            The length of the order. None if a rank waits longer than `most_idle` or lacks memory.
         """
         m, p, split = self.m, len(self.rows), self.split
         rows, at, clock, held, pending, done, ran = (
@@ -313,7 +335,7 @@ class Execution:
                 self.ready[rank][computation + m] = end
         if any(place >= 0 for place in at):
             return None
-        return max(idle), max(clock)
+        return Length(max(idle) + max(clock), max(idle), max(clock))
 
     def _next(self, rank: int) -> tuple[int, int]:
         """Return the start and the place of what a rank runs next; -1 is a W. The start is `NEVER` if it is unknown."""

@@ -7,7 +7,7 @@ import pytest
 from lightning_pipes.ir import COMPUTE_KINDS, Cut, Kind, Plan, PlanError, adapt_plan, even_spans, verify
 from lightning_pipes.sim import simulate
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
-from lightning_pipes.strategies.v import V
+from lightning_pipes.strategies.v import V, order
 from lightning_pipes.testing.conformance import ScheduleConformance
 from lightning_pipes.testing.generators import tiny_plan, uniform
 
@@ -83,6 +83,22 @@ def test_unequal_durations(p, k):
     span, held = longest_span(V(k, times=(10, 12, 8, 1)), p, 2 * p, 10, 12, 8, 1)
     assert held <= k
     assert span <= GREEDY_SPANS[p, k]
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "k"), [(4, 4, 8), (4, 7, 4), (4, 8, 6), (6, 6, 8), (4, 10, 8), (4, 12, 5), (3, 12, 5)]
+)
+@pytest.mark.parametrize("times", [(1, 1, 1, 0), (7, 9, 8, 3), (5, 12, 7, 0)])
+def test_no_pattern_has_a_smaller_sum_of_makespan_and_wait(p, m, k, times):
+    """Compare with all patterns, executed with all micro-batches, also with fewer micro-batches than 2p."""
+    found = order.find_order(p, m, k, order.Durations(*times), True).length
+    others = []
+    for pattern in order.find_patterns(p):
+        for patience in order.PATIENCES if pattern.held <= k else ():
+            rows = order.make_rows(pattern, k, m)
+            others.append(order.Execution(rows, m, k, order.Durations(*times), True, patience).run(order.NEVER))
+    assert found.total == found.idle + found.makespan
+    assert found == min(each for each in others if each is not None)
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 5, 8])

@@ -11,7 +11,7 @@ from lightning_pipes.cost import Cluster, Deployment, Device, LayerProfile, Link
 from lightning_pipes.ir import PlanError, Span, adapt_plan
 from lightning_pipes.planning.auto import choose_option
 from lightning_pipes.planning.balance import BalancedPlanner
-from lightning_pipes.planning.fit import evaluate_plan, fit_layers
+from lightning_pipes.planning.fit import evaluate_plan
 from lightning_pipes.planning.planner import EvenPlanner, Problem, planner_of
 from lightning_pipes.strategies.v import V
 from lightning_pipes.trainer.plan.request import RunRequest
@@ -81,24 +81,24 @@ def test_measured_durations_make_a_faster_order(p: int, k: int) -> None:
 
 def test_memory_limit_chooses_the_largest_k_that_fits() -> None:
     profile, p = model(8), 4
+    layers = tuple(Span(n, n + 1) for n in range(8))  # the only partition
+    peaks = {}
+    for k in range(V.least_held(p), 2 * p + 1):
+        one = V(k, (8, 10, 6, 1))
+        plan = adapt_plan(EvenPlanner().plan(Problem(one, p, 8, 8, layers=layers)), one)
+        peaks[k] = max(evaluate_plan(profile, one.program(plan), plan, place()).peak_bytes)
     chosen = []
     for mib in range(10, 18):
         solution = solve(V(memory_limit=f"{mib}MiB"), profile, place())
         schedule = solution.problem.schedule
         assert schedule.memory_limit is None
-        fitting = []
-        for k in range(V.least_held(p), 2 * p + 1):
-            one = replace(schedule, k=k)
-            plan = adapt_plan(EvenPlanner().plan(Problem(one, p, 8, 8)), one)
-            peak = max(fit_layers(profile, one, plan, place()).peak_bytes)
-            fitting += [k] * (peak <= mib * MIB)
-        assert schedule.k == max(fitting)
+        assert schedule.times == (8, 10, 6, 1)
+        assert schedule.k == max(k for k, peak in peaks.items() if peak <= mib * MIB)
         assert f"k={schedule.k}, the largest that fits into {mib} MiB" in solution.why
         chosen.append(schedule.k)
     assert chosen == sorted(chosen)
     assert {chosen[0], chosen[-1]} == {4, 8}
     assert solve(V(memory_limit="1GiB"), profile, place(memory=10 * MIB)).problem.schedule.k == chosen[0]
-    layers = (Span(0, 1), Span(1, 2), Span(2, 3), Span(3, 4), Span(4, 5), Span(5, 6), Span(6, 7), Span(7, 8))
     assert solve(V(memory_limit="12MiB"), profile, place(), layers=layers).problem.schedule.k == chosen[2]
 
 
