@@ -35,6 +35,8 @@ class Fit:
         seconds: the simulated duration of a step. If batches overlap, this is the duration per batch in a full
             pipeline.
         peak_bytes: the peak memory of each rank in bytes.
+        is_limited: whether the partition with the most even stages does not fit into memory, so that fewer activations
+            might make a step faster.
     """
 
     plan: Plan
@@ -42,6 +44,7 @@ class Fit:
     costs: CostModel
     seconds: float
     peak_bytes: tuple[int, ...]
+    is_limited: bool = False
 
     @property
     def order(self) -> Program | Policy:
@@ -74,7 +77,7 @@ def step_seconds(order: Program | Policy, plan: Plan, costs: CostModel) -> float
         plan: the plan without layers, so that the order is lowered only once for all partitions.
         costs: the seconds of the stages and links.
     """
-    ends = [makespan(each, plan, costs) for each in _finite_orders(order)]
+    ends = [makespan(each, plan, costs) for each in finite_orders(order)]
     if isinstance(order, Program) and order.is_endless:
         return (ends[1] - ends[0]) / _count_batches(order) / 1e9
     return ends[0] / 1e9
@@ -82,7 +85,7 @@ def step_seconds(order: Program | Policy, plan: Plan, costs: CostModel) -> float
 
 def step_bubble(order: Program | Policy, plan: Plan, costs: CostModel) -> float:
     """Return the share of a step in which ranks idle, from 0 to 1. If batches overlap, the pipeline is full."""
-    runs = [simulate(each, plan, costs) for each in _finite_orders(order)]
+    runs = [simulate(each, plan, costs) for each in finite_orders(order)]
     if len(runs) == 1:
         return sum(runs[0].bubble) / plan.n_ranks
     few, many = runs
@@ -90,7 +93,7 @@ def step_bubble(order: Program | Policy, plan: Plan, costs: CostModel) -> float:
     return 1 - (sum(many.busy) - sum(few.busy)) / (plan.n_ranks * took) if took else 0.0
 
 
-def _finite_orders(order: Program | Policy) -> Sequence[Program | Policy]:
+def finite_orders(order: Program | Policy) -> Sequence[Program | Policy]:
     """Return finite orders: the order itself, or two windows of an endless order.
 
     The first window is long enough to fill the pipeline, and the second one has twice the number of batches.
@@ -170,7 +173,11 @@ def fit_layers(
     ]
     if not found:
         raise PlanError(_explain_lacking(profile, order, plan, deployment, candidates[0]))
-    return improve_cuts(profile, min(found, key=lambda fit: fit.seconds), deployment, trials)
+    best = improve_cuts(profile, min(found, key=lambda fit: fit.seconds), deployment, trials)
+    if all(device.memory is None for device in deployment.pipeline.devices[: plan.n_ranks]):
+        return best
+    (even, *_) = balanced_partitions(loads, edges, slacks=(1.0,))
+    return replace(best, is_limited=all(fit.plan.layers != even for fit in found))
 
 
 def improve_cuts(profile: ModelProfile, fit: Fit, cluster: Cluster | Deployment, trials: int = 60) -> Fit:
@@ -252,7 +259,7 @@ def order_and_held_rows(schedule: Schedule | Policy, plan: Plan) -> tuple[Progra
     """
     if isinstance(schedule, Schedule):
         program = schedule.program(plan)
-        return program, held_rows(_finite_orders(program)[-1], plan)  # type: ignore[arg-type]
+        return program, held_rows(finite_orders(program)[-1], plan)  # type: ignore[arg-type]
     run = simulate(schedule, plan, CostModel.uniform(plan.n_stages, forward=1.0, backward=2.0))
     return schedule, held_rows(run.program(), plan)
 
@@ -277,7 +284,7 @@ def _evaluate_layers(
         return all(limit is None or size <= limit for size, limit in zip(peak, limits, strict=True))
 
     if isinstance(order, Program):
-        peak = peak_bytes(_finite_orders(order)[-1], bare, costs)  # type: ignore[arg-type]
+        peak = peak_bytes(finite_orders(order)[-1], bare, costs)  # type: ignore[arg-type]
         return Fit(plan, order, costs, step_seconds(order, bare, costs), peak) if fits(peak) else None
     timeline = simulate(order, bare, costs)
     peak = timeline.peak_bytes
@@ -388,17 +395,18 @@ def _explain_lacking(
     """Return an error message that names the rank of a good partition that lacks the most memory, and its stages."""
     whole = replace(plan, layers=layers)
     costs = price_stages(profile, whole, deployment)
-    finite = _finite_orders(order)[-1]
+    finite = finite_orders(order)[-1]
     peak = peak_bytes(finite if isinstance(finite, Program) else simulate(order, plan, costs).program(), whole, costs)
     limits = [device.memory for device in deployment.pipeline.devices[: plan.n_ranks]]
     short = [size - (limit if limit is not None else size) for size, limit in zip(peak, limits, strict=True)]
     rank = max(range(plan.n_ranks), key=lambda r: short[r])
     weights = costs.resident_bytes(rank, plan)
     stages = ", ".join(map(str, plan.stages[rank]))
+    again = "" if any(plan.recompute) else "recompute=True, "
     return (
         f"stage {stages} on rank {rank} needs {_format_gib(peak[rank])} and has {_format_gib(limits[rank] or 0)} "
         f"(activations {_format_gib(peak[rank] - weights)}, weights and optimizer {_format_gib(weights)}); "
-        "use more stages, more micro-batches, recompute=True, or a schedule that holds fewer micro-batches"
+        f"use more stages, more micro-batches, {again}or a schedule that holds fewer micro-batches"
     )
 
 

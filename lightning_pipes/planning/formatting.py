@@ -9,7 +9,7 @@ from dataclasses import Field, fields, is_dataclass
 from typing import Any
 
 from lightning_pipes.ir import Kind, Plan, Policy, Schedule, Span
-from lightning_pipes.planning.planner import LATE
+from lightning_pipes.planning.planner import LATE, recompute_setting
 
 
 def schedule_settings(schedule: Schedule | Policy) -> dict[str, Any]:
@@ -46,7 +46,9 @@ def strategy_arguments(schedule: Schedule | Policy, plan: Plan) -> dict[str, Any
     if len(plan.layers) > 1:
         found["partition"] = [span.start for span in plan.layers[1:]]
     if any(plan.recompute):
-        found["recompute"] = LATE if isinstance(schedule, Schedule) and not plan.early_recompute else True
+        late = isinstance(schedule, Schedule) and not plan.early_recompute
+        setting = recompute_setting(plan)
+        found["recompute"] = LATE if late else [*setting] if isinstance(setting, tuple) else setting
     return found
 
 

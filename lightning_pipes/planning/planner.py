@@ -27,19 +27,34 @@ MICROBATCHES_PER_STAGE = 2
 
 LATE = "late"
 """The value of the setting `recompute` with which stages recompute only when the gradient has arrived."""
+UNDECIDED = "auto"
+"""The value of the setting `recompute` with which as few stages recompute as the memory of the devices requires."""
+Recompute = bool | str | tuple[int, ...]
+"""The stages that recompute: True for all except the last, False for none, `UNDECIDED`, or the numbers of stages."""
 
 
-def check_recompute(recompute: object) -> bool | str:
-    """Return the setting of recomputation after checking it.
+def check_recompute(recompute: object) -> Recompute:
+    """Return the setting of recomputation after checking it. Stages are returned in ascending order.
 
     Raises:
         InputError: the setting is invalid.
     """
-    if isinstance(recompute, str) and recompute == LATE:
+    if isinstance(recompute, bool) or (isinstance(recompute, str) and recompute in (LATE, UNDECIDED)):
         return recompute
-    if isinstance(recompute, bool):
-        return recompute
-    raise InputError(f"recompute must be True, False or {LATE!r}, got {short_repr(recompute)}")
+    if isinstance(recompute, Sequence) and not isinstance(recompute, str):
+        stages = sorted({s for s in recompute if isinstance(s, int) and not isinstance(s, bool) and s >= 0})
+        if len(stages) == len(recompute):
+            return tuple(stages)
+    raise InputError(
+        f"recompute must be True, False, {LATE!r}, {UNDECIDED!r}, or a list of the numbers of different stages, got "
+        f"{short_repr(recompute)}"
+    )
+
+
+def recompute_setting(plan: Plan) -> bool | tuple[int, ...]:
+    """Return the setting with which the stages of `plan` recompute, as in `Problem.recompute`."""
+    stages = tuple(stage for stage, again in enumerate(plan.recompute) if again)
+    return all(plan.recompute[:-1]) or stages if stages else False
 
 
 @dataclass(frozen=True)
@@ -51,7 +66,9 @@ class Problem:
         ranks: the number of ranks of one pipeline. Each rank has one device.
         rows: the number of samples of the batch.
         microbatches: the requested number of micro-batches; None if the planner decides.
-        recompute: whether all stages except the last keep only their input between forward and backward.
+        recompute: the stages that keep only their input between forward and backward: True for all except the last,
+            False for none, or their numbers. `UNDECIDED` leaves the choice to a `RecomputePlanner` or an `AutoPlanner`;
+            for other planners, it means that no stage recomputes.
         late_recompute: whether a stage recomputes only when the gradient has arrived. Otherwise, in an order that is
             known in advance, it recomputes before; see `Plan.early_recompute`.
         layers: the layers of each stage, if they are already decided. The plan must then use them.
@@ -75,7 +92,7 @@ class Problem:
     ranks: int
     rows: int
     microbatches: int | None = None
-    recompute: bool = False
+    recompute: Recompute = False
     layers: tuple[Span, ...] = ()
     profile: ModelProfile | None = None
     deployment: Deployment | None = None
@@ -88,6 +105,29 @@ class Problem:
     least: int = 1
     fallback: tuple[Span, ...] = ()
     late_recompute: bool = False
+
+    def recomputing_stages(self, n_stages: int) -> tuple[bool, ...]:
+        """Return for each of the stages whether it recomputes, as in `Plan.recompute`. Empty if no stage does.
+
+        Raises:
+            PlanError: a stage that should recompute does not exist, or is the last stage.
+        """
+        stages = self.recompute
+        if not stages or isinstance(stages, str):
+            return ()
+        # The last stage runs the whole step of the user, which should log and count only once.
+        if isinstance(stages, bool):
+            return tuple(stage < n_stages - 1 for stage in range(n_stages))
+        if stages[-1] >= n_stages - 1:
+            raise PlanError(
+                f"recompute={[*stages]} names stage {stages[-1]}, but the stages that can recompute with schedule "
+                f"{self.schedule.name!r} on {self.ranks} rank{'s' * (self.ranks > 1)} are 0 to {n_stages - 2}: the "
+                "last stage runs the loss and never recomputes. Name only these stages, or set recompute=True"
+                if n_stages > 1
+                else f"recompute={[*stages]} names stage {stages[-1]}, but there is only one stage, which runs the "
+                "loss and never recomputes. Leave recompute out, or use more stages"
+            )
+        return tuple(stage in stages for stage in range(n_stages))
 
 
 @dataclass(frozen=True)
@@ -140,7 +180,7 @@ class Planner(ABC):
 
     @property
     def has_memory_limit(self) -> bool:
-        """Whether the user limits the memory, so that the run must not begin if no plan fits.
+        """Whether the user wants a plan that fits into memory, so that the run must not begin if no plan does.
 
         Layers are then measured even if the user specifies the partition, or if they take little time.
         """
@@ -257,8 +297,7 @@ class EvenPlanner(Planner):
 
     def plan(self, problem: Problem) -> Plan:
         where = problem.schedule.place_stages(problem.ranks)
-        # The last stage runs the whole step of the user, which should log and count only once.
-        again = tuple(s < len(where) - 1 for s in range(len(where))) if problem.recompute else ()
+        again = problem.recomputing_stages(len(where))
         m = MICROBATCHES_PER_STAGE * len(where) if problem.microbatches is None else problem.microbatches
         cut = Cut.even(problem.rows, m, len(where))
         early = bool(again) and not problem.late_recompute

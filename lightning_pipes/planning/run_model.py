@@ -23,7 +23,7 @@ from lightning_pipes.ir import (
 )
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.fit import Fit, evaluate_plan, fit_layers, step_seconds
-from lightning_pipes.planning.planner import Problem, solve_plan
+from lightning_pipes.planning.planner import Problem, recompute_setting, solve_plan
 from lightning_pipes.sim import simulate
 from lightning_pipes.sim.records.memory_use import held_samples
 from lightning_pipes.sim.records.record import RunRecord
@@ -180,8 +180,11 @@ class RunModel:
 
     def _make_plan(self, schedule: Schedule | Policy, microbatches: int | None) -> Plan:
         m = microbatches or len(self.plan.spans(Kind.F, 0))
-        again = any(self.plan.recompute)
-        late = again and isinstance(self.schedule, Schedule) and not self.plan.early_recompute
+        setting = recompute_setting(self.plan)
+        # other stages can't be compared with the stages of the run
+        own = schedule.place_stages(self.plan.n_ranks) == self.plan.ranks
+        again = setting if own else bool(setting)
+        late = bool(again) and isinstance(self.schedule, Schedule) and not self.plan.early_recompute
         return solve_plan(Problem(schedule, self.plan.n_ranks, self.rows, m, again, late_recompute=late))
 
     def _evaluate_plan(self, schedule: Schedule | Policy, plan: Plan) -> SimulatedTrial:

@@ -138,8 +138,9 @@ class PipelineStrategy(PipelineHost):
         recompute: whether to keep only the input of each stage and to run the forward of the stage again before its
             backward. This saves memory. If the order of a schedule is fixed, a stage recomputes while the gradient is
             on its way. With "late", it recomputes only when the gradient has arrived, as it always does under a policy,
-            `MemorySwap` or a job array. The last stage does not recompute. With `schedule="auto"`, recomputation is
-            also chosen automatically.
+            `MemorySwap` or a job array. The last stage does not recompute. With "auto", only those stages recompute
+            that do not fit into the memory of the devices otherwise; the layers are measured for this. With a list of
+            numbers, exactly these stages recompute. `schedule="auto"` also chooses recomputation.
         loss: the samples for which the loss is computed at once. With "batch", the loss is computed once for all
             samples of a batch, which is necessary for losses that compare samples. The module is then cut by units, and
             the last units run on the whole batch. "microbatch" never does this. "auto" does this if the loss of a batch
@@ -239,7 +240,7 @@ class PipelineStrategy(PipelineHost):
         microbatches_by: MicrobatchesBy = "samples",
         module: str | None = None,
         partition: str | list[int] | list[str] = AUTO,
-        recompute: bool | str = False,
+        recompute: bool | str | Sequence[int] = False,
         # losses and checks
         loss: str = AUTO,
         check_loss: bool = True,

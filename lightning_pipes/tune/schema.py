@@ -110,7 +110,7 @@ class PipelineSettings:
     microbatches_by: str = "samples"  # or tokens, which sorts sequences by length
     module: str | None = None
     partition: Any = "auto"  # or parameters, or a list of the first layers of the stages 1, 2, ...
-    recompute: Any = False  # or late: only when the gradient has arrived
+    recompute: Any = False  # or auto: as memory requires, or late: after the gradient has arrived, or a list of stages
     loss: str = "auto"  # the samples for which the loss is computed together: or microbatch, batch
     check_loss: bool = True  # whether to check that the losses of micro-batches combine to the loss of their batch
     verify: Any = 0  # number of batches that a single plain process also trains, to compare; or warn
@@ -220,7 +220,7 @@ class PlanSettings(LayersSettings):
     replicas: int = 1
     batch: int = 32
     microbatches: Any = None  # a number or a list
-    recompute: bool | None = None
+    recompute: Any = None  # or true, false, late, or a list of stages
     stale_gradients: Any = False  # or the batches until the target, by number of stages
 
 
@@ -237,7 +237,7 @@ class SimulateSettings(LayersSettings):
     weights: str = "0B"
     batch: int | None = None
     partition: Any = None
-    recompute: Any = False  # or late: only when the gradient has arrived
+    recompute: Any = False  # or auto: as memory requires, or late: after the gradient has arrived, or a list of stages
 
 
 @dataclass

@@ -12,7 +12,8 @@ from lightning_pipes.ir.registry import installed_schedules
 from lightning_pipes.planning.bounds import step_bound
 from lightning_pipes.planning.fit import Fit
 from lightning_pipes.planning.formatting import dataclass_fields
-from lightning_pipes.planning.planner import Problem, planner_of
+from lightning_pipes.planning.planner import UNDECIDED, Problem, Recompute, planner_of, recompute_setting
+from lightning_pipes.planning.stage_recompute import with_stages
 from lightning_pipes.planning.staleness import Iterations
 
 MAX_TRIED_FORWARDS = 2**15
@@ -66,7 +67,7 @@ def list_options(
     deployment: Deployment,
     schedules: Sequence[Schedule | Policy] | None,
     numbers: Iterable[int],
-    recompute: Sequence[bool],
+    recompute: Sequence[Recompute],
     iterations: Iterations | None = None,
     equal_cuts: bool = False,
     late_recompute: bool = False,
@@ -94,7 +95,8 @@ def list_options(
                 too_large = True  # stays True if the stages can't be placed
                 try:
                     too_large = len(proposed.place_stages(ranks)) * m > MAX_FORWARDS
-                    problem = Problem(proposed, ranks, rows, m, again, profile=profile, deployment=deployment)
+                    all_or_given = True if again == UNDECIDED else again
+                    problem = Problem(proposed, ranks, rows, m, all_or_given, profile=profile, deployment=deployment)
                     solution = planner_of(proposed).solve(replace(problem, late_recompute=late_recompute))
                 except PlanError as error:
                     yield Option(proposed, m, again, None, math.inf, why_not=str(error), too_large=too_large)
@@ -114,11 +116,14 @@ def list_options(
                         f"simulating {_count_computations(plan)} computations takes long if no order is fixed; name "
                         "this schedule to use it"
                     )
-                key = plan.ranks, plan.jobs, again, plan.early_recompute, plan.split_backward, schedule.flushes
+                # any of the stages may be the only one that recomputes
+                least = with_stages(plan, ()) if again == UNDECIDED else plan
+                again_early = least.recompute, least.early_recompute
+                key = plan.ranks, plan.jobs, *again_early, plan.split_backward, schedule.flushes
                 if not why_not and key not in bounds:  # the bound holds only for batches that do not overlap
-                    bounds[key] = step_bound(profile, plan, deployment) if schedule.flushes else 0.0
+                    bounds[key] = step_bound(profile, least, deployment) if schedule.flushes else 0.0
                 found = Option.from_plan(schedule, plan, bounds.get(key, math.inf), why_not, too_large)
-                yield replace(found, more_batches=more)
+                yield replace(found, more_batches=more, recompute=again)
 
 
 def _explain_impossible(profile: ModelProfile, plan: Plan) -> str:
@@ -146,7 +151,8 @@ class Option:
     Attributes:
         schedule: the schedule with its settings.
         microbatches: the number of micro-batches of a batch; the largest one if stages or links have different numbers.
-        recompute: whether stages keep only their input between forward and backward.
+        recompute: the stages that keep only their input between forward and backward, as in `Problem.recompute`. It is
+            `UNDECIDED` until the option is simulated if no more stages than necessary should recompute.
         plan: the plan without layers; None if the schedule has no such plan.
         bound: a lower bound of the seconds of a step, for every partition.
         fit: the best partition with its step time and memory; None if no partition fits, or if the option can't be the
@@ -159,7 +165,7 @@ class Option:
 
     schedule: Schedule | Policy
     microbatches: int
-    recompute: bool
+    recompute: Recompute
     plan: Plan | None
     bound: float = 0.0
     fit: Fit | None = None
@@ -178,7 +184,14 @@ class Option:
     ) -> Option:
         """Return the option of a plan, before anything is simulated."""
         microbatches = max(len(spans) for cut in plan.jobs for spans in cut.distinct_spans)
-        return cls(schedule, microbatches, any(plan.recompute), plan, bound, why_not=why_not, too_large=too_large)
+        return cls(schedule, microbatches, recompute_setting(plan), plan, bound, why_not=why_not, too_large=too_large)
+
+    @property
+    def recomputation_text(self) -> str:
+        """The stages that recompute, to follow the number of micro-batches in a sentence. Empty if no stage does."""
+        if not isinstance(self.recompute, tuple):
+            return ", recomputation" if self.recompute else ""
+        return f", recomputation in stage{'s' * (len(self.recompute) > 1)} {', '.join(map(str, self.recompute))}"
 
     @property
     def n_forwards(self) -> int:
@@ -231,7 +244,7 @@ class Choice:
             row: dict[str, str | int | float] = {
                 "schedule": option.label,
                 "microbatches": option.microbatches,
-                "recompute": "yes" if option.recompute else "no",
+                "recompute": "some" if isinstance(option.recompute, tuple) else "yes" if option.recompute else "no",
             }
             if option.fit is not None:
                 row["step_ms"] = round(1e3 * option.fit.seconds, 3)

@@ -17,7 +17,16 @@ from lightning_pipes.planning.auto.choice import Choice, Option, list_options, m
 from lightning_pipes.planning.candidates import TuningPlanner
 from lightning_pipes.planning.fit import Fit, evaluate_plan, fit_layers, improve_cuts
 from lightning_pipes.planning.formatting import Progress, schedule_label
-from lightning_pipes.planning.planner import Planner, Problem, Solution, planner_of
+from lightning_pipes.planning.planner import (
+    UNDECIDED,
+    Planner,
+    Problem,
+    Recompute,
+    Solution,
+    planner_of,
+    recompute_setting,
+)
+from lightning_pipes.planning.stage_recompute import fit_recomputed
 from lightning_pipes.planning.staleness import Iterations
 from lightning_pipes.sim import makespan
 from lightning_pipes.sim.loops.kernel import UNLIMITED
@@ -49,7 +58,7 @@ def choose_option(
     cluster: Cluster | Deployment | None = None,
     schedules: Iterable[Schedule | Policy] | None = None,
     microbatches: Sequence[int] = (),
-    recompute: Sequence[bool] = (False, True),
+    recompute: Sequence[Recompute] = (False, UNDECIDED),
     progress: Progress = lambda what, done: None,
     least: int = 1,
     iterations: Iterations | None = None,
@@ -75,7 +84,9 @@ def choose_option(
         schedules: the schedules to compare; by default the variants of all installed schedules.
         microbatches: the numbers of micro-batches to try; by default numbers that double, starting at about half the
             number of ranks.
-        recompute: the settings of recomputation to try.
+        recompute: the settings of recomputation to try, as in `Problem.recompute`. `UNDECIDED` tries recomputation in
+            all stages except the last, and, if that fits, in as few of them as necessary. It is only simulated if the
+            option does not fit without recomputation, or if memory then does not allow the most even stages.
         progress: is called with a description of the current work and the share of the work that is done, from 0 to 1.
         least: the smallest number of samples of a micro-batch, if `microbatches` is not given.
         iterations: T(S), the number of batches until the target is reached; None excludes stale gradients.
@@ -101,7 +112,7 @@ def choose_option(
             progress(f"bound of {option.label}, {option.microbatches} micro-batches", 0.0)
             every.append(option)
         search = _Search(profile, deployment)
-        in_turn = sorted(every, key=lambda o: (o.bound, o.recompute, -o.microbatches))
+        in_turn = sorted(every, key=lambda o: (o.bound, bool(o.recompute), -o.microbatches))
         steps = len(in_turn) + MAX_REFINED_OPTIONS
         for number, option in enumerate(in_turn):
             progress(f"{option.label}, {option.microbatches} micro-batches", number / steps)
@@ -170,9 +181,11 @@ class _Search:
     def __init__(self, profile: ModelProfile, deployment: Deployment) -> None:
         self._profile, self._deployment = profile, deployment
         self._best = math.inf
-        # the keys are label, number of micro-batches, and recomputation
+        # the keys are label, number of micro-batches, and whether stages recompute
         self._seconds: dict[tuple[str, int, bool], float] = {}
         self._before: dict[tuple[type, int, bool], float] = {}  # seconds of the last schedule of each class
+        self._left_out: set[tuple[str, int]] = set()  # label and number of micro-batches, without recomputation
+        self._limited: set[tuple[str, int]] = set()  # the same for options whose partition memory limits
         self._simulated = 0  # number of forwards
         self.found: list[Option] = []
 
@@ -180,19 +193,20 @@ class _Search:
         """Simulate the option, or skip it with a reason. Options must arrive in ascending order of their bounds."""
         why_not = option.why_not or self._reason_to_skip(option)
         if why_not:
-            self.found.append(replace(option, why_not=why_not))
+            self._leave_out(replace(option, why_not=why_not))
             return
         large = option.n_forwards if option.n_forwards > LARGE_STEP_FORWARDS else 0
         if large and self._simulated and self._simulated + large > MAX_SIMULATED_FORWARDS:
             why_not = f"too many: the search has simulated {self._simulated} forwards, and stops there"
-            self.found.append(replace(option, why_not=why_not, too_large=True))
+            self._leave_out(replace(option, why_not=why_not, too_large=True))
             return
         seconds = math.inf
         try:
             assert option.plan is not None, "the reason would be given"
-            fit = fit_layers(self._profile, option.schedule, option.plan, self._deployment, trials=0)
-            option = replace(option, fit=fit)
+            option = self._fit_option(option)
             seconds = option.seconds
+            if option.fit is not None and option.fit.is_limited and not option.recompute:
+                self._limited.add((option.label, option.microbatches))
             self._best = min(self._best, seconds)
         except (PlanError, DeadlockError, ProgramError) as error:
             option = replace(option, why_not=str(error))
@@ -200,6 +214,26 @@ class _Search:
         self._note(option, seconds)
         self.found.append(option)
         self._forget_orders()
+
+    def _leave_out(self, option: Option) -> None:
+        if not option.recompute:
+            self._left_out.add((option.label, option.microbatches))
+        self.found.append(option)
+
+    def _fit_option(self, option: Option) -> Option:
+        """Return the option with its best partition, in which no more stages recompute than necessary.
+
+        Raises:
+            PlanError: no partition fits.
+        """
+        given = option.plan
+        assert given is not None
+        profile, deployment, schedule = self._profile, self._deployment, option.schedule
+        if option.recompute != UNDECIDED:
+            return replace(option, fit=fit_layers(profile, schedule, given, deployment, trials=0))
+        late = isinstance(schedule, Schedule) and not given.early_recompute
+        fit = fit_recomputed(profile, schedule, given, deployment, trials=0, late=late, settings=(True,))
+        return replace(option, fit=fit, recompute=recompute_setting(fit.plan))
 
     def _forget_orders(self) -> None:
         """Drop the orders of large plans unless their cuts may still be improved."""
@@ -250,16 +284,19 @@ class _Search:
             self.found.append(replace(option, fit=made))
 
     def _note(self, option: Option, seconds: float) -> None:
-        m, again = option.microbatches, option.recompute
+        m, again = option.microbatches, bool(option.recompute)
         self._seconds[option.label, m, again] = self._before[type(option.schedule), m, again] = seconds
 
     def _reason_to_skip(self, option: Option) -> str:
         """Return the reason why the option is certainly not the fastest or, in a large plan, is unlikely to be."""
-        m, again = option.microbatches, option.recompute
+        m, again = option.microbatches, bool(option.recompute)
         if option.bound >= self._best * MAX_BOUND_RATIO:
             return f"can't beat the best: at least {1e3 * option.bound:.1f} ms"
-        if again and self._seconds.get((option.label, m, False), math.inf) < math.inf:
+        fits = self._seconds.get((option.label, m, False), math.inf) < math.inf
+        if again and fits and (option.label, m) not in self._limited:
             return "fits without recomputation, which would only make it slower"
+        if option.recompute == UNDECIDED and (option.label, m) in self._left_out:
+            return "not compared without recomputation, which would only make it slower"
         if option.n_forwards <= LARGE_STEP_FORWARDS:
             return ""
         for others, seconds in (
@@ -346,7 +383,7 @@ class AutoPlanner(Planner):
             problem.deployment,
             schedules,
             microbatches=() if problem.microbatches is None else [min(problem.microbatches, rows)],
-            recompute=(True,) if problem.recompute else (False, True),
+            recompute=(False, UNDECIDED) if problem.recompute in (False, UNDECIDED) else (problem.recompute,),
             least=problem.least,
             iterations=self.iterations,
             equal_cuts=self.equal_cuts,
@@ -365,7 +402,7 @@ class AutoPlanner(Planner):
 
 def _format_reason(choice: Choice) -> str:
     best = choice.best
-    again = ", recomputation" if best.recompute else ""
+    again = best.recomputation_text
     again += "" if best.schedule.flushes else f", stale gradients (x {best.more_batches:.3g} batches)"
     pieces = f"{best.microbatches} micro-batch{'es' if best.microbatches > 1 else ''}"
     return (

@@ -21,6 +21,7 @@ from lightning_pipes.engine.compute.rng import forked_rng
 from lightning_pipes.engine.trees import tensors_in
 from lightning_pipes.ir import Kind, PlanError
 from lightning_pipes.ir.clock import read_seconds
+from lightning_pipes.planning.planner import UNDECIDED
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.cuts.layers.proxy import Layers
 from lightning_pipes.trainer.cuts.layers.tape import describe_layer
@@ -107,10 +108,11 @@ class PlanDecider(ProfilePlanner):
         """
         if not request.needs_profile or self._grid.length == 1 or self._trainer.limit_train_batches == 0:
             return plain
-        if not plain.schedule.flushes and not request.may_replan:
+        if not plain.schedule.flushes and not request.may_replan and request.recompute != UNDECIDED:
             reason = f"{plain.schedule.name} does not flush between batches, so there is no step to balance"
             return self._keep_even_cut(request, plain, reason, quiet=True)
-        with _log_if_slow(f"Measuring the layers of self.{self._path}, to cut them by time", self._control):
+        purpose = "to cut them by time" if request.needs_times else "to choose the stages that recompute"
+        with _log_if_slow(f"Measuring the layers of self.{self._path}, {purpose}", self._control):
             try:
                 made = self._decide_by_times(request, plain)
             except NotMeasuredError as why:
@@ -129,7 +131,7 @@ class PlanDecider(ProfilePlanner):
     def _keep_even_cut(self, request: RunRequest, plain: Decision, reason: str, quiet: bool) -> Decision:
         what = f"Schedule {plain.schedule.name!r} runs, with layers" if request.chooses else "The layers are"
         stay = ", and will not be moved because their times are unknown" if request.may_replan else ""
-        if not quiet or stay:
+        if (not quiet and request.needs_times) or stay:
             rank_zero_info(f"{what} cut evenly by parameters{stay}: {reason}")
         return replace(plain, why=reason)
 
@@ -217,7 +219,8 @@ class PlanDecider(ProfilePlanner):
                     own, undisturbed_profile if request.may_replan else ModelProfile.mean_of
                 )
                 deployment = self.make_deployment(plain, speeds)
-                if not plain.schedule.flushes or not self._times_steps:  # trials run single batches, alone
+                # trials run single batches, alone
+                if not plain.schedule.flushes or not self._times_steps or not request.needs_times:
                     made = self.plan(request, plain, profile, rows, deployment)
                 else:
                     trials = partial(self._count_seconds_left, begun, expected_batches(self._trainer, data))

@@ -12,7 +12,7 @@ from lightning_pipes.cost import Deployment, ModelProfile
 from lightning_pipes.ir import Kind, Policy, Schedule, Span
 from lightning_pipes.planning.balance import BalancedPlanner
 from lightning_pipes.planning.fit import evaluate_plan
-from lightning_pipes.planning.planner import BLOCKING, Planner, Problem, Solution, planner_of
+from lightning_pipes.planning.planner import BLOCKING, Planner, Problem, Recompute, Solution, planner_of
 from lightning_pipes.sim import simulate
 from lightning_pipes.trainer.cuts.piece import Piece
 from lightning_pipes.trainer.plan.plans import Plans
@@ -26,7 +26,8 @@ class Decision:
     Attributes:
         schedule: the schedule.
         microbatches: the number of micro-batches per batch, or None for the default of the schedule.
-        recompute: whether stages recompute their forwards.
+        recompute: the stages that recompute their forwards, as in `Problem.recompute`. It is `UNDECIDED` if the choice
+            was requested and not possible; no stage recomputes then.
         ranks: the rank of each stage.
         layers: the layers of each stage.
         seconds: the predicted seconds of a step, or None if nothing was measured.
@@ -47,7 +48,7 @@ class Decision:
 
     schedule: Schedule | Policy
     microbatches: int | None
-    recompute: bool
+    recompute: Recompute
     ranks: tuple[int, ...]
     layers: tuple[Span, ...]
     seconds: float | None = None

@@ -8,6 +8,7 @@ from lightning_pipes.cost import Cluster, Deployment, Device, Link, ModelProfile
 from lightning_pipes.engine.messages.links import measure_links
 from lightning_pipes.engine.messages.transport import make_transport
 from lightning_pipes.ir import Plan, PlanError
+from lightning_pipes.planning.planner import planner_of
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.request import RunRequest
 from lightning_pipes.trainer.ranks.holdings import positions_of_ranks
@@ -94,6 +95,12 @@ class ProfilePlanner:
                 if pair not in found or link.bandwidth < found[pair].bandwidth:
                     found[pair] = link
         return found
+
+
+def has_memory_limit(request: RunRequest, ranks: Ranks) -> bool:
+    """Return whether the memory of a device or of the schedule is limited. This function is collective."""
+    limited = device_memory(ranks.device) is not None or planner_of(request.schedule).has_memory_limit
+    return any(ranks.control.all_gather(limited))
 
 
 def device_memory(device: torch.device) -> int | None:

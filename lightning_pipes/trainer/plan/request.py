@@ -13,7 +13,8 @@ from lightning_pipes.ir import InputError, PlanError, Policy, Schedule, Span, ch
 from lightning_pipes.planning.auto import AutoPlanner
 from lightning_pipes.planning.balance import BalancedPlanner
 from lightning_pipes.planning.formatting import schedule_settings
-from lightning_pipes.planning.planner import LATE, Planner, check_recompute, planner_of
+from lightning_pipes.planning.planner import LATE, UNDECIDED, Planner, Recompute, check_recompute, planner_of
+from lightning_pipes.planning.stage_recompute import RecomputePlanner
 from lightning_pipes.planning.staleness import Iterations
 from lightning_pipes.trainer.data.token_cut import SAMPLES, TOKENS, MicrobatchesBy
 from lightning_pipes.trainer.plan.decision import Decision
@@ -68,7 +69,8 @@ class RunRequest:
     Attributes:
         schedule: the named schedule, or a placeholder if `chooses`.
         microbatches: the user's number of micro-batches. None for the default, or for the best number if `chooses`.
-        recompute: whether stages recompute their forwards.
+        recompute: the stages that recompute their forwards, as in `Problem.recompute`. `UNDECIDED` is replaced as soon
+            as the choice is made.
         late_recompute: whether stages recompute only when the gradient has arrived.
         partition: "auto", "parameters", or the numbers of layers or paths of modules at which stages begin.
         chooses: whether the schedule, the micro-batches and recomputation are chosen.
@@ -80,7 +82,7 @@ class RunRequest:
 
     schedule: Schedule | Policy
     microbatches: int | None
-    recompute: bool
+    recompute: Recompute
     partition: str | list[int] | list[str]
     chooses: bool = False
     replanner: Planner | None = None
@@ -94,7 +96,7 @@ class RunRequest:
         schedule: str | Schedule | Policy,
         schedule_args: Mapping[str, Any] | None,
         microbatches: int | None,
-        recompute: bool | str,
+        recompute: bool | str | Sequence[int],
         partition: str | list[int] | list[str],
         replan: bool | Mapping[str, Any],
         stale_gradients: bool | Mapping[int, float] = False,
@@ -112,6 +114,7 @@ class RunRequest:
                 f"stale_gradients={stale_gradients} lets schedule='auto' choose a schedule that does not flush, and "
                 f"schedule {known.name!r} is named; leave one of them out"
             )
+        again = check_recompute(recompute)
         equal_cuts = check_type("microbatches_by", microbatches_by, MicrobatchesBy) == TOKENS
         if equal_cuts and planner_of(known).may_cut_unequally:
             raise InputError(
@@ -122,12 +125,12 @@ class RunRequest:
         return cls(
             known,
             check_microbatches(microbatches),
-            bool(check_recompute(recompute)),
+            again == LATE or again,
             check_partition(partition, schedule),
             chooses=schedule == AUTO,
             replanner=find_replanner(replan, known),
             iterations=iterations,
-            late_recompute=recompute == LATE,
+            late_recompute=again == LATE,
             equal_cuts=equal_cuts,
         )
 
@@ -201,7 +204,22 @@ class RunRequest:
         if self.chooses:
             return AutoPlanner(self.iterations, self.equal_cuts)
         own = planner_of(self.schedule)
-        return BalancedPlanner(own) if self.partition == AUTO else own
+        cutting = BalancedPlanner(own) if self.partition == AUTO else own
+        return RecomputePlanner(cutting) if self.recompute == UNDECIDED else cutting
+
+    @property
+    def balances_stages(self) -> bool:
+        """Whether the layers are cut by their times.
+
+        If batches overlap, the even cut is kept unless layers may move later or stages may cut a batch differently.
+        """
+        has_step = self.schedule.flushes or self.may_replan or self.planner.may_cut_unequally
+        return self.chooses or (self.partition == AUTO and has_step)
+
+    @property
+    def needs_times(self) -> bool:
+        """Whether the decision depends on the times of layers, and not only on their bytes."""
+        return self.balances_stages or self.may_replan or planner_of(self.schedule).wants_profile
 
     @property
     def needs_profile(self) -> bool:
@@ -257,13 +275,14 @@ class RunRequest:
             PlanError: a schedule is to be chosen, and none fits into the memory of the devices.
         """
         problem = replace(plain, profile=profile, deployment=deployment).problem(rows)
-        if self.partition == AUTO:
+        if self.partition == AUTO and self.balances_stages:
             problem = replace(problem, layers=(), fallback=plain.layers)
         solution = self.planner.solve(problem)
         schedule = solution.problem.schedule
         stays = not schedule.flushes or bool((self.replanner or planner_of(schedule)).every)
         made = Decision.from_solution(solution, movable=self.partition == AUTO and not stays)
-        return made.predicted(profile) if schedule.flushes else made
+        timed = profile.has_split or not schedule.splits_backward
+        return made.predicted(profile) if schedule.flushes and timed else made
 
 
 _SAME_SETTINGS = (

@@ -10,12 +10,11 @@ from functools import partial
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_pipes.engine.compute.rng import replica_seed
 from lightning_pipes.engine.private_torch import is_fully_sharded
 from lightning_pipes.ir import PipelineError, PlanError, Policy, Schedule
-from lightning_pipes.planning.planner import planner_of
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.active_run import ActiveRun
 from lightning_pipes.trainer.callbacks.schedule_tuner import add_tuner
@@ -53,6 +52,7 @@ from lightning_pipes.trainer.relocation.local_layers import LocalLayers
 from lightning_pipes.trainer.results.logs import GradientLogs, limit_metric_sync
 from lightning_pipes.trainer.results.loss_weights import LossWeights
 from lightning_pipes.trainer.setup.layout_choice import find_whole_loss_obstacle, names_layers
+from lightning_pipes.trainer.setup.memory_limit import settle_recomputation, warn_about_memory_limit
 from lightning_pipes.trainer.setup.module_setup import ContainerSetup, ModuleSetup, SetupContext, WholeWeights
 from lightning_pipes.trainer.setup.unit_setup import UnitSetup, find_refused
 from lightning_pipes.trainer.setup.weight_callbacks import check_callbacks, limit_writers, localize_callbacks
@@ -77,6 +77,7 @@ def prepare(context: SetupContext) -> None:
         PlanError, PipelineError: the module, the settings and the schedule are not compatible.
     """
     check_arguments(context)
+    context = settle_recomputation(context)
     weights = share_weights(context)
     names_by_optimizer = make_optimizers(context)
     with alone():  # around the steps that are recorded and measured
@@ -300,17 +301,6 @@ def decide(context: SetupContext, setup: ModuleSetup) -> Decision:
                 "run this training alone"
             )
     return decision
-
-
-def warn_about_memory_limit(decision: Decision) -> None:
-    """Warn if the schedule has a memory limit, and nothing was planned from measured layers, whose bytes are known."""
-    planned = decision.deployment is not None or len(decision.layers) == 1
-    if planner_of(decision.schedule).has_memory_limit and not planned:
-        why = decision.why or "the training step was not recorded"
-        rank_zero_warn(
-            f"memory_limit of schedule {decision.schedule.name!r} is not checked, because the layers are not measured: "
-            f"{why}. The run may need more memory than the limit"
-        )
 
 
 def place_layers(context: SetupContext, setup: ModuleSetup, decision: Decision) -> Holdings:

@@ -142,7 +142,10 @@ class UnitSetup(ModuleSetup):
         if self._choice.plans_by_profile and self.end is None and profile is not None:
             decision = self._plan_by_profile(request, decision, profile)
         else:
-            decision = replace(decision, profile=profile, why=self._recorder.unmeasured_reason)
+            why = self._recorder.unmeasured_reason
+            if self.end is not None:
+                why = "the end of the step runs on whole batches, whose bytes are not known for each micro-batch"
+            decision = replace(decision, profile=profile, why=why)
             (cut,) = decision.plans(degrees=degrees).for_rows(CHECKED_ROWS)[0].jobs
             if len(cut.distinct_spans) > 1 and self._choice.layout.names:
                 self._crossing_rows = self._choice.find_crossing_rows(request.schedule.name)
@@ -301,7 +304,7 @@ def check_manual(context: SetupContext, refused: Sequence[str]) -> None:
         "loss='batch'": settings.loss == BATCH,
         f"data_parallel={settings.data_parallel}": settings.data_parallel != 1,
         f"verify={settings.verify}": settings.verify.batches > 0,
-        "recompute=True": context.request.recompute,
+        f"recompute={context.request.recompute}": bool(context.request.recompute),
         f"schedule {AUTO!r}": context.request.chooses,
         f"module={settings.module!r}": bool(settings.module),
     }

@@ -30,6 +30,7 @@ from lightning_pipes.planning.formatting import (
     strategy_arguments,
     strategy_line,
 )
+from lightning_pipes.planning.planner import LATE, UNDECIDED, Recompute, check_recompute
 from lightning_pipes.planning.staleness import Iterations
 from lightning_pipes.sim import Timeline, simulate
 from lightning_pipes.sim.records.compare import BottleneckRank
@@ -66,7 +67,8 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
             deployment,
             schedules=None if schedule is None else [schedule],
             microbatches=parse_numbers(cfg.microbatches, "microbatches", MAX_FORWARDS // cfg.ranks),
-            recompute=(False, True) if cfg.recompute is None else (cfg.recompute,),
+            recompute=_settings_of_recomputation(cfg),
+            late_recompute=cfg.recompute == LATE,
             progress=progress,
             iterations=_iterations(cfg, schedule),
         )
@@ -91,6 +93,16 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
     print(f"    {hydra_overrides(arguments)}")
     for line in lines:
         print(line)
+
+
+def _settings_of_recomputation(cfg: DictConfig) -> tuple[Recompute, ...]:
+    """Return the settings of recomputation to try.
+
+    Raises:
+        InputError: the setting is invalid.
+    """
+    setting = UNDECIDED if cfg.recompute is None else check_recompute(cfg.recompute)
+    return (False, UNDECIDED) if setting == UNDECIDED else (setting == LATE or setting,)
 
 
 def _iterations(cfg: DictConfig, schedule: Schedule | Policy | None) -> Iterations | None:
@@ -177,7 +189,7 @@ def _group_pieces(pieces: Sequence[Mapping[str, Any]], depth: int) -> list[list[
 def _sentence(choice: Choice, timeline: Timeline, cfg: DictConfig, reduce: float) -> str:
     fit = choice.fit
     bubble = fit.bubble
-    again = ", with recomputation" if choice.best.recompute else ""
+    again = choice.best.recomputation_text
     peak = f", at most {bytes_text(max(fit.peak_bytes))} a device" if max(fit.peak_bytes) else ""
     step = seconds_text(1e9 * fit.seconds)
     if cfg.replicas > 1:
@@ -215,7 +227,7 @@ def _to_json(
         "schedule": choice.best.schedule.name,
         "settings": schedule_settings(choice.best.schedule),
         "microbatches": choice.best.microbatches,
-        "recompute": choice.best.recompute,
+        "recompute": [*again] if isinstance(again := choice.best.recompute, tuple) else again,
         "partition": fit.cuts,
         "layers": [[layer.name for layer in profile.layers[slice(*span)]] for span in fit.plan.layers],
         "step_seconds": fit.seconds,
@@ -258,9 +270,8 @@ def _change(option: Option, run: Timeline | None = None) -> Change:
     fit = option.fit
     assert fit is not None
     run = run or simulate(fit.order, fit.plan, fit.costs)
-    recompute = ", recomputation" if option.recompute else ""
     return Change(
-        f"{schedule_label(option.schedule)}, {option.microbatches} micro-batches{recompute}",
+        f"{schedule_label(option.schedule)}, {option.microbatches} micro-batches{option.recomputation_text}",
         strategy_arguments(option.schedule, fit.plan),
         fit.seconds,
         fit.bubble,

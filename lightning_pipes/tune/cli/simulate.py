@@ -11,10 +11,18 @@ from omegaconf import DictConfig
 from lightning_pipes.cost import Cluster, CostModel, ModelProfile, Table
 from lightning_pipes.cost.units import bytes_text, parse_bytes, seconds_text
 from lightning_pipes.ir import MAX_FORWARDS, InputError, Kind, Plan, Policy, Program, Schedule, verify
-from lightning_pipes.planning.fit import evaluate_plan, fit_layers, order_and_held_rows, step_bubble, step_seconds
+from lightning_pipes.planning.fit import (
+    evaluate_plan,
+    finite_orders,
+    fit_layers,
+    order_and_held_rows,
+    step_bubble,
+    step_seconds,
+)
 from lightning_pipes.planning.formatting import progress_bar, schedule_label, schedule_settings
 from lightning_pipes.planning.partition import partition_at
-from lightning_pipes.planning.planner import LATE, Problem, check_recompute, solve_plan
+from lightning_pipes.planning.planner import LATE, UNDECIDED, Problem, check_recompute, solve_plan
+from lightning_pipes.planning.stage_recompute import choose_stages, fit_recomputed, with_stages
 from lightning_pipes.sim import simulate
 from lightning_pipes.sim.records.memory_use import held_samples
 from lightning_pipes.sim.records.record import RunRecord
@@ -36,7 +44,9 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
     if schedule is None:
         raise InputError("simulate shows one schedule, as in schedule=1f1b; lightning-pipes plan chooses one")
     cluster, profile = cluster_from_settings(cfg, cfg.ranks), profile_from_settings(cfg)
-    order, plan, costs = _given(cfg, schedule) if profile is None else _profiled(cfg, schedule, profile, cluster)
+    order, plan, costs = (
+        _given(cfg, schedule, cluster) if profile is None else _profiled(cfg, schedule, profile, cluster)
+    )
     costs = replace(costs, links={(a, b): cluster.link_between(a, b) for a, b, _ in plan.directed_links})
     timeline = replace(simulate(order, plan, costs), name="predicted")
     record = RunRecord(
@@ -81,14 +91,14 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
         print(line)
 
 
-def _given(cfg: DictConfig, schedule: Schedule | Policy) -> tuple[Program | Policy, Plan, CostModel]:
+def _given(cfg: DictConfig, schedule: Schedule | Policy, cluster: Cluster) -> tuple[Program | Policy, Plan, CostModel]:
     """Return the order, the plan and the costs for times from the command line.
 
     The time of a rank is divided evenly among its stages.
     """
     (m,) = parse_numbers(cfg.microbatches, "microbatches", MAX_FORWARDS // cfg.ranks) or [8]
     again = check_recompute(cfg.recompute)
-    plan = solve_plan(Problem(schedule, cfg.ranks, m, m, bool(again), late_recompute=again == LATE))
+    plan = solve_plan(Problem(schedule, cfg.ranks, m, m, again == LATE or again, late_recompute=again == LATE))
     times = {
         Kind.F: parse_durations(cfg.forward, "forward", cfg.ranks),
         Kind.B: parse_durations(cfg.backward, "backward", cfg.ranks),
@@ -111,6 +121,11 @@ def _given(cfg: DictConfig, schedule: Schedule | Policy) -> tuple[Program | Poli
         weight_bytes=tuple(weights),
     )
     order = schedule.program(plan) if isinstance(schedule, Schedule) else schedule
+    if again == UNDECIDED:
+        limits = [device.memory for device in cluster.devices[: plan.n_ranks]]
+        choice = choose_stages(finite_orders(order)[-1], plan, costs, limits)
+        choice.check(plan, costs)
+        plan = with_stages(plan, choice.stages, early=isinstance(schedule, Schedule))
     return order, plan, costs
 
 
@@ -123,14 +138,18 @@ def _profiled(
     """
     (m,) = parse_numbers(cfg.microbatches, "microbatches", MAX_FORWARDS // cfg.ranks) or [8]
     again = check_recompute(cfg.recompute)
-    problem = Problem(schedule, cfg.ranks, cfg.batch or m, m, bool(again), late_recompute=again == LATE)
+    setting = again == LATE or again
+    problem = Problem(schedule, cfg.ranks, cfg.batch or m, m, setting, late_recompute=again == LATE)
     plan = solve_plan(problem)
     cluster = replace(cluster, devices=cluster.devices[: cfg.ranks])
-    if cfg.partition is None:
+    if cfg.partition is not None:
+        plan = replace(plan, layers=partition_at(list(cfg.partition), len(profile.layers), plan.n_stages))
+    if setting == UNDECIDED:
+        fit = fit_recomputed(profile, schedule, plan, cluster)
+    elif cfg.partition is None:
         fit = fit_layers(profile, schedule, plan, cluster)
     else:
-        layers = partition_at(list(cfg.partition), len(profile.layers), plan.n_stages)
-        fit = evaluate_plan(profile, order_and_held_rows(schedule, plan)[0], replace(plan, layers=layers), cluster)
+        fit = evaluate_plan(profile, order_and_held_rows(schedule, plan)[0], plan, cluster)
     return fit.order, fit.plan, fit.costs
 
 

@@ -28,6 +28,7 @@ from lightning_pipes.planning.partition import with_layer
 from lightning_pipes.planning.planner import EvenPlanner, Problem
 from lightning_pipes.planning.replanning import Observation
 from lightning_pipes.trainer.plan.plans import Plans
+from lightning_pipes.trainer.plan.request import RunRequest
 
 LAYERS = (Span(0, 4), Span(4, 6))
 
@@ -162,10 +163,21 @@ def test_recomputations_do_not_move_if_the_halves_of_a_backward_were_not_measure
     assert sum(i.kind is Kind.R for i in row) == 4
 
 
-@pytest.mark.parametrize("wrong", ["early", "", 1, None])
-def test_recomputation_is_on_off_or_late(wrong: Any) -> None:
-    with pytest.raises(InputError, match="recompute must be True, False or 'late', got"):
+@pytest.mark.parametrize("wrong", ["early", "", 1, None, [-1], [True], [0, 0], ["0"], {0: True}])
+def test_wrong_settings_of_recomputation_are_refused_with_the_right_ones(wrong: Any) -> None:
+    with pytest.raises(InputError, match="recompute must be True, False, 'late', 'auto', or a list of the numbers"):
         PipelineStrategy(recompute=wrong)
+
+
+def test_stages_that_recompute_are_given_by_number() -> None:
+    request = RunRequest.from_arguments("1f1b", None, 4, [2, 0], "parameters", False)
+    plan, _ = request.unmeasured([1] * 4, 4).plans().for_rows(8)
+    assert plan.recompute == (True, False, True, False)
+    assert plan.early_recompute
+    for stage, ranks, why in ((3, 4, "are 0 to 2: the last stage"), (0, 1, "there is only one stage")):
+        request = RunRequest.from_arguments("1f1b", None, 4, [stage], "parameters", False)
+        with pytest.raises(PlanError, match=rf"recompute=\[{stage}\] names stage {stage}, .*{why}"):
+            request.unmeasured([1] * 4, ranks)
 
 
 def test_plan_is_the_one_that_the_schedule_requests() -> None:
