@@ -158,9 +158,11 @@ class Planner(ABC):
     Attributes:
         every: the number of training batches between two calls of `replan`; 0 if `replan` is never called.
         wants_profile: whether layers are to be measured even if the user specifies the partition.
+        memory_limit: the bytes that a rank may hold, in addition to the limit of its device. None means no such limit.
     """
 
     every: int = 0
+    memory_limit: int | None = None
     wants_profile: ClassVar[bool] = False
 
     @property

@@ -258,7 +258,8 @@ class RecomputePlanner(Planner):
         if undecided_reason(problem):
             return self.inner.solve(problem)
         found = choose_recomputation(
-            lambda setting: self.inner.solve(replace(problem, recompute=setting)), cuts=not problem.layers
+            lambda setting: self.inner.solve(replace(problem, recompute=setting)),
+            varies=not problem.layers or self.inner.uses_profile,
         )
         again, plan, choice = found.solution.problem, found.solution.plan, found.choice
         why = "\n".join(filter(None, [found.solution.why, choice.explain(plan)]))
@@ -306,15 +307,15 @@ class RecomputedSolution:
 
 
 def choose_recomputation(
-    solve: Callable[[Recompute], Solution], cuts: bool, settings: Sequence[Recompute] = (False, True)
+    solve: Callable[[Recompute], Solution], varies: bool, settings: Sequence[Recompute] = (False, True)
 ) -> RecomputedSolution:
     """Return the fastest solution that fits into the memory of its devices, in which as few stages recompute as needed.
 
     Args:
         solve: returns the solution, with layers, for a value of `Problem.recompute`. The problem of the solution has a
             profile and a deployment. It may raise a `PlanError` if no partition fits.
-        cuts: whether the layers of the solutions depend on the value. Otherwise, the first solution that fits is
-            returned.
+        varies: whether layers, or other parts of the solution, depend on the value. Otherwise, the first solution that
+            fits is returned.
         settings: the values to begin with.
 
     Raises:
@@ -332,7 +333,7 @@ def choose_recomputation(
             refused.append(error)
             continue
         fitting.append(found)
-        if not cuts or all(limit is None for limit in found.choice.limits):
+        if not varies or all(limit is None for limit in found.choice.limits):
             break
         chosen = recompute_setting(found.solution.plan)
         if chosen not in settings:
@@ -395,7 +396,8 @@ def _recompute_where_needed(solution: Solution) -> RecomputedSolution:
     assert deployment is not None
     order = schedule.program(replace(plan, layers=())) if isinstance(schedule, Schedule) else schedule
     costs = price_stages(profile, plan, deployment)
-    limits = [device.memory for device in deployment.pipeline.devices[: plan.n_ranks]]
+    of_ranks = [[device.memory, planner_of(schedule).memory_limit] for device in deployment.pipeline.devices]
+    limits = [min((m for m in each if m is not None), default=None) for each in of_ranks[: plan.n_ranks]]
     choice = choose_stages(finite_orders(order)[-1], replace(plan, layers=()), costs, limits)
     choice.check(plan, costs)
     early = isinstance(schedule, Schedule) and not problem.late_recompute

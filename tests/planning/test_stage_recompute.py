@@ -15,7 +15,7 @@ from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning import stage_recompute
 from lightning_pipes.planning.auto import choose_option
 from lightning_pipes.planning.balance import BalancedPlanner
-from lightning_pipes.planning.fit import price_stages
+from lightning_pipes.planning.fit import Fit, evaluate_plan, price_stages
 from lightning_pipes.planning.memory import peak_bytes
 from lightning_pipes.planning.partition import even_partition
 from lightning_pipes.planning.planner import EvenPlanner, Problem, even_plan, planner_of, recompute_setting
@@ -156,22 +156,20 @@ def request(*limits: int | None, name: str = "1f1b", free: bool = False, **given
     return Problem(make_schedule(name), len(limits), ROWS, 8, **fixed)
 
 
+def simulated(problem: Problem, plan: Plan) -> Fit:
+    schedule = problem.schedule
+    assert problem.profile is not None
+    assert problem.deployment is not None
+    order = schedule.program(replace(plan, layers=())) if isinstance(schedule, Schedule) else schedule
+    return evaluate_plan(problem.profile, order, plan, problem.deployment)
+
+
 def peaks_of(problem: Problem, plan: Plan) -> tuple[int, ...]:
-    assert problem.profile is not None
-    assert problem.deployment is not None
-    costs = price_stages(problem.profile, plan, problem.deployment)
-    return peak_bytes(problem.schedule.program(replace(plan, layers=())), replace(plan, layers=()), costs)  # type: ignore[union-attr]
+    return simulated(problem, plan).peak_bytes
 
 
-def step_of(problem: Problem, plan: Plan) -> int:
-    assert problem.profile is not None
-    assert problem.deployment is not None
-    bare = replace(plan, layers=())
-    return simulate(
-        problem.schedule.program(bare),  # type: ignore[union-attr]
-        bare,
-        price_stages(problem.profile, plan, problem.deployment),
-    ).makespan
+def step_of(problem: Problem, plan: Plan) -> float:
+    return simulated(problem, plan).seconds
 
 
 def test_only_the_stage_that_lacks_memory_recomputes() -> None:
@@ -277,6 +275,21 @@ def test_a_step_is_faster_if_recomputation_allows_more_even_stages() -> None:
     choice = choose_option(equal_model(16), 4, ROWS, limited, given, microbatches=[8])
     assert choice.fit.seconds < 0.9 * plain.fit.seconds
     assert any(choice.fit.plan.recompute)
+
+
+@for_each("name", ["v", "um1f1b"])
+@for_each("limit", [700, 900])
+def test_the_memory_limit_of_a_schedule_counts_like_that_of_a_device(name: str, limit: int) -> None:
+    """Devices have no limits. The planners of these schedules hold fewer micro-batches if memory is short."""
+    schedule = make_schedule(name, memory_limit=limit)
+    layers = even_partition([1] * 8, len(schedule.place_stages(2)))
+    problem = Problem(schedule, 2, ROWS, 8, "auto", layers, equal_model(), Deployment(cluster(None, None)))
+    solution = RecomputePlanner(planner_of(schedule)).solve(problem)
+    assert max(peaks_of(solution.problem, solution.plan)) <= limit
+    plain = planner_of(schedule).solve(replace(problem, recompute=False))
+    assert step_of(solution.problem, solution.plan) <= step_of(plain.problem, plain.plan)
+    if name == "um1f1b" and limit == 700:
+        assert any(solution.plan.recompute)
 
 
 def test_the_automatic_schedule_lets_as_few_stages_recompute_as_needed() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
@@ -178,6 +178,26 @@ def test_stages_that_recompute_are_given_by_number() -> None:
         request = RunRequest.from_arguments("1f1b", None, 4, [stage], "parameters", False)
         with pytest.raises(PlanError, match=rf"recompute=\[{stage}\] names stage {stage}, .*{why}"):
             request.unmeasured([1] * 4, ranks)
+
+
+def test_the_chosen_stages_recompute_in_batches_of_any_size_and_after_layers_moved() -> None:
+    """Stage 0 of two lacks memory. It also recomputes in small batches, for which memory would be sufficient."""
+    layer = LayerProfile("", ((0, 0.0), (1, 1.0)), ((0, 0.0), (1, 2.0)), saved=((0, 0.0), (1, 100.0)))
+    deployment = Deployment(Cluster((Device(memory=900),) * 2))
+    request = RunRequest.from_arguments("1f1b", None, 4, "auto", "auto", False)
+    plain = request.unmeasured([1] * 6, 2)
+    assert plain.recompute == "auto"
+    assert not plain.plans().for_rows(8)[0].recompute
+    made = request.measured(plain, ModelProfile((layer,) * 6), 8, deployment)
+    assert made.recompute is True
+    assert made.layers == (Span(0, 3), Span(3, 6))
+    plans = made.plans()
+    assert {plans.for_rows(rows)[0].recompute for rows in (1, 3, 8, 16)} == {(True, False)}
+    moved = replace(plans.for_rows(8)[0], layers=(Span(0, 2), Span(2, 6)), recompute=(), early_recompute=False)
+    after = plans.for_schedule(make_schedule("1f1b"), given=moved)
+    assert after.for_rows(8)[0].layers == moved.layers
+    assert {after.for_rows(rows)[0].recompute for rows in (3, 8)} == {(True, False)}
+    assert made.cut_anew(ModelProfile((layer,) * 6)).recompute is True
 
 
 def test_plan_is_the_one_that_the_schedule_requests() -> None:
