@@ -34,7 +34,7 @@ MAX_LISTED_RANKS = 4
 
 
 @dataclass(frozen=True)
-class StageChoice:
+class RecomputeChoice:
     """The stages that recompute, and the resulting memory.
 
     Attributes:
@@ -115,12 +115,14 @@ def with_stages(plan: Plan, stages: Iterable[int], early: bool = False) -> Plan:
     return replace(plan, recompute=again, early_recompute=early and bool(chosen))
 
 
-def choose_stages(order: Program | Policy, plan: Plan, costs: CostModel, limits: Sequence[int | None]) -> StageChoice:
+def choose_stages(
+    order: Program | Policy, plan: Plan, costs: CostModel, limits: Sequence[int | None]
+) -> RecomputeChoice:
     """Return the stages that recompute so that each rank fits into its limit, at the smallest cost in time.
 
     The memory of a rank depends only on its own instructions. For each rank, the stages with the fewest seconds of
     recomputed forwards are therefore chosen independently of other ranks. The last stage never recomputes. If a rank
-    does not fit with any of its stages, the choice with the smallest peak is returned; see `StageChoice.fits`.
+    does not fit with any of its stages, the choice with the smallest peak is returned; see `RecomputeChoice.fits`.
 
     The order of a policy depends on the times of the stages, and thus on the stages that recompute. Stages are then
     added until the simulated order fits.
@@ -140,7 +142,7 @@ def choose_stages(order: Program | Policy, plan: Plan, costs: CostModel, limits:
         stages = _choose_for_policy(order, plan, costs, limits)
     chosen = with_stages(plan, stages)
     peaks = _peaks(order, chosen, costs) if isinstance(order, Program) else simulate(order, chosen, costs).peak_bytes
-    return StageChoice(stages, plain, peaks, tuple(limits))
+    return RecomputeChoice(stages, plain, peaks, tuple(limits))
 
 
 def _peaks(program: Program, plan: Plan, costs: CostModel) -> tuple[int, ...]:
@@ -297,7 +299,7 @@ class RecomputedSolution:
     """
 
     solution: Solution
-    choice: StageChoice
+    choice: RecomputeChoice
     fit: Fit | None
 
     @property
