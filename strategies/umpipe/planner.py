@@ -359,7 +359,7 @@ def explain_cut(name: str, plan: Plan, took: int, equal: Plan, equal_took: int, 
     same = len(equal.spans(Kind.F, 0))
     what = f"{name} cuts {plan.jobs[0].rows} samples "
     if len({*there, *back}) == 1:
-        order = ", in the order of interleaved," if plan.after else ""
+        order = " in the order of interleaved" if plan.after else ""
         what += (
             f"into {same} equal micro-batches on every stage{order}: {seconds_text(took)} a step by measured time, and "
         )

@@ -71,7 +71,7 @@ def profile_layers(
     repeats: int = N_LAYER_REPEATS,
     seconds: float = float("inf"),
     entered: bool = False,
-    wants_gradient: bool = False,
+    flags: Mapping[int, autograd.Flags] | None = None,
     progress: Progress = lambda what, done: None,
 ) -> ModelProfile:
     """Return the times and bytes of every layer for every number of rows in `inputs`.
@@ -92,8 +92,8 @@ def profile_layers(
         seconds: no run begins after this number of seconds, except the warm-up and first counted run of each number of
             rows.
         entered: whether the input of the first layer is the output of another layer, which already counts its bytes.
-        wants_gradient: whether the backward of the first layer computes the gradient of its input, because something
-            before it is trained.
+        flags: for each tensor of the input of the first layer, by number of rows, whether the backward of this layer
+            computes its gradient, because something before the layer is trained. By default, no gradient is computed.
         progress: called before each run.
 
     Raises:
@@ -103,22 +103,21 @@ def profile_layers(
         raise InputError(f"there is nothing to profile: {len(layers)} layers, {len(inputs)} inputs")
     device = device or torch.device("cpu")
     measured = [_LayerMeasurements() for _ in layers]
+    entering = dict.fromkeys(inputs, ()) if flags is None else flags
     started = read_seconds()
     total, done = len(inputs) * (repeats + 1), 0
     with forked_rng(device), _unchanged(layers), torch.enable_grad():
         for rows, x in inputs.items():
-            flags = autograd.may_want_gradients(x) if wants_gradient else ()
-            _measure_saved(layers, rows, x, flags, measured, call, entered)
-            _measure_working(layers, rows, x, flags, measured, call, device)
+            _measure_saved(layers, rows, x, entering[rows], measured, call, entered)
+            _measure_working(layers, rows, x, entering[rows], measured, call, device)
         for repeat in range(-1, repeats):
             for rows, x in inputs.items():
                 done += 1
                 if repeat > 0 and read_seconds() - started > seconds:
                     break
                 progress(f"{rows} rows", done / total)
-                flags = autograd.may_want_gradients(x) if wants_gradient else ()
                 for in_two in (False, True) if split else (False,):
-                    _measure_times(layers, rows, x, flags, measured, call, device, in_two, count=repeat >= 0)
+                    _measure_times(layers, rows, x, entering[rows], measured, call, device, in_two, count=repeat >= 0)
         steps = [_step(layer, optimizer, device) for layer in layers]
     given = list(names) or [str(number) for number in range(len(layers))]
     return ModelProfile(
@@ -171,6 +170,33 @@ def _enter_layer(seen: _LayerMeasurements, x: Any, flags: autograd.Flags, saved:
     """Return the input of a layer, in which the tensors that want gradients are leaves of a new graph."""
     x = autograd.enter_stage(x, flags, saved) if flags else x
     return trees.map_tensors(clone_leaf, x) if seen.in_place else x
+
+
+def gradient_flags(layer: nn.Module, x: Any, flags: autograd.Flags) -> autograd.Flags:
+    """Return, for each tensor of the output of a layer, whether its gradient is needed.
+
+    Args:
+        layer: the layer, which runs once.
+        x: the input of the layer, which is not changed.
+        flags: for each tensor of the input, whether its gradient is needed.
+    """
+    with torch.enable_grad():
+        return _run_forward(layer, 0, _copy_input(x), flags, _LayerMeasurements(), lambda layer, x: layer(x))[1]
+
+
+def _run_forward(
+    layer: nn.Module, rows: int, x: Any, flags: autograd.Flags, seen: _LayerMeasurements, call: CallLayer
+) -> tuple[Any, autograd.Flags]:
+    """Return the output of a layer without its graph, and note in `seen` whether the layer works in place."""
+    saved = SavedForward(Span(0, rows), None)
+    try:
+        out = call(layer, _enter_layer(seen, x, flags, saved))
+    except RuntimeError as error:
+        if IN_PLACE_ERROR not in str(error):
+            raise
+        seen.in_place, saved = True, SavedForward(Span(0, rows), None)
+        out = call(layer, _enter_layer(seen, x, flags, saved))
+    return autograd.leave_stage(out, saved)
 
 
 def _measure_times(
@@ -236,15 +262,7 @@ def _measure_saved(
     for layer, seen in zip(layers, measured, strict=True):
         given = {storage_of(t) for t in tensors_in(x)}
         with saved_for_backward() as found:
-            saved = SavedForward(Span(0, rows), None)
-            try:
-                out = call(layer, _enter_layer(seen, x, flags, saved))
-            except RuntimeError as error:
-                if IN_PLACE_ERROR not in str(error):
-                    raise
-                seen.in_place, saved = True, SavedForward(Span(0, rows), None)
-                out = call(layer, _enter_layer(seen, x, flags, saved))
-        x, flags = autograd.leave_stage(out, saved)
+            x, flags = _run_forward(layer, rows, x, flags, seen, call)
         seen.keeps_input = bool(given & found.keys() & counted)
         seen.saved[rows] = sum(size for _, size in found.keys() - weights - counted)
         seen.output[rows] = sum(t.nbytes for t in tensors_in(x))

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_pipes.cost import LayerProfile, ModelProfile
 from lightning_pipes.cost.profile import MIN_ROWS_NOTE
 from lightning_pipes.engine import trees
-from lightning_pipes.engine.compute.profiler import profile_layers, wait_for_device
+from lightning_pipes.engine.compute.profiler import gradient_flags, profile_layers, wait_for_device
 from lightning_pipes.engine.compute.rng import RngUse, forked_rng
 from lightning_pipes.engine.trees import tensors_in
 from lightning_pipes.ir import PipelineError, Span
@@ -207,8 +207,8 @@ class LayerProfiler:
         self._undo = ExitStack()
         self._writes = False
         """Whether the forward of a layer has changed weights."""
-        self._wants_input_gradient = False
-        """Whether weights before the layers receive gradients through them."""
+        self._entering_flags: dict[int, tuple[bool, ...]] = {}
+        """For each tensor of the input of the layers, by number of samples, whether its gradient is needed."""
 
     def __enter__(self) -> LayerProfiler:
         with ExitStack() as stack:
@@ -373,7 +373,7 @@ class LayerProfiler:
         """
         found: list[Any] = []
         self._collective(lambda: found.append(self._capture(rows)))
-        self._wants_input_gradient = any(t.requires_grad for t in tensors_in(found[0]))
+        self._entering_flags[rows] = tuple(t.requires_grad for t in tensors_in(found[0]))
         return _detach_tensors(found[0], False)
 
     @contextmanager
@@ -514,9 +514,10 @@ class LayerProfiler:
         values = {n: entering[n] for n in sorted(entering)}
         known: dict[Any, ModelProfile] = {}
         found: list[LayerProfile] = []
-        trained = self._wants_input_gradient  # whether something before the layer is trained
+        flags = {n: self._entering_flags[n] for n in values}
+        known_flags: dict[Any, dict[int, tuple[bool, ...]]] = {}
         for number, (layer, name) in enumerate(zip(self._taped, names, strict=True)):
-            kind = (bool(number), trained, *(identify_layer(layer.layer, number, x) for x in values.values()))
+            kind = (bool(number), *flags.values(), *(identify_layer(layer.layer, number, x) for x in values.values()))
             with self._place_layer(layer):
                 if kind not in known:
                     known[kind] = profile_layers(
@@ -528,12 +529,13 @@ class LayerProfiler:
                         repeats=MIN_LAYER_RUNS,
                         seconds=LAYER_SECONDS / len(names),
                         entered=bool(number),
-                        wants_gradient=trained,
+                        flags=flags,
                     )
+                    known_flags[kind] = {n: gradient_flags(layer, x, flags[n]) for n, x in values.items()}
                 with torch.no_grad():
                     values = {n: layer(x) for n, x in values.items()}
             found.append(replace(known[kind].layers[0], name=name))
-            trained = trained or any(p.requires_grad for p in layer.parameters())
+            flags = known_flags[kind]
         return replace(next(iter(known.values())), layers=tuple(found))
 
 

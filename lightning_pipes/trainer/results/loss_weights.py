@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
@@ -179,7 +179,7 @@ class BatchWeights:
         return self.chosen.loss_share(span) if self.chosen.total else span.rows / sum(each.rows for each in self.spans)
 
     def shares_of_logs(
-        self, spans: Sequence[Span], calls: Sequence[Sequence[LogCall]], of_loss: Iterable[LogKey]
+        self, spans: Sequence[Span], calls: Sequence[Sequence[LogCall]], of_loss: Collection[LogKey]
     ) -> dict[LogKey, list[float]]:
         """Return the weights of the logged and returned values that are not merged as their reduction specifies.
 
@@ -190,9 +190,10 @@ class BatchWeights:
         """
         named = {each.name: each for each in self.every}
         known = {key: named[name] for key, name in self.logs.items() if name in named}
-        by = {**dict.fromkeys(of_loss, self.chosen), **known}
+        by = {**known, **dict.fromkeys(of_loss, self.chosen)}
+        ambiguous = {*self.ambiguous} - {*of_loss}
         calls_of_batch = [
-            call for each in calls for key, call in number_calls(each) if key in self.ambiguous and _is_nonzero(call)
+            call for each in calls for key, call in number_calls(each) if key in ambiguous and _is_nonzero(call)
         ]
         if calls_of_batch:
             self.request_comparison(calls_of_batch)
@@ -361,8 +362,8 @@ class LossWeights:
         if names:
             rank_zero_warn(
                 f"{', '.join(names)} of {type(self._module).__name__}.training_step was 0 in all batches that were "
-                "compared, so they do not show whether values of micro-batches are averaged or added up. In this "
-                "batch reduce_fx decides. The next batch is compared"
+                "compared, or equal in all micro-batches, so they do not show whether values of micro-batches are "
+                "averaged or added up. In this batch reduce_fx decides. The next batch is compared"
             )
         self._compare_next_batch()
 
@@ -412,6 +413,27 @@ def candidates_differ(found: Sequence[WeightAmounts], spans: Sequence[Span]) -> 
         for each in found[1:]
         for span, share in zip(spans, first, strict=True)
     )
+
+
+def most_different_pair(found: Sequence[WeightAmounts], spans: Sequence[Span]) -> tuple[Span, Span] | None:
+    """Return the neighboring spans for whose samples the candidates give the most different weights.
+
+    The samples of both spans count as a batch. The result is None if no pair of spans distinguishes the candidates.
+    """
+
+    def spread(pair: tuple[Span, Span]) -> float:
+        shares = [share_of_first(each, pair) for each in found]
+        return max(shares) - min(shares)
+
+    pairs = sorted(pairwise(sorted(spans)), key=spread, reverse=True)
+    return pairs[0] if pairs and spread(pairs[0]) > _WEIGHT_TOLERANCE else None
+
+
+def share_of_first(candidate: WeightAmounts, pair: tuple[Span, Span]) -> float:
+    """Return the weight of the loss of the first span in the loss of the samples of both spans."""
+    first, second = map(candidate.of, pair)
+    total = 1.0 if candidate.name == SUMS_WEIGHT else first + second
+    return first / total if total else 0.0
 
 
 def parts_differ(

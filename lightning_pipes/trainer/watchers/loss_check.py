@@ -10,7 +10,7 @@ layers. Distorted copies of this micro-batch then stand in for the micro-batches
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -38,8 +38,11 @@ from lightning_pipes.trainer.results.loss_weights import (
     BatchWeights,
     LossWeights,
     WeighsMicrobatches,
+    WeightAmounts,
     candidates_differ,
     find_candidates,
+    most_different_pair,
+    share_of_first,
 )
 from lightning_pipes.trainer.user.unchanged import evaluation_mode, keep_unchanged
 from lightning_pipes.trainer.watchers.logged_values import LoggedValues, Losses, find_weights
@@ -167,7 +170,7 @@ class LossCheck(Watcher):
         weights, kept = data.weights, data.kept
         assert weights is not None
         try:
-            losses = self._distort_losses(stage, item, kept)
+            x, losses = self._distort_losses(stage, item, kept)
             if not math.isfinite(losses.whole):  # for example, the loss of a batch without labels
                 raise _NotComparableError("it is not a finite number")
         except Exception as error:  # the comparison after the batch reports it
@@ -175,9 +178,11 @@ class LossCheck(Watcher):
             if not isinstance(error, _NotComparableError):
                 self._log_failure(error, "does not show how to weigh the losses of")
             return
-        found = [each for each in weights.found if not losses.are_different(each.loss_share)]
+        found: Sequence[WeightAmounts] = [e for e in weights.found if not losses.are_different(e.loss_share)]
         if data.token_cut is not None:  # micro-batches of equal numbers of tokens have almost equal weights
             found = [each for each in found if losses.is_closest(each, found)]
+        if kept is not None and len(found) > 1:
+            found = self._compare_gradients(item, kept, x, found)
         fitting = {each.name for each in found}
         self._weights.choose_candidate(weights, fitting)
         likely = [each for each in weights.found if each.name in fitting]
@@ -189,8 +194,8 @@ class LossCheck(Watcher):
             )
         self._weights.weigh_logs(weights, find_weights(losses, weights))
 
-    def _distort_losses(self, stage: Stage, item: Item, kept: BatchCopy | None) -> Losses:
-        """Return the losses of distorted copies of the first micro-batch, with the labels of all micro-batches."""
+    def _distort_losses(self, stage: Stage, item: Item, kept: BatchCopy | None) -> tuple[Any, Losses]:
+        """Return distorted copies of the first micro-batch, and their losses with the labels of all micro-batches."""
         if kept is None or kept.left_out or kept.inside:  # the labels entered the layers together with their samples
             raise _NotComparableError("the weights are known only after the comparison")
         ((span, part),) = kept.parts.items()
@@ -209,7 +214,81 @@ class LossCheck(Watcher):
         assert item.data.weights is not None
         entering = {s: take_samples(x, s, kept.rows) for s in item.data.weights.spans}
         left = dict.fromkeys(entering, kept.left[span])
-        return self._losses(stage, item, replace(kept, left=left), x, entering, {})
+        return x, self._losses(stage, item, replace(kept, left=left), x, entering, {})
+
+    def _compare_gradients(
+        self, item: Item, kept: BatchCopy, x: Any, found: Sequence[WeightAmounts]
+    ) -> Sequence[WeightAmounts]:
+        """Return the candidates that reproduce the gradients of two micro-batches together, or `found` if none does.
+
+        If the losses of all micro-batches are almost equal, as those of a language model before its first step, every
+        mean of them reproduces the loss of the batch. The gradient of the outputs of the layers is proportional to the
+        weight of the micro-batch. Two micro-batches are compared as a batch of their own.
+
+        Args:
+            item: the batch in the engine.
+            kept: the copy of the batch.
+            x: the outputs of the layers for the whole batch.
+            found: the candidates that reproduce the loss.
+        """
+        assert item.data.weights is not None
+        pair = most_different_pair(found, item.data.weights.spans)
+        if pair is None or any(kept.left.values()):
+            return found
+        both = Span(pair[0].start, pair[1].stop)
+        try:
+            whole, *parts = (self._output_gradients(item, kept, x, span) for span in (both, *pair))
+        except Exception:  # such as a step without gradients; the comparison after the batch reports errors
+            return found
+        first = pair[0].rows
+        of_pair = [(w[:first], w[first:]) for w in whole]
+        measured = [
+            sum(float((w[n] * p).sum()) for w, p in zip(of_pair, parts[n], strict=True))
+            / (sum(float(p.square().sum()) for p in parts[n]) or math.nan)
+            for n in (0, 1)
+        ]
+
+        def distance(each: WeightAmounts) -> float:
+            share = share_of_first(each, pair)
+            other = 1.0 if each.name == SUMS_WEIGHT else 1.0 - share
+            return max(abs(share - measured[0]), abs(other - measured[1]))
+
+        rounding = max(torch.finfo(kind).eps for kind in self._types(x)) ** (2 / 3)
+        left = [each for each in found if distance(each) <= rounding]
+        return left or found
+
+    def _output_gradients(self, item: Item, kept: BatchCopy, x: Any, span: Span) -> list[torch.Tensor]:
+        """Return the gradients of the loss of a span with respect to the outputs of the layers, in double precision."""
+        leaves: list[torch.Tensor] = []
+
+        def enter(t: torch.Tensor) -> torch.Tensor:
+            if not t.is_floating_point() or not t.ndim or t.size(0) != span.rows:
+                return t
+            leaves.append(t.detach().clone().requires_grad_())
+            return leaves[-1]
+
+        batch = take_samples(kept.batch, span, kept.rows, samples=item.data.samples)
+        given = kept.layer_outputs(take_samples(x, span, kept.rows))
+        given, batch = move_data_to_device((given, copy_batch(batch)), self._device)
+        given = trees.map_tensors(enter, given)
+        draws = RngUse(self._device)
+        with (
+            keep_unchanged(self._module, skip=self._cut.proxy),
+            evaluation_mode(self._module, skip=self._cut.proxy),
+            recorded(self._module),
+            self._steps.step_context(),
+            item.data.in_initial_state,
+            torch.enable_grad(),
+        ):
+            of_part = replace(item, rows=span.rows, training=False)
+            out = self._steps.run_around_layers(
+                self._module.training_step, of_part, batch, item.data.arguments, lambda: given, draws
+            )
+            self._steps.left.take_back()
+            loss, _ = loss_of(out)
+            if draws.was_used:
+                raise _NotComparableError("training_step draws random numbers around the layers")
+            return [g.double() for g in torch.autograd.grad(loss, leaves)]
 
     def compare_losses(self, stage: Stage, item: Item) -> None:
         """Warn if the loss of the whole batch differs from the weighted losses of its micro-batches.

@@ -108,7 +108,7 @@ def test_the_gradient_of_the_input_is_measured_if_something_before_is_trained(
     with ProductCounter() as counter:
         monkeypatch.setattr(profiler, "read_seconds", lambda: counter.count)
         inputs = {rows: torch.randn(rows, width)}
-        (found,) = profile_layers([layer], inputs, split=True, repeats=1, wants_gradient=trained).layers
+        (found,) = profile_layers([layer], inputs, split=True, repeats=1, flags={rows: (trained,)}).layers
     assert dict(found.forward) == {rows: 1}
     of_input, of_weights = int(trained), int(not frozen)
     if of_input or of_weights:

@@ -193,7 +193,7 @@ def measured_gradients(rank: int) -> dict[bool, list[bool]]:
             wanted = found[trains_before] = []
 
             def record(*args: Any, wanted: list[bool] = wanted, **settings: Any) -> ModelProfile:
-                wanted.append(settings["wants_gradient"])
+                wanted.append({*settings["flags"].values()} == {(True,)})
                 return real(*args, **settings)
 
             patch.setattr(layer_profiler, "profile_layers", record)

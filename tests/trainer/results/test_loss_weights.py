@@ -147,6 +147,23 @@ class LitZeroHead(LitTokens):
         nn.init.zeros_(self.layers[-1].bias)
 
 
+class LitZeroHeadShifted(LitZeroHead, LitShifted):
+    pass
+
+
+class LitZeroHeadOutside(LitTokens):
+    """Equal losses for all samples in the first batch, which do not depend on the outputs of the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WORDS, WORDS)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def losses(self, logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return super().losses(self.head(logits), batch)
+
+
 FULL = [TOKENS] * ROWS
 NONE_IN_A_PART = [5, 5, 3, 2, 0, 0, 4, 1]  # with four micro-batches, the third one has no label
 UNCHECKED = "own, unchecked"
@@ -168,6 +185,8 @@ CASES: dict[str, tuple[type[LitTokens], Any, dict[str, Any]]] = {
     NO_NUMBER: (LitMasked, (NONE_IN_A_PART, *LENGTHS), {"microbatches": 4}),
     "accumulated": (LitTokens, (*LENGTHS, FULL), {"accumulate_grad_batches": 2}),
     "recomputed": (LitShifted, LENGTHS, {"recompute": True}),
+    "equal losses": (LitZeroHead, LENGTHS, {}),
+    "equal losses, shifted": (LitZeroHeadShifted, LENGTHS, {}),
     "kfkb": (LitTokens, LENGTHS, {"schedule": "kfkb", "schedule_args": {"k": 2}, "microbatches": 4}),
     "zero_bubble": (LitShifted, LENGTHS, {"schedule": "zero_bubble", "microbatches": 4}),
     "interleaved": (LitTokens, LENGTHS, {"schedule": "interleaved", "microbatches": 4}),
@@ -239,6 +258,8 @@ BY = {
     "mask": "entries of batch['rest'] that are not 0",
     "own": "microbatch_weight",
     "items": "1: it is a sum",
+    "equal losses": "labels in batch['labels'] that are not -100",
+    "equal losses, shifted": "labels in batch['labels'] that are not -100, shifted by one",
 }
 
 
@@ -298,7 +319,8 @@ def test_replicas_are_one_batch():
 def test_what_a_first_loss_does_not_tell():
     """Check the warnings about a first batch that does not show how micro-batches are weighted.
 
-    A head of zeros makes all losses equal. A loss inside of the layers is known only when the batch is trained.
+    A head of zeros after the layers makes all losses equal, and the gradients of the layers 0. A loss inside of the
+    layers is known only when the batch is trained.
     """
     (nothing, later), others = run_ranks(told, 2, timeout=120)
     assert others == [[], []]
@@ -310,7 +332,7 @@ def test_what_a_first_loss_does_not_tell():
 
 
 def told(rank: int) -> list[list[str]]:
-    kinds = (LitZeroHead, LitInside)
+    kinds = (LitZeroHeadOutside, LitInside)
     return [fitted(kind, LENGTHS[1:], {}, strategy=True, ranks=2)["said"] for kind in kinds]
 
 
