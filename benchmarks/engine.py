@@ -255,8 +255,7 @@ def make_stages(cell: Cell, rank: int) -> list[Stage]:
             return out
         return loss(out, target[span.start : span.stop]) * (span.rows / item.rows)
 
-    again = cell.plan.recompute or (False,) * len(parts)
-    return [Stage(s, {s: parts[s]}, body, recompute=again[s]) for s in cell.plan.stages[rank]]
+    return [Stage(s, {s: parts[s]}, body) for s in cell.plan.stages[rank]]
 
 
 def make_ours(cell: Cell, rank: int, watch: FailureWatch, kind: str) -> tuple[Callable[[int], None], Engine]:

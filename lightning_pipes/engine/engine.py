@@ -477,7 +477,7 @@ class Engine:
 
     def _prepare_order(self, plan: Plan, order: Program | Policy) -> tuple[Plan, Program | Policy]:
         for stage in self._stages:
-            stage.limit_versions(plan.versions[stage.number] if plan.shared_weights else 1)
+            stage.adopt(plan)
         if isinstance(order, Program):
             return plan, lower(order, plan)
         if order.is_endless:

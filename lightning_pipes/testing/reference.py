@@ -84,12 +84,7 @@ def gradients_in_a_pipeline(plan: Plan, order: Program | Policy, rows: int) -> G
         return out if stage.number < plan.n_stages - 1 else out.tanh().mean() * span.rows / item.rows
 
     def stages(rank: int) -> list[Stage]:
-        again = plan.recompute or (False,) * plan.n_stages
-        return [
-            Stage(s, {s: m[s]}, run_body, recompute=again[s], job=job)
-            for s in plan.stages[rank]
-            for job, m in enumerate(models)
-        ]
+        return [Stage(s, {s: m[s]}, run_body, job=job) for s in plan.stages[rank] for job, m in enumerate(models)]
 
     pipe = Loopback(plan, order, stages)
     for job in range(len(plan.jobs)):

@@ -95,9 +95,8 @@ def make_stages(
     for s in plan.stages[rank]:
         lo, hi = s * len(model) // plan.n_stages, (s + 1) * len(model) // plan.n_stages
         mine = {n: model[n] for n in range(lo, hi)}
-        recompute = bool(plan.recompute) and plan.recompute[s]
         steps = step(list(mine.values())) if step else None
-        stage = Stage(s, mine, body, steps, recompute=recompute, job=job, seed=seed)
+        stage = Stage(s, mine, body, steps, job=job, seed=seed)
         stage.is_last_of_test = s == plan.n_stages - 1  # type: ignore[attr-defined]
         made.append(stage)
     return made

@@ -100,3 +100,16 @@ def test_only_recomputed_activations_of_later_backwards_are_held() -> None:
     plan = make_plan(4, 4)
     assert train(plan, "F0.0 F0.1 F0.2 F0.3 R0.0 B0.0 R0.1 B0.1 R0.2 B0.2 R0.3 B0.3")[0].held == [1, 1, 1, 1]
     assert train(plan, "F0.0 F0.1 F0.2 F0.3 R0.0 R0.1 R0.2 B0.0 B0.1 R0.3 B0.2 B0.3")[0].held == [3, 2, 2, 1]
+
+
+def test_some_micro_batches_keep_their_graphs() -> None:
+    """Stage 0 keeps the graphs of the micro-batches 0 and 2 from their forwards to their backwards."""
+    plan = replace(make_plan(4, 4), kept_microbatches=((1, 2), (0, 1)))
+    row = "F0.0 F0.1 F0.2 F0.3 B0.0 R0.1 B0.1 B0.2 R0.3 B0.3"
+    log, model = train(plan, row)
+    assert log.calls == "FfFfBFBBFB"
+    assert log.held == [2, 2, 1, 1]
+    plain = " ".join(word for word in row.split() if word[0] != "R")
+    assert_close(gradients(model), gradients(train(replace(plan, recompute=(), early_recompute=False), plain)[1]))
+    late = replace(plan, early_recompute=False)
+    assert train(late, plain)[0].calls == log.calls

@@ -175,7 +175,7 @@ def stages_of(plan: Plan, rank: int, layers: Sequence[nn.Module], body: Any = bo
         optimizer = torch.optim.Adam(
             nn.ModuleDict({str(n): m for n, m in mine.items()}).parameters(), 0.02, weight_decay=0.1
         )
-        stage = Stage(number, mine, body, recompute=bool(plan.recompute) and plan.recompute[number])
+        stage = Stage(number, mine, body)
         stage.last = plan.n_stages - 1  # type: ignore[attr-defined]
         stage.step = lambda item, stage=stage, optimizer=optimizer: step(stage, item, optimizer)  # type: ignore[misc]
         made.append(stage)

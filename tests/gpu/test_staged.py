@@ -55,7 +55,7 @@ def train(rank: int, name: str, settings: dict[str, Any], ranks: int, recompute:
             optimizer.step()
             optimizer.zero_grad()
 
-        stages.append(Stage(s, mine, body, step, recompute=recompute, seed=1, device=device))
+        stages.append(Stage(s, mine, body, step, seed=1, device=device))
     watch, transport = None, None
     if ranks > 1:
         import torch.distributed as dist

@@ -138,8 +138,10 @@ def test_recomputations_of_large_programs_do_not_move(monkeypatch: pytest.Monkey
 
 @for_each("name", SCHEDULES)
 @for_each("room", [0, 10, ROOM])
-def test_no_step_is_longer_and_no_rank_holds_more(name: str, room: int) -> None:
+@for_each("kept", [(0, 1), (1, 2), (2, 3)])
+def test_no_step_is_longer_and_no_rank_holds_more(name: str, room: int, kept: tuple[int, int]) -> None:
     program, plan, costs = problem(name)
+    plan = replace(plan, kept_microbatches=(kept,) * plan.n_stages)
     before, peaks = simulate(program, plan, costs), peak_bytes(program, plan, costs)
     placed = place_recomputations(program, plan, costs, [peak + room for peak in peaks])
     after = simulate(placed, plan, costs)

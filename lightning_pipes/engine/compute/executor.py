@@ -194,15 +194,18 @@ class Executor:
         stage, last = self._stages[i.stage, i.job], self._is_last(i.stage)
         cuts_differ = not self.plan.uniform_jobs[i.job]
         version = self._version_of(stage, i, item) if item.training else None
+        recomputes = self.plan.recomputes(i.stage, i.job, i.span)
         for part, kept in self._split_forward(i, item):
             received, flags = (None, ()) if i.stage == 0 else self._buffer_of(Kind.RF, i).take_span(part)
             wanted: autograd.Flags = ()
             if not item.training:
                 output = stage.forward(item, part, received, None, cuts_differ=cuts_differ)
-            elif stage.recompute or len(kept) > 1:
+            elif recomputes or len(kept) > 1:
                 with torch.no_grad():
                     in_parts = len(kept) > 1
-                    output = stage.forward(item, part, received, version, in_parts=in_parts, cuts_differ=cuts_differ)
+                    output = stage.forward(
+                        item, part, received, version, runs_again=True, in_parts=in_parts, cuts_differ=cuts_differ
+                    )
                 wanted = autograd.may_want_gradients(output)
                 for span in kept:
                     saved = SavedForward(span, version, recompute=True, sent_flags=wanted)

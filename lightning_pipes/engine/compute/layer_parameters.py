@@ -119,19 +119,19 @@ class LayerParameters:
 class LayerOffload:
     """Loads and offloads the layers of one stage.
 
-    A stage that recomputes needs its layers only while a task runs. Any other stage, such as the last one, keeps the
-    layers of a batch on the device from the first forward to the step of the batch, because the autograd graph refers
-    to them.
+    A stage that recomputes all micro-batches needs its layers only while a task runs. Any other stage, such as the last
+    one, keeps the layers of a batch on the device from the first forward to the step of the batch, because the autograd
+    graph refers to them.
 
     Args:
         memory: the layers of this rank.
         stage: the number of the stage.
         parts: finds the layers that batches use.
-        recompute: whether the stage recomputes.
+        recompute: whether the stage recomputes all micro-batches.
     """
 
-    def __init__(self, memory: LayerMemory, stage: int, parts: LayerParameters, recompute: bool) -> None:
-        self._memory, self._stage, self._parts, self._recompute = memory, stage, parts, recompute
+    def __init__(self, memory: LayerMemory, stage: int, parts: LayerParameters, recompute: bool = False) -> None:
+        self._memory, self._stage, self._parts, self.recompute = memory, stage, parts, recompute
         self._task: tuple[bool, int] | None = None  # whether the last task was a forward, and its batch
         self._kept: dict[int, Mapping[str, nn.Module]] = {}  # layers of batches in flight, by batch number
 
@@ -207,7 +207,7 @@ class LayerOffload:
                 "layers_of_batch of the LightningModule, also in validation, or leave MemorySwap out"
             )
         memory, parts = self._memory, self._parts.modules(self._own_layers(item.use))
-        if item.training and not self._recompute and item.number not in self._kept:
+        if item.training and not self.recompute and item.number not in self._kept:
             memory.acquire(parts)
             self._kept[item.number] = parts
         steps, task = kind is Kind.STEP, (kind is Kind.F, item.number)

@@ -39,7 +39,7 @@ from lightning_pipes.engine.private_torch import BatchNorm
 from lightning_pipes.engine.residency.layer_memory import LayerMemory, VersionMemory
 from lightning_pipes.engine.residency.mirrors import MirroredLayers, Mirrors
 from lightning_pipes.engine.residency.upcoming import PredictorChoice
-from lightning_pipes.ir import Kind, LayerUse, PlanError, Span
+from lightning_pipes.ir import Kind, LayerUse, Plan, PlanError, Span
 from lightning_pipes.ir.clock import read_seconds
 
 MIXING_LAYERS = (BatchNorm,)
@@ -184,7 +184,6 @@ class Stage:
             the micro-batch, scaled so that the losses of a batch add up to the objective; other stages return the input
             of the next stage.
         step: called when the gradients of a batch are complete; updates the weights and clears the gradients.
-        recompute: whether only the received tensors are saved, and forward runs again before backward.
         job: the number of the job to which the layers belong.
         last_backward: returns the context of the backward that completes the gradients of a batch.
         named: the layers to which the names in batches refer, if `layers` are wrappers around them.
@@ -204,7 +203,6 @@ class Stage:
         layers: Mapping[int, nn.Module],
         body: Body = layers_only,
         step: Callable[[Item], None] | None = None,
-        recompute: bool = False,
         job: int = 0,
         last_backward: Callable[[Item], AbstractContextManager[None]] | None = None,
         named: Mapping[int, nn.Module] | None = None,
@@ -234,6 +232,8 @@ class Stage:
         """Whether the stages and links cut the batch that is running differently."""
         self.unsampled_ids: frozenset[int] = frozenset()
         """Ids of received tensors that hold no samples, although their axis 0 may be as long as the micro-batch."""
+        self.runs_again = False
+        """Whether the body is running for the first of two times on the same samples."""
         self.recomputing = False
         """Whether the body is running for the second time on the same samples."""
         self.written_buffers: dict[tuple[nn.Module, str], torch.Tensor] = {}
@@ -242,23 +242,17 @@ class Stage:
         self.show_version = show_version
         self._version_memory = resources.version_memory
         memory = resources.memory
-        self.offload = None if memory is None else LayerOffload(memory, number, self._parts, recompute)
+        self.offload = None if memory is None else LayerOffload(memory, number, self._parts)
         """Keeps layers on the device while tasks use them, if layers are offloaded."""
         self.replica_averages = resources.replica_averages
         """Averages gradients over replicas batch by batch, if batches overlap."""
         self._version: WeightVersion | None = None
         self._read_only_ids: frozenset[int] = frozenset()  # ids of parameters that the batch does not step
-        self._recompute = recompute
         self._buffers = BuffersBefore()
         self._in_parts: SampleIndependenceCheck | None = None
         self._warned_not_splittable = False
         self._unsplit_in_row = 0
         self._changes_input: bool | None = None  # whether a layer works in place on received tensors; None: unknown
-
-    @property
-    def recompute(self) -> bool:
-        """Whether forward runs again before backward. During a forward, whether it will run again for its samples."""
-        return self._recompute or self._in_parts is not None
 
     def forward(
         self,
@@ -266,6 +260,7 @@ class Stage:
         span: Span,
         received: Any,
         version: WeightVersion | None,
+        runs_again: bool = False,
         again: bool = False,
         in_parts: bool = False,
         cuts_differ: bool = False,
@@ -277,8 +272,9 @@ class Stage:
             span: the samples of the micro-batch.
             received: the output of the previous stage for these samples; None on stage 0.
             version: the weights to read; None for the live weights.
+            runs_again: whether this is the first of two runs on these samples.
             again: whether this is the second run on these samples.
-            in_parts: whether forward will run again in parts, each on some of these samples.
+            in_parts: whether the second runs will be in parts, each on some of these samples.
             cuts_differ: whether the stages and links cut the batch differently.
 
         Returns:
@@ -288,7 +284,8 @@ class Stage:
             PlanError: the result of a run in parts could differ from the result of this run, or the batch changes
                 buffers of layers that it only reads or reads late.
         """
-        self._version, self.recomputing, self.cuts_differ = version, again, cuts_differ
+        self._version, self.cuts_differ = version, cuts_differ
+        self.runs_again, self.recomputing = runs_again, again
         if item.use is None:
             self._read_only_ids, kept = frozenset(), {}
         else:
@@ -305,7 +302,8 @@ class Stage:
                 self._check_read_only(item, kept)
             return out
         finally:
-            self._version, self._in_parts, self.recomputing = None, None, False
+            self._version, self._in_parts = None, None
+            self.runs_again = self.recomputing = False
             self.written_buffers = {}
 
     @property
@@ -322,9 +320,17 @@ class Stage:
         """Discard the buffer values that earlier backwards have used."""
         self._buffers.forget_taken()
 
-    def limit_versions(self, most: int) -> None:
-        """Keep at most this number of versions of the weights, beginning with the next window."""
-        if self._version_memory is not None and most > 1 and self._recompute:
+    def adopt(self, plan: Plan) -> None:
+        """Prepare for windows of a plan.
+
+        The plan limits the versions of the weights. If the stage recomputes all micro-batches, no autograd graph refers
+        to its layers and versions between a forward and its backward, so that they may leave the device.
+        """
+        recomputes_all = plan.recomputes_all(self.number)
+        if self.offload is not None:
+            self.offload.recompute = recomputes_all
+        most = plan.versions[self.number] if plan.shared_weights else 1
+        if self._version_memory is not None and most > 1 and recomputes_all:
             self.weights = OffloadedVersions(self.layers, most, self.number, self._version_memory, self.device)
         elif self.weights.max_versions != most:
             self.weights = WeightVersions(self.layers, most)
@@ -422,8 +428,8 @@ class Stage:
         Returns:
             The output of the last layer.
         """
-        first_of_two = not is_made_again and self.recompute and item.training and not self.recomputing
-        if first_of_two and self._changes_input is not False:  # the second run needs `x` as it is
+        if self.runs_again and not is_made_again and self._changes_input is not False:
+            # the second run needs `x` as it is
             copy = trees.map_tensors(torch.clone, x)
             out = self._run_all(item, span, copy)
             self._changes_input = self._changes_input or any(t._version for t in trees.tensors_in(copy))
@@ -479,7 +485,7 @@ class Stage:
         if self._mirrored is not None and item.use is not None and self._mirrored.is_remote(number):
             changes = item.training and not self.recomputing
             before = self._buffers.take_kept(key) if self.recomputing else {}
-            if changes and self.recompute:
+            if self.runs_again:
                 self._buffers.keep_copies(key, self._mirrored.buffers(item.use, number))
             return self._mirrored.run(item.use, number, layer, x, self._read_only_ids, changes, before)
         tensors = self._tensors(number, layer)
@@ -492,7 +498,7 @@ class Stage:
                 part, _, last = name.rpartition(".")
                 self.written_buffers[layer.get_submodule(part), last] = tensors[name]
             return out
-        if self.recompute and item.training:
+        if self.runs_again:
             with self.keep_buffers(key, number, layer):
                 return functional_call(layer, tensors, (x,)) if tensors else layer(x)
         return functional_call(layer, tensors, (x,)) if tensors else layer(x)

@@ -670,8 +670,8 @@ def check_turns(run: PipelineRun, plan: Plan) -> None:
         )
     if not _recomputes(plan):
         raise PipelineError(
-            "MemorySwap needs PipelineStrategy(recompute=True). Without recomputation, a forward keeps its layers on "
-            "the device until its backward, and batches in flight could block each other"
+            "MemorySwap needs PipelineStrategy(recompute=True). Without recomputation of all micro-batches, a forward "
+            "keeps its layers on the device until its backward, and batches in flight could block each other"
         )
     if plan.split_backward:
         raise PipelineError(
@@ -711,7 +711,7 @@ def check_stash(run: PipelineRun, plan: Plan) -> None:
     if not _recomputes(plan):
         raise PipelineError(
             f"MemorySwap moves weight versions of schedule {name!r}, and needs PipelineStrategy(recompute=True). "
-            "Without recomputation, a forward keeps its version on the device until its backward"
+            "Without recomputation of all micro-batches, a forward keeps its version on the device until its backward"
         )
     if plan.split_backward:
         raise PipelineError(
@@ -722,7 +722,7 @@ def check_stash(run: PipelineRun, plan: Plan) -> None:
 
 
 def _recomputes(plan: Plan) -> bool:
-    """Return whether forwards that wait for their backward keep only their input.
+    """Return whether all forwards that wait for their backward keep only their input.
 
     On the last stage, no forward waits.
     """

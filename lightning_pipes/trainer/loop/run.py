@@ -378,7 +378,6 @@ class PipelineRun:
                 {n: TapedLayer(layer, n, self.local_layers.around_layer) for n, layer in layers.items()},
                 self._watch_body(number, self.user_steps.stage_body(number)),
                 partial(self._batch_complete, number),
-                recompute=bool(plan.recompute) and plan.recompute[number],
                 last_backward=partial(self._around_last_backward, number)
                 if self.local_layers.reduces_in_backward
                 else None,

@@ -263,12 +263,14 @@ class Plans:
         return place_recomputations(program, plan, price_stages(profile, plan, deployment), memory)
 
     def _keep_setting(self, given: Plan, usual: Plan) -> Plan:
-        if any(given.recompute) and given.recompute != usual.recompute:
-            raise PlanError(
-                f"the plan has recompute {given.recompute}, but the run has {usual.recompute}, which can't change "
-                "during the run. Leave recompute out of the plan, or start another run with it"
-            )
-        return replace(given, layers=usual.layers, recompute=usual.recompute, early_recompute=usual.early_recompute)
+        same = {name: getattr(usual, name) for name in ("recompute", "early_recompute", "kept_microbatches")}
+        for name in ("recompute", "kept_microbatches"):
+            if any(given.recompute) and getattr(given, name) != same[name]:
+                raise PlanError(
+                    f"the plan has {name} {getattr(given, name)}, but the run has {same[name]}, which can't change "
+                    "during the run. Leave recompute out of the plan, or start another run with it"
+                )
+        return replace(given, layers=usual.layers, **same)
 
     def _order_plan(self, plan: Plan) -> tuple[Plan, Program | Policy]:
         verified = plan.jobs[0].rows == self._verified

@@ -141,7 +141,6 @@ class Trials:
                     stage,
                     {n: by_number[n] for n in inside},
                     _body(stage, plan, entering),
-                    recompute=bool(plan.recompute) and plan.recompute[stage],
                     device=self._device,
                 )
                 for stage, inside in mine.items()

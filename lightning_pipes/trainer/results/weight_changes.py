@@ -181,7 +181,7 @@ def explain_repetition(stage: Stage, item: Item, span: Span, overlaps: bool, end
         return ""
     if overlaps:
         return "Other batches are under way, which use the weights as they were"
-    if stage.recompute:
+    if stage.runs_again or stage.recomputing:
         return "This stage runs its forward a second time for its gradients. Leave recompute=True out"
     if span.rows == item.rows and not ends_whole:
         return ""

@@ -76,9 +76,7 @@ class RepeatedStage(Stage):
         # A bound method would be a reference cycle, which keeps gradients alive.
         body: Any = RepeatedStage._run_body
         seed, device = of.seed, of.device
-        super().__init__(
-            of.number, of.layers, body, recompute=of.recompute, show_version=of.show_version, seed=seed, device=device
-        )
+        super().__init__(of.number, of.layers, body, show_version=of.show_version, seed=seed, device=device)
         self._user_body = run.user_steps.stage_body(of.number)
         self._is_last = of.number == run.engine.plan.n_stages - 1
         self._made, self._draws, self._spans = made, draws, spans_of_stage(run.engine.plan, of.number, rows)
@@ -121,7 +119,7 @@ class RepeatedStage(Stage):
             if not self.recomputing:
                 return self._fail(StageFailure(self._made.failure), span)
             return pytree.tree_map_only(torch.Tensor, lambda t: torch.zeros_like(t, device=self.device), earlier)
-        if self.recompute and not self.recomputing:
+        if self.runs_again:
             self._sent[span] = pytree.tree_map_only(torch.Tensor, lambda t: torch.empty_like(t, device="meta"), out)
         return out
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -224,14 +225,14 @@ MODELS: dict[str, Any] = {"transformer": (blocks, (32, 64)), "convolutions": (co
 ROWS, MICROBATCHES = 16, 8
 
 
-def measured_peak(rank: int, model: str, schedule: str, recompute: bool) -> list[int]:
+def measured_peak(rank: int, model: str, schedule: str, recompute: bool, kept: tuple[int, int]) -> list[int]:
     """Return the peak bytes of the tensors that the second step creates, measured and predicted by the profile."""
     make, shape = MODELS[model]
     layers = make()
     half = len(layers) // 2
     cuts = (Span(0, half), Span(half, len(layers)))
     again = (recompute, False) if recompute else ()
-    plan = Plan.even(2, MICROBATCHES, ROWS, layers=cuts, recompute=again)
+    plan = replace(Plan.even(2, MICROBATCHES, ROWS, layers=cuts, recompute=again), kept_microbatches=(kept, (0, 1)))
     profile = profile_layers(layers, {2: torch.randn(2, *shape)}, repeats=1)
     order = make_schedule(schedule).program(plan)
     fit = evaluate_plan(profile, order, plan, Cluster((Device(), Device())))
@@ -242,7 +243,7 @@ def measured_peak(rank: int, model: str, schedule: str, recompute: bool) -> list
 
     watch, transport = connect(rank, plan)
     mine = {n: layers[n] for n in range(*cuts[rank])}
-    engine = Engine(plan, order, [Stage(rank, mine, body, recompute=recompute and rank == 0)], transport, rank=rank)
+    engine = Engine(plan, order, [Stage(rank, mine, body)], transport, rank=rank)
     x = torch.randn(ROWS, *shape)
     for number in range(2):  # gradients are allocated from the second step on
         with measure_footprint(CPU) as found:
@@ -254,12 +255,21 @@ def measured_peak(rank: int, model: str, schedule: str, recompute: bool) -> list
     return [peak, fit.peak_bytes[rank] - fit.costs.resident_bytes(rank, plan)]
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("recompute", "kept"), [(False, (0, 1)), (True, (0, 1)), (True, (1, 2))])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("model", MODELS)
-def test_the_memory_model_predicts_the_measured_peak(model, schedule, recompute):
-    for measured, predicted in run_ranks(measured_peak, 2, model, schedule, recompute, timeout=60):
+def test_the_memory_model_predicts_the_measured_peak(model, schedule, recompute, kept):
+    for measured, predicted in run_ranks(measured_peak, 2, model, schedule, recompute, kept, timeout=60):
         assert predicted == pytest.approx(measured, rel=0.1)
+
+
+def test_memory_is_between_that_of_no_and_all_recomputation():
+    settings = [(False, (0, 1)), (True, (3, 4)), (True, (1, 2)), (True, (1, 4)), (True, (0, 1))]
+    peaks = [run_ranks(measured_peak, 2, "transformer", "gpipe", *each, timeout=60)[0] for each in settings]
+    for at in (0, 1):  # measured and predicted
+        found = [peak[at] for peak in peaks]
+        assert found == sorted(found, reverse=True)
+        assert len(set(found)) == len(found)
 
 
 @pytest.mark.parametrize("split", [False, True])

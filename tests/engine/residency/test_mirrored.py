@@ -331,9 +331,8 @@ def stage_of(
             for p, gradient in others.items():
                 p.grad = gradient
 
-    again = bool(plan.recompute) and plan.recompute[number]
     own = {n: layers[n] for n in range(*plan.layers[number])}
-    stage = Stage(number, own, body, step, recompute=again, resources=resources)
+    stage = Stage(number, own, body, step, resources=resources)
     return stage
 
 

@@ -180,7 +180,7 @@ class LayerSteps(UserSteps):
                 except Exception as error:
                     self._blame_cut(error, item, span, lambda x, rows: stage.run_layers(item, Span(0, rows), x))
                     raise
-        last_run = stage.recomputing if stage.recompute else not self._both_ends
+        last_run = stage.recomputing or not (stage.runs_again or self._both_ends)
         self.state.restore_state()
         generators, watch = self.state.generators, self._weight_changes.watch(stage)
         with self.step_context(), data.in_initial_state, generators.microbatch(item.number, span), watch:
@@ -205,7 +205,7 @@ class LayerSteps(UserSteps):
 
     def _why_once(self, stage: Stage) -> str:
         """Return the reason why a change of weights before the layers would differ from one process, if it would."""
-        if stage.recompute or self._both_ends:
+        if stage.runs_again or stage.recomputing or self._both_ends:
             return "" if self._stages == 1 else "One process makes this change once, and this rank would make it twice"
         return "Processes between the first stage and the last do not run this code" if self._has_others else ""
 

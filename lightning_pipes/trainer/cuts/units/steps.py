@@ -124,8 +124,7 @@ class UnitSteps(UserSteps):
         with self.step_context(), data.in_initial_state:
             stage.seed_user_code(item, span, BEFORE_LAYERS)
             part, step = data.select_samples(span), named_step(self._module, "training_step")
-            recomputed_later = stage.recompute and not stage.recomputing
-            if stage.number < self._final or recomputed_later or (last and self._end is not None):
+            if stage.number < self._final or stage.runs_again or (last and self._end is not None):
                 part = copy_batch(part)  # this rank runs the step again, and the step may change its batch in place
             with (
                 recorded(self._module) as logged,
@@ -177,7 +176,7 @@ class UnitSteps(UserSteps):
                     before = kept.take_kept(key)
                     copies = {name: before.get(name, buffer).clone() for name, buffer in part.named_buffers()}
                     stack.enter_context(self._cut.show_buffers(copies))
-            elif stage.recompute:
+            elif stage.runs_again:
                 for key, number, part in with_keys:
                     stack.enter_context(stage.keep_buffers(key, number, part))
             yield
