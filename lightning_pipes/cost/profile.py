@@ -27,6 +27,8 @@ MAX_LAYERS = MAX_STAGES
 """The maximum number of layers. A plan can't have more stages than this, so more layers would have no use."""
 MIN_ROWS_NOTE = "least_rows"
 """The key of a profile's notes for the smallest number of samples on which the model ran, if fewer samples failed."""
+LENGTH_COST_NOTE = "length_cost"
+"""The key of a profile's notes for the numbers of a `LengthCost`, if the times of sequences by length were measured."""
 _EMPTY_BEFORE, _EMPTY_AFTER = (LayerProfile(name, ((1, 0.0),), ((1, 0.0),)) for name in ("before", "after"))
 
 

@@ -125,8 +125,9 @@ class PipelineStrategy(PipelineHost):
         schedule_args: the settings of a schedule that is given by name, such as {"k": 2}.
         microbatches_by: how a training batch is divided into micro-batches. With "samples", micro-batches have equal
             numbers of samples. With "tokens", the sequences of a batch are sorted by length into micro-batches of equal
-            numbers of tokens, and each micro-batch is padded to its longest sequence only. The lengths are taken from
-            `attention_mask`, from another mask of the tokens, or from labels that are -100.
+            time, and each micro-batch is padded to its longest sequence only. The time is measured together with the
+            layers, or is the number of tokens if layers are not measured. The lengths are taken from `attention_mask`,
+            from another mask of the tokens, or from labels that are -100.
         module: the path of the `nn.Sequential` or `nn.ModuleList` to cut. The default is the container with the most
             parameters, or the container that takes most of a step if that is clearly a different one. An empty path
             cuts the module by units.

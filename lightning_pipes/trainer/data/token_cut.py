@@ -18,17 +18,15 @@ from torch.nn import functional
 
 from lightning_pipes.engine.trees import map_tensors
 from lightning_pipes.ir import PipelineError, Span
+from lightning_pipes.ir.instruction import even_spans
 from lightning_pipes.trainer.data.batches import Path, find_block_masks, make_cutter, reorder_samples, sample_tensors
+from lightning_pipes.trainer.data.length_cost import TOKENS_COST, LengthCost, divide_lengths
 
 MicrobatchesBy = Literal["samples", "tokens"]
 SAMPLES: MicrobatchesBy = "samples"
 TOKENS: MicrobatchesBy = "tokens"
 IGNORED_LABEL = -100
 """The label of entries that do not count, as in `torch.nn.functional.cross_entropy`."""
-MAX_GROUP_BORDERS = 128
-"""The largest number of places between sorted sequences that are considered as borders of micro-batches."""
-_SLACKS = (1.0, 1.05, 1.1, 1.2, 1.5, 2.0, float("inf"))
-"""The sizes to which the largest micro-batch is limited, relative to its smallest possible size."""
 _MASK_NAME, _IDS_NAME = "attention_mask", "input_ids"
 _ALIGNED_NAMES = (_IDS_NAME, "token_type_ids", "position_ids")
 """The names of tensors of Hugging Face models that have an entry for each token. Their padding may have any values."""
@@ -132,6 +130,41 @@ class _Lengths:
     obstacle: str = ""
 
 
+@dataclass(frozen=True)
+class SequenceSample:
+    """The sequences of a batch, of which samples of chosen lengths are taken for measurements.
+
+    Attributes:
+        batch: the batch, with the longest sequences first.
+        rows: the number of sequences.
+        order: the numbers of the sequences in the loaded batch.
+        lengths: the lengths of the sequences.
+        mean: the mean number of tokens to which sequences are padded in micro-batches.
+    """
+
+    batch: Any
+    rows: int
+    order: tuple[int, ...]
+    lengths: _Lengths
+    mean: int
+
+    @property
+    def longest(self) -> int:
+        """The largest number of tokens."""
+        return int(self.lengths.numbers.max())
+
+    def take(self, rows: int, width: int) -> Any:
+        """Return a batch of the longest sequences, cropped or padded to one length.
+
+        Args:
+            rows: the number of sequences.
+            width: the number of tokens, at most `longest`.
+        """
+        span, known = Span(0, rows), self.lengths
+        cut = TokenCut(self.batch, self.rows, self.order, {}, {span: width}, known.width, known.leading, known.names)
+        return cut.make_cutter(self.batch, ())(span)
+
+
 class TokenCounts(NamedTuple):
     """The numbers of tokens of batches.
 
@@ -157,15 +190,16 @@ class TokenCutter:
     Args:
         stages: the number of stages of the pipeline.
         least: the smallest number of sequences in a micro-batch, unless a batch has too few.
+        cost: the cost of a sequence by its length.
     """
 
-    def __init__(self, stages: int, least: int = 1) -> None:
-        self._stages, self._least = stages, least
+    def __init__(self, stages: int, least: int = 1, cost: LengthCost = TOKENS_COST) -> None:
+        self._stages, self._least, self._cost = stages, least, cost
         self._source: str | None = None
         """The place of the tensor from which the lengths of the last batch were taken."""
         self._other_axes: set[str] = set()
         """The places of tensors whose axis 1 was not as long as the sequences in some batch."""
-        self._has_warned = self._has_logged = False
+        self._has_warned = self._has_logged = self._has_exceeded = False
 
     def cut(self, batch: Any, rows: int, spans: Sequence[Span], samples: Collection[Path]) -> TokenCut | None:
         """Return the micro-batches of a batch, or None if all of its sequences have the same length.
@@ -206,6 +240,13 @@ class TokenCutter:
                 "in training_step, for the tensors that it gets, or leave microbatches_by out"
             )
         order, widths = found
+        longest = max(widths.values())
+        if self._cost.longest and longest > self._cost.longest and not self._has_exceeded:
+            self._has_exceeded = True
+            rank_zero_info(
+                f"A batch has sequences of {longest} tokens, and times were measured for up to {self._cost.longest}. "
+                "The times of longer sequences are extrapolated"
+            )
         if not self._has_logged:
             self._has_logged = True
             least, most = min(span.rows for span in widths), max(span.rows for span in widths)
@@ -239,13 +280,29 @@ class TokenCutter:
         found = self._divide(lengths, rows, spans)
         return None if found is None else _count_tokens(lengths, rows, found[1])
 
+    def sample_sequences(self, batch: Any, rows: int, microbatches: int) -> SequenceSample | None:
+        """Return the sequences of a batch for measurements, or None if the batch does not show different lengths.
+
+        Args:
+            batch: the batch.
+            rows: the number of samples of the batch.
+            microbatches: the number of micro-batches.
+        """
+        lengths = self._find_lengths(batch, rows)
+        found = None if lengths is None else self._divide(lengths, rows, even_spans(rows, microbatches))
+        if lengths is None or found is None:
+            return None
+        order, widths = found
+        mean = -(-sum(span.rows * width for span, width in widths.items()) // rows)
+        return SequenceSample(reorder_samples(batch, rows, order), rows, tuple(order), lengths, mean)
+
     def _divide(self, lengths: _Lengths, rows: int, spans: Sequence[Span]) -> tuple[list[int], dict[Span, int]] | None:
         """Return the order of the sequences, and the lengths of the micro-batches. None if all lengths are equal."""
         if len(spans) < 2 or lengths.numbers.min() == lengths.numbers.max():
             return None
         order = np.argsort(-lengths.numbers, kind="stable")  # as a batch that is too large for the memory fails early
         numbers = lengths.numbers[order]
-        ends = divide_lengths(numbers, len(spans), self._stages, min(self._least, rows // len(spans)))
+        ends = divide_lengths(numbers, len(spans), self._stages, min(self._least, rows // len(spans)), self._cost)
         own = [Span(start, stop) for start, stop in zip((0, *ends[:-1]), ends, strict=True)]
         return order.tolist(), {span: int(numbers[span.start]) for span in own}
 
@@ -359,49 +416,3 @@ def _why_not_leading(tables: Mapping[str, torch.Tensor], starts: torch.Tensor) -
         if "label" in where and bool((t[rows, starts] != IGNORED_LABEL).any()):
             return f"{where} counts the first token of sequences, which is predicted from the padding before it"
     return ""
-
-
-def divide_lengths(lengths: np.ndarray[Any, Any], count: int, stages: int, least: int = 1) -> list[int]:
-    """Return the ends of the groups into which sorted sequences are divided.
-
-    The cost of a group is the number of its tokens after padding. With costs c of the groups, a pipeline of p stages
-    takes sum(c) + (p - 1) * max(c), up to a factor (DynaPipe, section 4). The groups minimize this.
-
-    Args:
-        lengths: the number of tokens of each sequence, in descending order.
-        count: the number of groups, at most the number of sequences.
-        stages: the number of stages.
-        least: the smallest number of sequences in a group.
-    """
-    rows = len(lengths)
-    n_places = max(min(rows, MAX_GROUP_BORDERS), count) if least < 2 else rows
-    places = np.unique(np.linspace(0, rows, n_places + 1).round().astype(int))
-    costs = (places[None, :] - places[:, None]) * np.append(lengths, 0)[places][:, None].astype(float)
-    costs[places[None, :] - places[:, None] < least] = np.inf
-    smallest = _find_groups(costs, count, np.maximum)[0]
-    found = []
-    for slack in _SLACKS:
-        limited = np.where(costs <= smallest * slack, costs, np.inf)
-        total, borders = _find_groups(limited, count, np.add)
-        largest = max(costs[a, b] for a, b in zip((0, *borders[:-1]), borders, strict=True))
-        found.append((total + (stages - 1) * largest, borders))
-    return [int(places[border]) for border in min(found)[1]]
-
-
-def _find_groups(costs: np.ndarray[Any, Any], count: int, combine: Callable[..., Any]) -> tuple[float, list[int]]:
-    """Return the smallest combined cost of `count` consecutive groups, and the ends of the groups.
-
-    Args:
-        costs: the cost of a group from each place to each place; infinity if there is no such group.
-        count: the number of groups.
-        combine: combines the cost of groups with the cost of one more group.
-    """
-    best, choices = costs[0], []
-    for _ in range(count - 1):
-        table = combine(best[:, None], costs)
-        choices.append(table.argmin(0))
-        best = table.min(0)
-    ends = [len(costs) - 1]
-    for choice in reversed(choices):
-        ends.append(int(choice[ends[-1]]))
-    return float(best[-1]), ends[::-1]

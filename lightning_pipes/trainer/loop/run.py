@@ -27,6 +27,7 @@ from lightning_pipes.planning.planner import BLOCKING
 from lightning_pipes.trainer.cuts.layers.tape import TapedLayer
 from lightning_pipes.trainer.cuts.steps import StepResult, UserSteps
 from lightning_pipes.trainer.data.batches import SampleLists
+from lightning_pipes.trainer.data.length_cost import LengthCost
 from lightning_pipes.trainer.data.token_cut import TokenCutter
 from lightning_pipes.trainer.loop.connections import Connections
 from lightning_pipes.trainer.loop.step_statistics import StepStatistics
@@ -170,7 +171,7 @@ class PipelineRun:
         relocation: how layers move during training.
         ruled_out: weightings of the micro-batches that are known not to give the loss of the batch, or None if none
             were compared.
-        by_tokens: whether sequences are sorted into micro-batches by their numbers of tokens.
+        length_cost: the cost of sequences by their lengths, if they are sorted into micro-batches of equal cost.
 
     Attributes:
         windows: the last windows of batches.
@@ -208,7 +209,7 @@ class PipelineRun:
         make_training_loop: Callable[[PipelineRun], TrainingLoop],
         relocation: str = BLOCKING,
         ruled_out: Collection[str] | None = None,
-        by_tokens: bool = False,
+        length_cost: LengthCost | None = None,
     ) -> None:
         self.local_layers = local_layers
         self.cut = cut = local_layers.cut
@@ -232,7 +233,9 @@ class PipelineRun:
         self.lists = SampleLists()
         rank = self._rank = local_layers.holdings.rank
         plan, order = plans.for_rows(plans.trial_rows)
-        self.token_cutter = TokenCutter(plan.n_stages, plans.least_rows) if by_tokens else None
+        self.token_cutter = None
+        if length_cost is not None:
+            self.token_cutter = TokenCutter(plan.n_stages, plans.least_rows, length_cost)
         self.last_rank = global_ranks[plan.ranks[-1]]
         self.is_first_rank = plan.ranks[0] == rank
         self.is_last_rank = plan.ranks[-1] == rank

@@ -6,7 +6,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from lightning_pipes.cost import Deployment, ModelProfile
+from lightning_pipes.cost.profile import LENGTH_COST_NOTE
 from lightning_pipes.cost.units import seconds_text
 from lightning_pipes.engine.compute.rng import forked_rng
 from lightning_pipes.engine.trees import tensors_in
@@ -25,7 +26,9 @@ from lightning_pipes.planning.planner import UNDECIDED
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.cuts.layers.proxy import Layers
 from lightning_pipes.trainer.cuts.layers.tape import describe_layer
+from lightning_pipes.trainer.data.length_cost import TOKENS_COST, LengthCost
 from lightning_pipes.trainer.data.sample import NoSampleError, batch_rows, example_batch, expected_batches
+from lightning_pipes.trainer.data.token_cut import SequenceSample, TokenCutter
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.layer_profiler import (
     CollectiveCall,
@@ -52,12 +55,29 @@ MEASURING_SECONDS = 3.0
 """The seconds for measurements and trials together. The smallest useful numbers of runs and steps are always made."""
 MEASURING_SHARE = 0.02
 """The share of the expected run that measurements and trials may take before another cut is tried."""
+MEASURED_LENGTHS = (1, 2, 4)
+"""The lengths for which layers are measured, as divisors of the longest sequence of a batch."""
 _profiles: dict[tuple[Any, ...], tuple[ModelProfile, list[float]] | str] = {}
 """The measured profile and the speed of every process, or the reason why nothing was measured.
 
 The key contains everything that the profile depends on, and is the same in all processes. A reason is stored as text,
 because an exception would keep objects alive.
 """
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """A batch for measurements.
+
+    Attributes:
+        rows: the number of samples of a batch of the run.
+        batch: the samples that are measured.
+        sequences: all sequences of a batch, if they are sorted into micro-batches by length and have several lengths.
+    """
+
+    rows: int
+    batch: Any
+    sequences: SequenceSample | None = None
 
 
 class PlanDecider(ProfilePlanner):
@@ -153,9 +173,9 @@ class PlanDecider(ProfilePlanner):
                 "is known"
             )
         data = private.run_data(self._trainer)  # on all ranks: it may draw random numbers
-        sampled: list[tuple[int, Any]] = []
+        sampled: list[_Sample] = []
         self._collective(lambda: sampled.append(self._load_sample(request, data)))
-        (rows, batch) = sampled[0]
+        rows, batch = sampled[0].rows, sampled[0].batch
         sizes, pieces = self._choose_sizes(request, rows)
         key = (
             _describe_structure(module, self._layers, batch),
@@ -167,6 +187,7 @@ class PlanDecider(ProfilePlanner):
                 _name_device(self._device),
             ),
             *(() if self._shards == 1 else (self._shards,)),
+            *(("lengths",) if sampled[0].sequences is not None else ()),
         )
         known = _profiles.get(key)
         if not all(self._collective(lambda: known is not None)):
@@ -176,7 +197,7 @@ class PlanDecider(ProfilePlanner):
         if known is None:
             known = self._find_profile(key)
         if known is None:
-            made, speeds, deployment = self._measure(request, plain, data, batch, rows, key)
+            made, speeds, deployment = self._measure(request, plain, data, sampled[0], key)
         else:
             profile, speeds = known
             deployment = self.make_deployment(plain, speeds)
@@ -195,7 +216,7 @@ class PlanDecider(ProfilePlanner):
         return sizes, None if request.chooses or request.planner.has_memory_limit else -(-rows // max(sizes))
 
     def _measure(
-        self, request: RunRequest, plain: Decision, data: Any, batch: Any, rows: int, key: tuple[Any, ...]
+        self, request: RunRequest, plain: Decision, data: Any, sample: _Sample, key: tuple[Any, ...]
     ) -> tuple[Decision, list[float], Deployment]:
         """Measure the layers and try cuts, and return the decision, the speed of each process, and the devices.
 
@@ -203,18 +224,21 @@ class PlanDecider(ProfilePlanner):
             request: the request of the user.
             plain: the decision without measurements.
             data: the loader of the run.
-            batch: the samples for the measurements.
-            rows: the number of samples of a batch of the run.
+            sample: the samples for the measurements.
             key: the key under which the profile is kept.
 
         Raises:
             NotMeasuredError: the layers cannot be measured.
         """
+        rows, batch = sample.rows, sample.batch
         sizes, pieces = self._choose_sizes(request, rows)
         begun = read_seconds()
         try:
             with LayerProfiler(self._trainer, self._path, batch, sizes, self._device, self._collective) as profiler:
                 own = with_sharded_states(profiler.profile(pieces, request.splits_backward), self._shards)
+                if sample.sequences is not None:
+                    cost = measure_lengths(profiler, sample.sequences, max(sizes))
+                    own = replace(own, notes={**own.notes, LENGTH_COST_NOTE: [cost.growth, cost.longest]})
                 profile, speeds = self._merge_profiles(
                     own, undisturbed_profile if request.may_replan else ModelProfile.mean_of
                 )
@@ -255,8 +279,10 @@ class PlanDecider(ProfilePlanner):
         _profiles[key] = profile, [1.0] * self._control.size
         return _profiles[key]  # type: ignore[return-value]
 
-    def _load_sample(self, request: RunRequest, loader: Any) -> tuple[int, Any]:
-        """Return the number of samples of a batch, and a batch with the number of samples that will be measured.
+    def _load_sample(self, request: RunRequest, loader: Any) -> _Sample:
+        """Return a batch with the number of samples that will be measured.
+
+        If sequences are sorted into micro-batches by length, they have the mean length of micro-batches.
 
         Raises:
             NotMeasuredError: the data do not provide samples.
@@ -266,7 +292,14 @@ class PlanDecider(ProfilePlanner):
         except NoSampleError as why:
             raise NotMeasuredError(str(why)) from None
         with forked_rng(self._device):
-            return rows, example_batch(loader, request.sample_rows(rows, self._grid.length))
+            most = request.sample_rows(rows, self._grid.length)
+            if not request.equal_cuts:
+                return _Sample(rows, example_batch(loader, most))
+            batch = example_batch(loader, rows)
+            sequences = TokenCutter(self._grid.length).sample_sequences(batch, rows, max(2, -(-rows // most)))
+            if sequences is None:
+                return _Sample(rows, example_batch(loader, most))
+            return _Sample(rows, sequences.take(most, sequences.mean), sequences)
 
     def _merge_profiles(
         self, own: ModelProfile, merge: Callable[[Sequence[ModelProfile]], ModelProfile]
@@ -351,6 +384,27 @@ def _describe_contradiction(made: Decision, trial: Trial) -> str:
         f"A trial with stages that begin at layers {cuts} took {seconds_text(1e9 * trial.measured)}, predicted were "
         f"{seconds_text(1e9 * trial.predicted)}; the times of layers were corrected, and the cut was chosen again"
     )
+
+
+def measure_lengths(profiler: LayerProfiler, sequences: SequenceSample, rows: int) -> LengthCost:
+    """Return the cost of sequences by their lengths, from a forward of all layers for three lengths. Collective.
+
+    The cost is the number of tokens if the layers can't run with these lengths.
+
+    Args:
+        profiler: runs the layers.
+        sequences: the sequences of a batch.
+        rows: the number of sequences of mean length in a micro-batch. All measured batches have about as many tokens.
+    """
+    tokens, seconds = rows * sequences.mean, dict[int, float]()
+    for width in {max(1, sequences.longest // divisor) for divisor in MEASURED_LENGTHS}:
+        n = min(max(1, tokens // width), sequences.rows)
+        try:
+            seconds[width] = profiler.time_layers(sequences.take(n, width)) / (n * width)
+        except NotMeasuredError as why:
+            rank_zero_info(f"The times of sequences by length are not measured: {why}")
+            return TOKENS_COST
+    return LengthCost.from_times(seconds) if len(seconds) > 1 else TOKENS_COST
 
 
 def with_sharded_states(profile: ModelProfile, shards: int) -> ModelProfile:

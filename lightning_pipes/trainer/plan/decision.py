@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from lightning_pipes.cost import Deployment, ModelProfile
+from lightning_pipes.cost.profile import LENGTH_COST_NOTE
 from lightning_pipes.ir import Kind, Policy, Schedule, Span
 from lightning_pipes.planning.balance import BalancedPlanner
 from lightning_pipes.planning.fit import evaluate_plan
 from lightning_pipes.planning.planner import BLOCKING, Planner, Problem, Recompute, Solution, planner_of
 from lightning_pipes.sim import simulate
 from lightning_pipes.trainer.cuts.piece import Piece
+from lightning_pipes.trainer.data.length_cost import TOKENS_COST, LengthCost
 from lightning_pipes.trainer.plan.plans import Plans
 from lightning_pipes.trainer.reports.report import PredictedStep
 
@@ -137,6 +139,12 @@ class Decision:
             degrees: see `Plans`.
         """
         return Plans(replace(self.problem(), tied=tied, relocation=relocation), replanner, degrees)
+
+    @property
+    def length_cost(self) -> LengthCost:
+        """The cost of sequences by their lengths, which is the number of tokens if it was not measured."""
+        measured = None if self.profile is None else self.profile.notes.get(LENGTH_COST_NOTE)
+        return TOKENS_COST if measured is None else LengthCost(*measured)
 
     def predicted(self, profile: ModelProfile) -> Decision:
         """Return the decision with the seconds that a profile predicts for its devices and its batch size."""

@@ -418,6 +418,22 @@ class LayerProfiler:
             yield layer
         self._writes = self._writes or bool(changed)
 
+    def time_layers(self, batch: Any) -> float:
+        """Return the seconds of a forward of all layers for another batch, the same on all ranks.
+
+        Raises:
+            NotMeasuredError: the user's code failed on any rank.
+        """
+        usual, self._batch = self._batch, private.on_device(self._trainer, batch)
+        try:
+            entering, seconds = self.capture_input(rows_of(batch, cut=False)), list[float]()
+            for _ in range(MIN_LAYER_RUNS):
+                found = self._collective(partial(self._time_forward, entering, []))
+                seconds.append(sum(found) / len(found))
+        finally:
+            self._batch = usual
+        return min(seconds)
+
     def _time_forward(self, x: Any, leaving: list[Any]) -> float:
         """Return the seconds of all layers. `leaving` contains only their output afterwards."""
         x = trees.map_tensors(torch.clone, x)

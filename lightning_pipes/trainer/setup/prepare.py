@@ -89,7 +89,7 @@ def prepare(context: SetupContext) -> None:
     make_training_loop = choose_training_loop(context, plans, holdings)
     check_user_callbacks(context, plans, weights, setup.path)
     local_layers = cut_module(context, setup, holdings, plans, names_by_optimizer, deferred)
-    run = make_run(context, setup, local_layers, plans, make_training_loop)
+    run = make_run(context, setup, local_layers, plans, make_training_loop, decision)
     active = activate_run(context, setup, decision, run)
     wrap_steps(context, active, weights)
     begin_verification(context, run)
@@ -441,6 +441,7 @@ def make_run(
     local_layers: LocalLayers,
     plans: Plans,
     make_training_loop: Callable[[PipelineRun], TrainingLoop],
+    decision: Decision,
 ) -> PipelineRun:
     """Return the run with its engine, its stages and the user's steps."""
     _log.debug("setup: stages and engine")
@@ -462,7 +463,7 @@ def make_run(
         make_training_loop,
         settings.relocation,
         ruled_out,
-        by_tokens=settings.microbatches_by == TOKENS,
+        length_cost=decision.length_cost if settings.microbatches_by == TOKENS else None,
     )
 
 

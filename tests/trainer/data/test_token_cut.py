@@ -23,7 +23,8 @@ from lightning_pipes.engine.trees import tensors_in
 from lightning_pipes.ir import InputError, PipelineError, Span
 from lightning_pipes.ir.instruction import even_spans
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer.data.token_cut import TokenCut, TokenCutter, divide_lengths
+from lightning_pipes.trainer.data.length_cost import divide_lengths
+from lightning_pipes.trainer.data.token_cut import TokenCut, TokenCutter
 from tests.trainer.lit import differences, plain_values, quiet
 from tests.trainers import make_trainer
 
