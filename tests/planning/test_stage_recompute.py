@@ -64,9 +64,9 @@ def added_seconds(plan: Plan, costs: CostModel, stages: Any) -> float:
     return sum(costs.seconds_at(Kind.F, s, span.rows) for s in stages for span in plan.spans(Kind.F, s))
 
 
-def setting(name: str, ranks: int, seed: int) -> tuple[Any, Plan, CostModel]:
+def setting(name: str, ranks: int, seed: int, **settings: Any) -> tuple[Any, Plan, CostModel]:
     """Return an order, its plan with one or two layers per stage, and the costs of its stages."""
-    schedule = make_schedule(name)
+    schedule = make_schedule(name, **settings)
     plan = even_plan(schedule, ranks, 4, ROWS)
     profile = random_profile(2 * plan.n_stages - 1, seed)
     plan = replace(plan, layers=even_partition([1] * len(profile.layers), plan.n_stages))
@@ -100,7 +100,7 @@ def test_the_cheapest_stages_that_fit_recompute(name: str, seed: int) -> None:
 
 @for_each("seed", range(6))
 def test_the_greedy_choice_fits_and_has_no_unnecessary_stage(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    order, plan, costs = setting("interleaved", 2, seed)
+    order, plan, costs = setting("interleaved", 2, seed, stages_per_rank=4)
     exact = [choose_stages(order, plan, costs, limits) for limits in every_limit(order, plan, costs)]
     monkeypatch.setattr(stage_recompute, "MAX_EXACT_STAGES", 0)
     for found, limits in zip(exact, every_limit(order, plan, costs), strict=True):
