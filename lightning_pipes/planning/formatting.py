@@ -9,7 +9,7 @@ from dataclasses import Field, fields, is_dataclass
 from typing import Any
 
 from lightning_pipes.ir import Kind, Plan, Policy, Schedule, Span
-from lightning_pipes.planning.planner import LATE, recompute_setting
+from lightning_pipes.planning.planner import LATE, UNDECIDED, recompute_setting
 
 
 def schedule_settings(schedule: Schedule | Policy) -> dict[str, Any]:
@@ -38,7 +38,8 @@ def schedule_label(schedule: Schedule | Policy) -> str:
 def strategy_arguments(schedule: Schedule | Policy, plan: Plan) -> dict[str, Any]:
     """Return the arguments of `PipelineStrategy` that reproduce `plan`.
 
-    `partition` is omitted if the plan has no layers.
+    `partition` is omitted if the plan has no layers. If stages recompute some of their micro-batches, `recompute` is
+    "auto", which chooses them within the same memory.
     """
     found: dict[str, Any] = {"schedule": schedule.name, "microbatches": len(plan.spans(Kind.F, 0))}
     if settings := schedule_settings(schedule):
@@ -48,7 +49,11 @@ def strategy_arguments(schedule: Schedule | Policy, plan: Plan) -> dict[str, Any
     if any(plan.recompute):
         late = isinstance(schedule, Schedule) and not plan.early_recompute
         setting = recompute_setting(plan)
-        found["recompute"] = LATE if late else [*setting] if isinstance(setting, tuple) else setting
+        found["recompute"] = [*setting] if isinstance(setting, tuple) else setting
+        if plan.kept_microbatches:
+            found["recompute"] = UNDECIDED
+        elif late:
+            found["recompute"] = LATE
     return found
 
 

@@ -86,6 +86,8 @@ class Problem:
         fallback: the layers of each stage to keep unless the planner finds sufficiently better ones: an even partition
             by parameters, or the partition of the running plan. Empty if there is no fallback.
         least: the smallest number of samples of a micro-batch, if the batch is at least this large.
+        kept_microbatches: the micro-batches that each of the recomputing stages does not recompute, as in
+            `Plan.kept_microbatches`.
     """
 
     schedule: Schedule | Policy
@@ -105,6 +107,7 @@ class Problem:
     least: int = 1
     fallback: tuple[Span, ...] = ()
     late_recompute: bool = False
+    kept_microbatches: tuple[tuple[int, int], ...] = ()
 
     def recomputing_stages(self, n_stages: int) -> tuple[bool, ...]:
         """Return for each of the stages whether it recomputes, as in `Plan.recompute`. Empty if no stage does.
@@ -303,7 +306,10 @@ class EvenPlanner(Planner):
         m = MICROBATCHES_PER_STAGE * len(where) if problem.microbatches is None else problem.microbatches
         cut = Cut.even(problem.rows, m, len(where))
         early = bool(again) and not problem.late_recompute
-        return Plan(where, (cut,), layers=problem.layers, recompute=again, early_recompute=early)
+        kept = problem.kept_microbatches if again else ()
+        return Plan(
+            where, (cut,), layers=problem.layers, recompute=again, early_recompute=early, kept_microbatches=kept
+        )
 
 
 def planner_of(schedule: Schedule | Policy) -> Planner:

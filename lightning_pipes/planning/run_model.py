@@ -185,7 +185,9 @@ class RunModel:
         own = schedule.place_stages(self.plan.n_ranks) == self.plan.ranks
         again = setting if own else bool(setting)
         late = bool(again) and isinstance(self.schedule, Schedule) and not self.plan.early_recompute
-        return solve_plan(Problem(schedule, self.plan.n_ranks, self.rows, m, again, late_recompute=late))
+        kept = self.plan.kept_microbatches if own else ()
+        given = Problem(schedule, self.plan.n_ranks, self.rows, m, again, late_recompute=late, kept_microbatches=kept)
+        return solve_plan(given)
 
     def _evaluate_plan(self, schedule: Schedule | Policy, plan: Plan) -> SimulatedTrial:
         order = schedule.program(plan) if isinstance(schedule, Schedule) else schedule

@@ -11,7 +11,7 @@ from typing import ClassVar
 from lightning_pipes.cost import Cluster, CostModel, Deployment, Device, ModelProfile
 from lightning_pipes.cost.deployment import as_deployment
 from lightning_pipes.cost.units import bytes_text
-from lightning_pipes.ir import Kind, Plan, PlanError, Policy, Program, Schedule
+from lightning_pipes.ir import Instruction, Kind, Plan, PlanError, Policy, Program, Schedule
 from lightning_pipes.planning.fit import Fit, evaluate_plan, finite_orders, fit_layers, price_stages
 from lightning_pipes.planning.memory import row_peak
 from lightning_pipes.planning.planner import (
@@ -39,12 +39,14 @@ class RecomputeChoice:
 
     Attributes:
         stages: the numbers of the stages that recompute.
+        kept_microbatches: the micro-batches whose activations these stages keep, as in `Plan.kept_microbatches`.
         plain_peaks: the peak memory of each rank in bytes if no stage recomputes.
         peaks: the peak memory of each rank in bytes if these stages recompute.
         limits: the memory limit of each rank in bytes, or None.
     """
 
     stages: tuple[int, ...]
+    kept_microbatches: tuple[tuple[int, int], ...]
     plain_peaks: tuple[int, ...]
     peaks: tuple[int, ...]
     limits: tuple[int | None, ...]
@@ -88,6 +90,11 @@ class RecomputeChoice:
         named = " and ".join(filter(None, [", ".join(map(str, self.stages[:-1])), str(self.stages[-1])]))
         verb = f"Stage {named} recomputes" if len(self.stages) == 1 else f"Stages {named} recompute"
         ranks = sorted({plan.ranks[stage] for stage in self.stages})
+        some = [
+            f"stage {stage}: {every - kept} of every {every} micro-batches"
+            for stage, (kept, every) in enumerate(self.kept_microbatches)
+            if kept
+        ]
         reasons = [
             f"rank {rank} would need {bytes_text(self.plain_peaks[rank])} of {bytes_text(self.limits[rank] or 0)} "
             f"without it, and needs {bytes_text(self.peaks[rank])} with it"
@@ -95,24 +102,28 @@ class RecomputeChoice:
         ]
         if len(ranks) > MAX_LISTED_RANKS:
             reasons.append(f"so do {len(ranks) - MAX_LISTED_RANKS} other ranks")
-        return f"recompute='auto': {verb[0].lower()}{verb[1:]}, because {'; '.join(reasons)}"
+        parts = f" ({', '.join(some)})" if some else ""
+        return f"recompute='auto': {verb[0].lower()}{verb[1:]}{parts}, because {'; '.join(reasons)}"
 
     @property
     def _pairs(self) -> list[tuple[int, int | None]]:
         return list(zip(self.peaks, self.limits, strict=True))
 
 
-def with_stages(plan: Plan, stages: Iterable[int], early: bool = False) -> Plan:
+def with_stages(plan: Plan, stages: Iterable[int], early: bool = False, kept: tuple[tuple[int, int], ...] = ()) -> Plan:
     """Return the plan in which exactly these stages recompute.
 
     Args:
         plan: the plan.
         stages: the numbers of the stages.
         early: see `Plan.early_recompute`.
+        kept: see `Plan.kept_microbatches`.
     """
     chosen = {*stages}
     again = tuple(stage in chosen for stage in range(plan.n_stages)) if chosen else ()
-    return replace(plan, recompute=again, early_recompute=early and bool(chosen))
+    return replace(
+        plan, recompute=again, early_recompute=early and bool(chosen), kept_microbatches=kept if chosen else ()
+    )
 
 
 def choose_stages(
@@ -140,9 +151,10 @@ def choose_stages(
     else:
         plain = simulate(order, plan, costs).peak_bytes
         stages = _choose_for_policy(order, plan, costs, limits)
-    chosen = with_stages(plan, stages)
+    kept = _keep_microbatches(order, plan, costs, limits, stages) if isinstance(order, Program) else ()
+    chosen = with_stages(plan, stages, kept=kept)
     peaks = _peaks(order, chosen, costs) if isinstance(order, Program) else simulate(order, chosen, costs).peak_bytes
-    return RecomputeChoice(stages, plain, peaks, tuple(limits))
+    return RecomputeChoice(stages, kept, plain, peaks, tuple(limits))
 
 
 def _peaks(program: Program, plan: Plan, costs: CostModel) -> tuple[int, ...]:
@@ -171,6 +183,39 @@ def _choose_for_program(
         choose = _choose_exactly if len(open_stages) <= MAX_EXACT_STAGES else _choose_greedily
         found += choose(open_stages, seconds, limit, peak)
     return tuple(sorted(found))
+
+
+def _keep_microbatches(
+    program: Program, plan: Plan, costs: CostModel, limits: Sequence[int | None], stages: Sequence[int]
+) -> tuple[tuple[int, int], ...]:
+    """Return the micro-batches whose activations recomputing stages can keep, as in `Plan.kept_microbatches`.
+
+    A stage that holds n micro-batches at a time keeps the first a of every n consecutive ones, for the largest a that
+    fits. The stages of a rank with the longest forwards keep micro-batches first.
+    """
+    if any(len(cut.distinct_spans) > 1 for cut in plan.jobs):
+        return ()  # a backward could need activations that are kept and others that are not
+    kept = [(0, 1)] * plan.n_stages
+    for stage in sorted(stages, key=lambda s: -costs.seconds_at(Kind.R, s, plan.spans(Kind.B, s)[0].rows)):
+        rank = plan.ranks[stage]
+        row, limit, every = program.head[rank], limits[rank], _held_microbatches(program.head[rank], stage)
+        assert limit is not None, "a rank without a limit does not recompute"
+        for number in range(every - 1, 0, -1):
+            kept[stage] = number, every
+            if row_peak(row, rank, with_stages(plan, stages, kept=tuple(kept)), costs) <= limit:
+                break
+            kept[stage] = 0, 1
+    return tuple(kept) if any(number for number, _ in kept) else ()
+
+
+def _held_microbatches(row: Sequence[Instruction], stage: int) -> int:
+    """Return the largest number of micro-batches that a stage holds between forward and backward."""
+    held = most = 0
+    for i in row:
+        if i.stage == stage and i.kind in (Kind.F, Kind.B, Kind.W):
+            held += 1 if i.kind is Kind.F else -1
+            most = max(most, held)
+    return most
 
 
 def _choose_exactly(
@@ -265,7 +310,8 @@ class RecomputePlanner(Planner):
         )
         again, plan, choice = found.solution.problem, found.solution.plan, found.choice
         why = "\n".join(filter(None, [found.solution.why, choice.explain(plan)]))
-        return replace(found.solution, problem=replace(again, recompute=recompute_setting(plan)), why=why)
+        decided = replace(again, recompute=recompute_setting(plan), kept_microbatches=plan.kept_microbatches)
+        return replace(found.solution, problem=decided, why=why)
 
     def profile_sizes(self, rows: int, stages: int, microbatches: int | None) -> tuple[int, ...]:
         return self.inner.profile_sizes(rows, stages, microbatches)
@@ -403,7 +449,7 @@ def _recompute_where_needed(solution: Solution) -> RecomputedSolution:
     choice = choose_stages(finite_orders(order)[-1], replace(plan, layers=()), costs, limits)
     choice.check(plan, costs)
     early = isinstance(schedule, Schedule) and not problem.late_recompute
-    plan = with_stages(plan, choice.stages, early)
+    plan = with_stages(plan, choice.stages, early, choice.kept_microbatches)
     timed = profile.has_split or not plan.split_backward
     fit = evaluate_plan(profile, order, plan, deployment) if timed else None
     return RecomputedSolution(replace(solution, plan=plan), choice, fit)

@@ -92,10 +92,37 @@ def test_the_cheapest_stages_that_fit_recompute(name: str, seed: int) -> None:
         choice = choose_stages(order, plan, costs, limits)
         assert choice.fits == bool(fitting)
         assert choice.plain_peaks == peaks[()]
-        assert choice.peaks == peaks[choice.stages]
+        chosen = with_stages(plan, choice.stages, early=True, kept=choice.kept_microbatches)
+        assert choice.peaks == peak_bytes(order, chosen, costs)
         if fitting:
             least = min(added_seconds(plan, costs, stages) for stages in fitting)
             assert added_seconds(plan, costs, choice.stages) == pytest.approx(least)
+
+
+@for_each("name", ["1f1b", "gpipe", "zero_bubble"])
+@for_each("seed", range(3))
+def test_a_stage_keeps_as_many_micro_batches_as_fit(name: str, seed: int) -> None:
+    """Stage s of three holds n of them, and keeps a of n. One more would not fit."""
+    order, plan, costs = setting(name, 3, seed)
+    counts = set()
+    for share in (0.95, 0.85, 0.75, 0.6):
+        limits = [int(share * size) for size in peak_bytes(order, plan, costs)[:2]] + [None]
+        choice = choose_stages(order, plan, costs, limits)
+        if not choice.fits:
+            continue
+        for stage in choice.stages:
+            kept, every = (choice.kept_microbatches or ((0, 1),) * 3)[stage]
+            counts.add(kept)
+            held = 4 if name == "gpipe" else 3 - stage
+            assert kept == 0 or every == held
+            for more in range(kept + 1, held):
+                pairs = tuple((more, held) if s == stage else (0, 1) for s in range(3))
+                assert row_peak_of(order, with_stages(plan, choice.stages, True, pairs), costs, stage) > limits[stage]
+    assert max(counts) > 0
+
+
+def row_peak_of(order: Program, plan: Plan, costs: CostModel, rank: int) -> int:
+    return peak_bytes(order, plan, costs)[rank]
 
 
 @for_each("seed", range(6))
@@ -173,16 +200,20 @@ def step_of(problem: Problem, plan: Plan) -> float:
 
 
 def test_only_the_stage_that_lacks_memory_recomputes() -> None:
-    """Stage s of 4 holds 4 - s micro-batches of 200 bytes, and weights of 100 bytes."""
+    """Stage s of 4 holds 4 - s micro-batches of 200 bytes, and weights of 100 bytes.
+
+    Stage 0 keeps two of them, and recomputes one at a time.
+    """
     problem = request(750, 750, 750, 750)
     solution = RecomputePlanner(EvenPlanner()).solve(problem)
     assert solution.plan.recompute == (True, False, False, False)
     assert solution.plan.early_recompute
     assert solution.problem.recompute == (0,)
-    assert peaks_of(problem, solution.plan) == (300, 700, 500, 300)
+    assert solution.problem.kept_microbatches == solution.plan.kept_microbatches == ((2, 4), (0, 1), (0, 1), (0, 1))
+    assert peaks_of(problem, solution.plan) == (700, 700, 500, 300)
     assert solution.why == (
-        "recompute='auto': stage 0 recomputes, because rank 0 would need 900 bytes of 750 bytes without it, and needs "
-        "300 bytes with it"
+        "recompute='auto': stage 0 recomputes (stage 0: 2 of every 4 micro-batches), because rank 0 would need 900 "
+        "bytes of 750 bytes without it, and needs 700 bytes with it"
     )
     late = RecomputePlanner(EvenPlanner()).solve(replace(problem, late_recompute=True))
     assert late.plan.recompute == solution.plan.recompute
@@ -248,7 +279,7 @@ def test_the_choice_and_the_cut_fit_each_other() -> None:
                 best = min(best or timeline.makespan, timeline.makespan)
     assert best is not None
     assert all(size <= limit for size, limit in zip(found.peak_bytes, limits, strict=True))
-    assert found.seconds == pytest.approx(best / 1e9, rel=0.02)
+    assert found.seconds <= 1.02 * best / 1e9  # stages that recompute only some micro-batches may be faster
     assert any(found.plan.recompute)
 
 

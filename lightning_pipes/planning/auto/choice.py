@@ -189,9 +189,17 @@ class Option:
     @property
     def recomputation_text(self) -> str:
         """The stages that recompute, to follow the number of micro-batches in a sentence. Empty if no stage does."""
+        if not self.recompute:
+            return ""
+        what = ", recomputation of some micro-batches" if self.keeps_microbatches else ", recomputation"
         if not isinstance(self.recompute, tuple):
-            return ", recomputation" if self.recompute else ""
-        return f", recomputation in stage{'s' * (len(self.recompute) > 1)} {', '.join(map(str, self.recompute))}"
+            return what
+        return f"{what} in stage{'s' * (len(self.recompute) > 1)} {', '.join(map(str, self.recompute))}"
+
+    @property
+    def keeps_microbatches(self) -> bool:
+        """Whether a stage recomputes some of its micro-batches and keeps the activations of the others."""
+        return self.fit is not None and bool(self.fit.plan.kept_microbatches)
 
     @property
     def n_forwards(self) -> int:
@@ -241,10 +249,11 @@ class Choice:
         """
         found: list[dict[str, str | int | float]] = []
         for option in self.options[:most]:
+            some = isinstance(option.recompute, tuple) or option.keeps_microbatches
             row: dict[str, str | int | float] = {
                 "schedule": option.label,
                 "microbatches": option.microbatches,
-                "recompute": "some" if isinstance(option.recompute, tuple) else "yes" if option.recompute else "no",
+                "recompute": "some" if some else "yes" if option.recompute else "no",
             }
             if option.fit is not None:
                 row["step_ms"] = round(1e3 * option.fit.seconds, 3)

@@ -395,6 +395,7 @@ class AutoPlanner(Planner):
             schedule=best.schedule,
             microbatches=best.microbatches,
             recompute=best.recompute,
+            kept_microbatches=plan.kept_microbatches,
             layers=plan.layers,
         )
         return Solution(solved, plan, _format_reason(choice), str(choice))

@@ -375,7 +375,7 @@ class PlanDecider(ProfilePlanner):
 
 
 def _list_choices(made: Decision) -> tuple[Any, ...]:
-    return made.schedule, made.microbatches, made.recompute, made.ranks, made.layers
+    return made.schedule, made.microbatches, made.recompute, made.kept_microbatches, made.ranks, made.layers
 
 
 def _describe_contradiction(made: Decision, trial: Trial) -> str:

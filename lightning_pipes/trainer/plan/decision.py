@@ -46,6 +46,7 @@ class Decision:
         pieces: the units that are cut, by the part that counts as a layer. Empty for layers, which `save_pieces` lists.
         stage_seconds: the seconds of F and B of one batch on each stage, if units were measured.
         late_recompute: whether stages recompute only when the gradient has arrived.
+        kept_microbatches: the micro-batches that recomputing stages do not recompute, as in `Plan.kept_microbatches`.
     """
 
     schedule: Schedule | Policy
@@ -66,6 +67,7 @@ class Decision:
     pieces: tuple[Piece, ...] = ()
     stage_seconds: tuple[float, ...] = ()
     late_recompute: bool = False
+    kept_microbatches: tuple[tuple[int, int], ...] = ()
 
     def save_pieces(self, path: str) -> None:
         """Write the layers or units of the stages to a file, for `lightning-pipes plan`."""
@@ -103,6 +105,7 @@ class Decision:
             movable=movable,
             least=solved.least,
             late_recompute=solved.late_recompute,
+            kept_microbatches=solved.kept_microbatches,
         )
 
     def problem(self, rows: int = 1) -> Problem:
@@ -121,6 +124,7 @@ class Decision:
             self.deployment,
             least=self.least if self.profile is None else max(self.least, self.profile.least_rows),
             late_recompute=self.late_recompute,
+            kept_microbatches=self.kept_microbatches,
         )
 
     def plans(

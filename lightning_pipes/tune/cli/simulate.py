@@ -125,7 +125,7 @@ def _given(cfg: DictConfig, schedule: Schedule | Policy, cluster: Cluster) -> tu
         limits = [device.memory for device in cluster.devices[: plan.n_ranks]]
         choice = choose_stages(finite_orders(order)[-1], plan, costs, limits)
         choice.check(plan, costs)
-        plan = with_stages(plan, choice.stages, early=isinstance(schedule, Schedule))
+        plan = with_stages(plan, choice.stages, isinstance(schedule, Schedule), choice.kept_microbatches)
     return order, plan, costs
 
 

@@ -39,11 +39,13 @@ class Watch(Callback):
     def __init__(self) -> None:
         self.decision: Any = None
         self.recompute: dict[int, tuple[bool, ...]] = {}
+        self.kept = set[tuple[tuple[int, int], ...]]()
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         plan = trainer.strategy.current_run.engine.plan
         self.decision = trainer.strategy.decision
         self.recompute[plan.jobs[0].rows] = plan.recompute
+        self.kept.add(plan.kept_microbatches)
 
 
 def equal_layers(self: Any, pieces: int | None, split: bool) -> ModelProfile:
@@ -73,7 +75,7 @@ def run(
                 patch.setattr(module, name, texts.append)
         settings = {"dropout": case.get("dropout", 0.0)}
         found = train(Case(Lit, settings, strategy, {"callbacks": [watch]}), ranks, folder)
-    return {**found, "decision": watch.decision, "recompute": watch.recompute, "texts": texts}
+    return {**found, "decision": watch.decision, "recompute": watch.recompute, "kept": watch.kept, "texts": texts}
 
 
 CASES: dict[str, tuple[int, dict[str, Any], int, tuple[bool, ...]]] = {
@@ -142,9 +144,19 @@ def test_results_are_those_of_one_process(name: str) -> None:
                 assert differences({k: found[name][k] for k in same}, expected, tolerance=0.0) == []
 
 
+def test_stages_keep_micro_batches_that_fit() -> None:
+    """Stage s of four holds 4 - s micro-batches of 4 MiB. The last ones are recomputed when the first ones are gone."""
+    for found in runs(4):
+        assert found["one of four"]["kept"] == {((3, 4), (0, 1), (0, 1), (0, 1))}
+        assert found["two of four"]["kept"] == {((2, 4), (2, 3), (0, 1), (0, 1))}
+
+
 def test_the_log_names_the_stages_and_the_ranks() -> None:
     text = "\n".join(runs(4)[0]["two of four"]["texts"])
-    assert "recompute='auto': stages 0 and 1 recompute, because rank 0 would need 16 MiB of 9 MiB without it" in text
+    assert (
+        "recompute='auto': stages 0 and 1 recompute (stage 0: 2 of every 4 micro-batches, stage 1: 1 of every 3 "
+        "micro-batches), because rank 0 would need 16 MiB of 9 MiB without it, and needs 8 MiB with it; rank 1" in text
+    )
     text = "\n".join(runs(2)[0]["enough"]["texts"])
     assert "no stage recomputes, because every rank has enough memory (16 MiB of 17 MiB on rank 0)" in text
 
