@@ -41,9 +41,9 @@ def check_recompute(recompute: object) -> Recompute:
     """
     if isinstance(recompute, bool) or (isinstance(recompute, str) and recompute in (LATE, UNDECIDED)):
         return recompute
-    if isinstance(recompute, Sequence) and not isinstance(recompute, str):
+    if isinstance(recompute, Sequence) and not isinstance(recompute, str | bytes | bytearray | memoryview):
         stages = sorted({s for s in recompute if isinstance(s, int) and not isinstance(s, bool) and s >= 0})
-        if len(stages) == len(recompute):
+        if stages and len(stages) == len(recompute):
             return tuple(stages)
     raise InputError(
         f"recompute must be True, False, {LATE!r}, {UNDECIDED!r}, or a list of the numbers of different stages, got "

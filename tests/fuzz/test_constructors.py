@@ -104,6 +104,12 @@ def schedule(value: Any) -> bool:
     return isinstance(value, Schedule | Policy) and not isinstance(value, type)
 
 
+def recomputation(value: Any) -> bool:
+    """Return whether a value makes sense for `recompute`: a flag, or the numbers of different stages."""
+    numbers = isinstance(value, list | tuple | range) and all(type(n) is int and n >= 0 for n in value)
+    return flag(value) or (numbers and 0 < len(value) == len(set(value)))
+
+
 def partition(value: Any) -> bool:
     if isinstance(value, str):
         return value in ("auto", "parameters")
@@ -171,7 +177,7 @@ DOORS = [
             "schedule_args": optional(lambda v: isinstance(v, dict) and not v),
             "module": optional(text),
             "partition": partition,
-            "recompute": flag,
+            "recompute": recomputation,
             "seed": lambda v: integer(v) and -(2**63) <= v < 2**63,
             "transport": lambda v: isinstance(v, str) and v in ("auto", "local", "gloo", "nccl"),
             "checkpoint": lambda v: isinstance(v, str) and v in ("full", "sharded"),

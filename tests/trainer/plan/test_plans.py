@@ -163,7 +163,7 @@ def test_recomputations_do_not_move_if_the_halves_of_a_backward_were_not_measure
     assert sum(i.kind is Kind.R for i in row) == 4
 
 
-@pytest.mark.parametrize("wrong", ["early", "", 1, None, [-1], [True], [0, 0], ["0"], {0: True}])
+@pytest.mark.parametrize("wrong", ["early", "", 1, None, [-1], [True], [0, 0], [], b"a", ["0"], {0: True}])
 def test_wrong_settings_of_recomputation_are_refused_with_the_right_ones(wrong: Any) -> None:
     with pytest.raises(InputError, match="recompute must be True, False, 'late', 'auto', or a list of the numbers"):
         PipelineStrategy(recompute=wrong)
