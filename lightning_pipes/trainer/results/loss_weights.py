@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
@@ -36,6 +36,8 @@ In measurements, other batch sizes changed losses by 2e-6 of their value.
 """
 _WEIGHT_TOLERANCE = 1e-12
 """The difference that is allowed between equal weights."""
+_COMPARED_GRADIENTS = 2**16
+"""The largest number of gradients with which candidates are compared, unless a single weight has more."""
 
 Sums = Callable[[torch.Tensor], Callable[[], None]]
 
@@ -415,25 +417,59 @@ def candidates_differ(found: Sequence[WeightAmounts], spans: Sequence[Span]) -> 
     )
 
 
-def most_different_pair(found: Sequence[WeightAmounts], spans: Sequence[Span]) -> tuple[Span, Span] | None:
-    """Return the neighboring spans for whose samples the candidates give the most different weights.
+def most_different_pair(found: Sequence[WeightAmounts], pairs: Iterable[tuple[Span, Span]]) -> tuple[Span, Span] | None:
+    """Return the pair of neighboring spans for which the candidates give the most different weights.
 
-    The samples of both spans count as a batch. The result is None if no pair of spans distinguishes the candidates.
+    The samples of both spans count as a batch. The result is None if no pair distinguishes the candidates.
     """
 
     def spread(pair: tuple[Span, Span]) -> float:
-        shares = [share_of_first(each, pair) for each in found]
+        shares = [_share_of_first(each, pair) for each in found]
         return max(shares) - min(shares)
 
-    pairs = sorted(pairwise(sorted(spans)), key=spread, reverse=True)
-    return pairs[0] if pairs and spread(pairs[0]) > _WEIGHT_TOLERANCE else None
+    best = max(pairs, key=spread, default=None)
+    return best if best is not None and spread(best) > _WEIGHT_TOLERANCE else None
 
 
-def share_of_first(candidate: WeightAmounts, pair: tuple[Span, Span]) -> float:
+def _share_of_first(candidate: WeightAmounts, pair: tuple[Span, Span]) -> float:
     """Return the weight of the loss of the first span in the loss of the samples of both spans."""
     first, second = map(candidate.of, pair)
     total = 1.0 if candidate.name == SUMS_WEIGHT else first + second
     return first / total if total else 0.0
+
+
+def select_by_gradients(
+    found: Sequence[WeightAmounts],
+    pair: tuple[Span, Span],
+    gradients: Sequence[Sequence[torch.Tensor]],
+    types: set[torch.dtype],
+) -> Sequence[WeightAmounts]:
+    """Return the candidates that reproduce the gradients of the samples of two spans, or `found` if none does.
+
+    The gradient of the loss of all samples is a sum of the gradients of the losses of both spans, with the weights of
+    these losses. This distinguishes candidates even if all losses are equal, as before the first step of a language
+    model with small weights.
+
+    Args:
+        found: the candidates.
+        pair: the two spans.
+        gradients: the gradients of the loss of the samples of both spans, of the loss of the first span, and of the
+            loss of the second span, with respect to the same tensors.
+        types: the types of the numbers from which the losses were computed.
+    """
+    of_both, *of_spans = (torch.cat([g.detach().flatten().double() for g in each]) for each in gradients)
+    matrix = torch.stack([torch.stack([a @ b for b in of_spans]) for a in of_spans])
+    if not matrix.isfinite().all() or float(torch.linalg.matrix_rank(matrix)) < len(pair):
+        return found
+    first, second = torch.linalg.solve(matrix, torch.stack([a @ of_both for a in of_spans]))
+
+    def distance(each: WeightAmounts) -> float:
+        share = _share_of_first(each, pair)
+        other = 1.0 if each.name == SUMS_WEIGHT else 1.0 - share
+        return max(abs(share - float(first)), abs(other - float(second)))
+
+    rounding = max(torch.finfo(kind).eps for kind in types if kind.is_floating_point) ** (2 / 3)
+    return [each for each in found if distance(each) <= rounding] or found
 
 
 def parts_differ(
@@ -471,16 +507,33 @@ class SplitLosses(NamedTuple):
     unexplained: str
 
 
+def last_trained(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Return some of the last trained weights of a module, and at least one of them if there is any."""
+    found: list[torch.nn.Parameter] = []
+    for weight in reversed([p for p in module.parameters() if p.requires_grad]):
+        if not found or sum(p.numel() for p in found) + weight.numel() <= _COMPARED_GRADIENTS:
+            found.append(weight)
+    return found
+
+
 def compare_losses(
-    module: pl.LightningModule, batch: Any, rows: int, compute: Callable[[list[Any]], Sequence[torch.Tensor]]
+    module: pl.LightningModule,
+    batch: Any,
+    rows: int,
+    compute: Callable[[list[Any]], Sequence[torch.Tensor]],
+    compute_gradients: Callable[[Any], Sequence[torch.Tensor]] | None = None,
 ) -> SplitLosses:
     """Compare the loss of a batch with the losses of its parts.
+
+    If several candidates reproduce the loss, they are also compared by gradients.
 
     Args:
         module: the user's module.
         batch: the batch.
         rows: the number of samples of the batch, at least 2.
         compute: returns the losses of batches.
+        compute_gradients: returns the gradients of the loss of a batch, always with respect to the same weights. None
+            if gradients are not compared.
     """
     cuts = [[Span(0, at), Span(at, rows)] for at in range(1, rows)]
     means = [each for each in find_candidates(module, batch, rows, cuts[0]) if each.name != SUMS_WEIGHT]
@@ -495,7 +548,15 @@ def compare_losses(
         differ = partial(parts_differ, whole.item(), losses, kind=whole.dtype, types=kinds)
         every = find_candidates(module, batch, rows, list(losses))
         wrong |= {each.name for each in every if differ(share=each.loss_share)}
-    if not {each.name for each in candidates} <= wrong:
+    left = [each for each in candidates if each.name not in wrong]
+    if left:
+        pairs = [(cut[0], cut[1]) for cut in cuts]
+        pair = most_different_pair(left, pairs)
+        if compute_gradients is not None and pair is not None:
+            gradients = [compute_gradients(each) for each in (batch, *map(cut, pair))]
+            wrong |= {each.name for each in left} - {
+                each.name for each in select_by_gradients(left, pair, gradients, kinds)
+            }
         return SplitLosses(frozenset(wrong), "")
     of_parts = " and ".join(f"{loss:.6g}" for loss in losses.values())
     return SplitLosses(

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import nn
 
 from lightning_pipes.engine.compute.rng import RngUse, forked_rng, seed_all
+from lightning_pipes.engine.private_torch import backward_hooks
 from lightning_pipes.ir import PipelineError, Span
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.cuts.layers.capture import named_step
@@ -44,7 +45,7 @@ from lightning_pipes.trainer.plan.layer_profiler import (
 from lightning_pipes.trainer.plan.request import RunRequest
 from lightning_pipes.trainer.plan.settings import BATCH
 from lightning_pipes.trainer.results.logs import recorded
-from lightning_pipes.trainer.results.loss_weights import compare_losses
+from lightning_pipes.trainer.results.loss_weights import compare_losses, last_trained
 from lightning_pipes.trainer.setup.module_setup import SetupContext
 from lightning_pipes.trainer.user.unchanged import keep_unchanged
 from lightning_pipes.trainer.weights.deferred import has_meta
@@ -219,6 +220,16 @@ class UnitRecorder:
             draws.stop()
             return loss.detach()
 
+        has_hooks = any(map(backward_hooks, module.modules()))  # they would see gradients of no training step
+        trained = [] if has_hooks else last_trained(module)
+
+        def compute_gradients(part: Any) -> Sequence[torch.Tensor]:
+            def run() -> tuple[torch.Tensor, ...]:
+                loss, _ = loss_of(step(copy_batch(part), *arguments))
+                return torch.autograd.grad(loss, trained, materialize_grads=True)
+
+            return self.run_without_trace(False, run)
+
         try:
             rows = rows_of(batch)
             if rows < 2:
@@ -228,6 +239,7 @@ class UnitRecorder:
                 batch,
                 rows,
                 lambda parts: [self.run_without_trace(False, partial(compute_loss, part)) for part in parts],
+                compute_gradients if trained else None,
             )
         except Exception as error:  # the user's code may fail with other numbers of samples
             rank_zero_info(f"The loss of {type(module).__name__}.training_step was not compared: {error}")

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -23,6 +24,7 @@ from lightning_pipes.engine import trees
 from lightning_pipes.engine.compute.rng import RngUse
 from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.compute.stage import Stage
+from lightning_pipes.engine.private_torch import backward_hooks
 from lightning_pipes.engine.trees import tensors_in
 from lightning_pipes.ir import Kind, Span
 from lightning_pipes.trainer.cuts.layers.pipelined import ContainerCut
@@ -42,7 +44,7 @@ from lightning_pipes.trainer.results.loss_weights import (
     candidates_differ,
     find_candidates,
     most_different_pair,
-    share_of_first,
+    select_by_gradients,
 )
 from lightning_pipes.trainer.user.unchanged import evaluation_mode, keep_unchanged
 from lightning_pipes.trainer.watchers.logged_values import LoggedValues, Losses, find_weights
@@ -221,9 +223,7 @@ class LossCheck(Watcher):
     ) -> Sequence[WeightAmounts]:
         """Return the candidates that reproduce the gradients of two micro-batches together, or `found` if none does.
 
-        If the losses of all micro-batches are almost equal, as those of a language model before its first step, every
-        mean of them reproduces the loss of the batch. The gradient of the outputs of the layers is proportional to the
-        weight of the micro-batch. Two micro-batches are compared as a batch of their own.
+        The gradients are those of the outputs of the layers. Two micro-batches are compared as a batch of their own.
 
         Args:
             item: the batch in the engine.
@@ -232,33 +232,23 @@ class LossCheck(Watcher):
             found: the candidates that reproduce the loss.
         """
         assert item.data.weights is not None
-        pair = most_different_pair(found, item.data.weights.spans)
-        if pair is None or any(kept.left.values()):
+        pair = most_different_pair(found, pairwise(sorted(item.data.weights.spans)))
+        has_hooks = any(map(backward_hooks, self._module.modules()))  # they would see gradients of no training step
+        if pair is None or has_hooks or any(kept.left.values()):
             return found
         both = Span(pair[0].start, pair[1].stop)
         try:
-            whole, *parts = (self._output_gradients(item, kept, x, span) for span in (both, *pair))
+            whole, first, second = (self._output_gradients(item, kept, x, span) for span in (both, *pair))
         except Exception:  # such as a step without gradients; the comparison after the batch reports errors
             return found
-        first = pair[0].rows
-        of_pair = [(w[:first], w[first:]) for w in whole]
-        measured = [
-            sum(float((w[n] * p).sum()) for w, p in zip(of_pair, parts[n], strict=True))
-            / (sum(float(p.square().sum()) for p in parts[n]) or math.nan)
-            for n in (0, 1)
+        zeros = [[torch.zeros_like(g) for g in each] for each in (first, second)]
+        padded = [
+            [torch.cat(both) for both in zip(*each, strict=True)] for each in ((first, zeros[1]), (zeros[0], second))
         ]
-
-        def distance(each: WeightAmounts) -> float:
-            share = share_of_first(each, pair)
-            other = 1.0 if each.name == SUMS_WEIGHT else 1.0 - share
-            return max(abs(share - measured[0]), abs(other - measured[1]))
-
-        rounding = max(torch.finfo(kind).eps for kind in self._types(x)) ** (2 / 3)
-        left = [each for each in found if distance(each) <= rounding]
-        return left or found
+        return select_by_gradients(found, pair, [whole, *padded], self._types(x))
 
     def _output_gradients(self, item: Item, kept: BatchCopy, x: Any, span: Span) -> list[torch.Tensor]:
-        """Return the gradients of the loss of a span with respect to the outputs of the layers, in double precision."""
+        """Return the gradients of the loss of a span with respect to the outputs of the layers."""
         leaves: list[torch.Tensor] = []
 
         def enter(t: torch.Tensor) -> torch.Tensor:
@@ -288,7 +278,7 @@ class LossCheck(Watcher):
             loss, _ = loss_of(out)
             if draws.was_used:
                 raise _NotComparableError("training_step draws random numbers around the layers")
-            return [g.double() for g in torch.autograd.grad(loss, leaves)]
+            return [*torch.autograd.grad(loss, leaves)]
 
     def compare_losses(self, stage: Stage, item: Item) -> None:
         """Warn if the loss of the whole batch differs from the weighted losses of its micro-batches.

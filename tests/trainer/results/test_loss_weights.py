@@ -187,6 +187,7 @@ CASES: dict[str, tuple[type[LitTokens], Any, dict[str, Any]]] = {
     "recomputed": (LitShifted, LENGTHS, {"recompute": True}),
     "equal losses": (LitZeroHead, LENGTHS, {}),
     "equal losses, shifted": (LitZeroHeadShifted, LENGTHS, {}),
+    "equal losses, units": (LitZeroHeadShifted, LENGTHS, {"module": ""}),
     "kfkb": (LitTokens, LENGTHS, {"schedule": "kfkb", "schedule_args": {"k": 2}, "microbatches": 4}),
     "zero_bubble": (LitShifted, LENGTHS, {"schedule": "zero_bubble", "microbatches": 4}),
     "interleaved": (LitTokens, LENGTHS, {"schedule": "interleaved", "microbatches": 4}),
@@ -260,6 +261,7 @@ BY = {
     "items": "1: it is a sum",
     "equal losses": "labels in batch['labels'] that are not -100",
     "equal losses, shifted": "labels in batch['labels'] that are not -100, shifted by one",
+    "equal losses, units": "labels in batch['labels'] that are not -100, shifted by one",
 }
 
 
