@@ -26,7 +26,7 @@ from tests.trainer.lit import differences, plain_values, quiet
 from tests.trainers import make_trainer
 from tests.virtual_clock import VirtualClock
 
-ROWS, REST, WIDTH, LAYERS = 16, 5, 8, 8
+ROWS, REST, WIDTH, LAYERS = 16, 3, 8, 8
 FORWARD, INPUTS, WEIGHTS = 0.010, 0.020, 0.004
 _time = VirtualClock()
 
@@ -223,7 +223,7 @@ def test_runs_are_planned_from_measured_times_and_bytes(ranks: int) -> None:
         for (kind, settings, partition, times), (values, orders, lines) in zip(CASES, found, strict=False):
             where = f"{kind.__name__}, {settings}, {partition}, rank {rank}"
             assert differences(expected[kind], values, 1e-10, where) == []
-            assert orders.microbatches == {ROWS: 8, REST: 5}, where
+            assert orders.microbatches == {ROWS: 8, REST: 3}, where
             schedule = orders.schedule
             assert schedule.times == times, (where, schedule)
             if settings.get("memory_limit") is LIMITS[kind]:
