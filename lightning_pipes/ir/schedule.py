@@ -57,6 +57,10 @@ class ScheduleTraits:
         """
         return [cls()] if cls.flushes else []  # type: ignore[list-item]  # a subclass is a Schedule or a Policy
 
+    def is_slow_to_order(self, plan: Plan) -> bool:
+        """Return whether making the order of a plan takes too long for a search over schedules, which names it then."""
+        return False
+
     def make_planner(self) -> object:
         """Return the `planning.Planner` that cuts batches for this schedule, or None for the default planner.
 

@@ -28,8 +28,10 @@ from lightning_pipes.ir import (
 from lightning_pipes.strategies.v.order import Durations, find_order, least_held
 
 EQUAL_TIMES = (1, 1, 1, 0)
-MAX_LISTED_FORWARDS = 2**12
-"""The largest number of forwards of a step for which a search over schedules considers v."""
+MAX_VARIED_FORWARDS = 2**12
+"""The largest number of forwards of a step for which a search over schedules also tries the order for equal times."""
+MAX_SEARCHED_RANKS = 64
+"""The largest number of ranks for which a search over schedules considers v."""
 
 
 @dataclass(frozen=True)
@@ -105,14 +107,17 @@ class V(Schedule):
     def list_variants(cls, n_ranks: int, microbatches: int) -> list[V]:
         """Return the variants that a planner tries, from V-Min to ZB-V, and V-Half with whole backwards.
 
-        Each k is tried with the measured durations and with equal ones, because the durations of stages may differ from
-        their average. The list is empty for one rank, and for large plans, because making their orders takes long.
+        Each k is tried with the measured durations and, in small plans, with equal ones, because the durations of
+        stages may differ from their average. The list is empty for one rank.
         """
-        if n_ranks == 1 or 2 * n_ranks * microbatches > MAX_LISTED_FORWARDS:
+        if n_ranks == 1:
             return []
+        if n_ranks > MAX_SEARCHED_RANKS:
+            return [cls()]
+        times = (None, EQUAL_TIMES) if 2 * n_ranks * microbatches <= MAX_VARIED_FORWARDS else (None,)
         least = least_held(n_ranks)
         most = {max(least, min(k, 2 * microbatches)) for k in (n_ranks, n_ranks + 2, 3 * n_ranks // 2, 2 * n_ranks)}
-        found = [cls(k, times) for k in sorted({least, *most}) for times in (None, EQUAL_TIMES)]
+        found = [cls(k, each) for k in sorted({least, *most}) for each in times]
         return [*found, cls(split=False)]
 
     def place_stages(self, n_ranks: int) -> tuple[int, ...]:
@@ -120,6 +125,9 @@ class V(Schedule):
         check_count(f"{self.name}: stages of {n_ranks} ranks", 2 * n_ranks, most=MAX_STAGES)
         down = tuple(range(n_ranks))
         return down + down[::-1]
+
+    def is_slow_to_order(self, plan: Plan) -> bool:
+        return plan.n_ranks > MAX_SEARCHED_RANKS
 
     @staticmethod
     def least_held(n_ranks: int) -> int:

@@ -112,9 +112,9 @@ def list_options(
                 )
                 too_large = not why_not and schedules is None and _is_slow(schedule, plan)
                 if too_large:
+                    work = "ordering" if isinstance(schedule, Schedule) else "simulating"
                     why_not = (
-                        f"simulating {_count_computations(plan)} computations takes long if no order is fixed; name "
-                        "this schedule to use it"
+                        f"{work} {_count_computations(plan)} computations takes long; name this schedule to use it"
                     )
                 # any of the stages may be the only one that recomputes
                 least = with_stages(plan, ()) if again == UNDECIDED else plan
@@ -136,8 +136,9 @@ def _explain_impossible(profile: ModelProfile, plan: Plan) -> str:
 
 
 def _is_slow(schedule: Schedule | Policy, plan: Plan) -> bool:
-    """Return whether the schedule is a policy and its simulation would take long."""
-    return not isinstance(schedule, Schedule) and _count_computations(plan) > MAX_POLICY_COMPUTATIONS
+    """Return whether making the order takes long, or whether the schedule is a policy and its simulation takes long."""
+    is_policy = not isinstance(schedule, Schedule)
+    return schedule.is_slow_to_order(plan) or (is_policy and _count_computations(plan) > MAX_POLICY_COMPUTATIONS)
 
 
 def _count_computations(plan: Plan) -> int:
