@@ -83,7 +83,7 @@ def _read(area: str, tree: ast.Module, kinds: Mapping[str, None]) -> Iterator[Me
 
 
 def _template(node: ast.expr) -> str:
-    """Return the text of an expression, with `VALUE` for what is not known before the program runs."""
+    """Return the text of an expression, with `VALUE` for parts that are unknown before the program runs."""
     match node:
         case ast.Constant(value=str(text)):
             return text

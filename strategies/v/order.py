@@ -207,7 +207,7 @@ def _count_held(slots: Sequence[int]) -> int:
 def make_rows(pattern: Pattern, k: int, m: int) -> Rows:
     """Return the F and I of every rank for m micro-batches in the order of a pattern, within k half-stages.
 
-    As in the paper, the first and the last computations are ordered anew.
+    As in the paper, the first and the last computations get another order.
     """
     every, p, found = N_STREAMS * m, len(pattern.slots), []
     for rank, slots in enumerate(pattern.slots):
@@ -223,8 +223,9 @@ def make_rows(pattern: Pattern, k: int, m: int) -> Rows:
 def _first_computations(row: Sequence[int], p: int, rank: int, k: int, m: int) -> list[int]:
     """Return the computations of a rank before the first I of its first stage.
 
-    These are the ones that `row` has there, and F until the rank holds k half-stages. F of the first stage come first,
-    until the first micro-batch returns from the last rank. After these F, I of the second stage alternate with F.
+    They are the computations that `row` has there, and F until the rank holds k half-stages. F of the first stage come
+    first, until the first micro-batch returns from the last rank. After these F, I of the second stage alternate with
+    F.
     """
     before = row[: row.index(3 * m)]
     second = min(rank + 1, k // 2, m)
@@ -338,7 +339,7 @@ class Execution:
         return Length(max(idle) + max(clock), max(idle), max(clock))
 
     def _next(self, rank: int) -> tuple[int, int]:
-        """Return the start and the place of what a rank runs next; -1 is a W. The start is `NEVER` if it is unknown."""
+        """Return the start and the place of the next computation of a rank; -1 is a W. An unknown start is `NEVER`."""
         at, clock, pending = self.at[rank], self.clock[rank], self.pending[rank]
         if at < 0:
             return (clock, -1) if pending else (NEVER, -1)

@@ -49,7 +49,7 @@ class ChunkSizer:
     """Chooses the size of chunks from the times of earlier ones.
 
     Attributes:
-        limit: how many may be in flight; together they take MAX_FLIGHT_SECONDS.
+        limit: the number of chunks that may be in flight; together they take MAX_FLIGHT_SECONDS.
         size: bytes of the next chunk, at most.
     """
 
@@ -70,7 +70,7 @@ class ChunkSizer:
             self.size = max(MIN_CHUNK_BYTES, min(MAX_CHUNK_BYTES, fitting, 2 * size))
 
     def set_limit(self, limit: int) -> None:
-        """Share the bytes in flight among so many chunks, or fewer where these would be too small."""
+        """Divide the bytes in flight among this number of chunks, or among fewer chunks if they would be too small."""
         limit = max(1, min(limit, int(MAX_FLIGHT_SECONDS * self.speed) // MIN_CHUNK_BYTES))
         if limit != self.limit:
             self.size = max(MIN_CHUNK_BYTES, min(MAX_CHUNK_BYTES, self.size * self.limit // limit))
@@ -78,7 +78,7 @@ class ChunkSizer:
 
 
 def limit_queue(training: float, bulk: float, service: float) -> int:
-    """Return how many chunks queue behind messages of training on the average, at most MAX_IN_FLIGHT.
+    """Return the mean number of chunks that wait behind messages of training, at most MAX_IN_FLIGHT.
 
     It is the second class of an M/M/1 queue with two priorities and a server that finishes what it has begun (DynPipe,
     S V-C3, E8; the paper's text has a server that interrupts).

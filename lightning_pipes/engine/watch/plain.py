@@ -28,7 +28,7 @@ from lightning_pipes.ir import PipelineError
 
 
 class NotPlainError(PipelineError):
-    """Bytes that ask for more than data, or are none of ours."""
+    """Bytes that contain more than data, or that this module has not written."""
 
 
 def dumps(thing: Any, aside: Callable[[pickle.PickleBuffer], Any] | None = None) -> bytes:
@@ -52,8 +52,8 @@ def loads(data: bytes | memoryview, aside: Iterable[Any] = ()) -> Any:
         return _Reader(io.BytesIO(data), buffers=aside).load()
     except NotPlainError:
         raise
-    except Exception as error:  # whatever damaged bytes lead to
-        raise NotPlainError(f"bytes that are no object: {type(error).__name__}: {error}") from error
+    except Exception as error:  # damaged bytes may lead to any error
+        raise NotPlainError(f"bytes that are not an object: {type(error).__name__}: {error}") from error
 
 
 def allow_classes(*kinds: type) -> None:

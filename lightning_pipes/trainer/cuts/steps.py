@@ -196,7 +196,7 @@ class TrainingBatch:
 
     @property
     def own_spans(self) -> Mapping[Span, Span]:
-        """The samples of each span of the plan, if the micro-batches are not those of the plan; see `Item`."""
+        """The samples of each span of the plan, if they differ from the micro-batches of the plan; see `Item`."""
         return {} if self.token_cut is None else self.token_cut.spans
 
     def locate_spans(self, spans: Iterable[Span]) -> list[Span]:
