@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_pipes.cost import FREE_LINK, Cluster, CostModel, Device, Link
-from lightning_pipes.ir import STEP, B, F, I, Instruction, Kind, Plan, PlanError, R, Span, W
+from lightning_pipes.ir import STEP, B, Cut, F, I, Instruction, Kind, Plan, PlanError, R, Span, W
 from lightning_pipes.sim import Event, Timeline, simulate
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing.generators import random_costs, random_plan, tiny_plan, uniform
@@ -127,6 +127,33 @@ def test_a_recomputation_of_its_own_takes_the_forward_out_of_the_backward():
     assert costs.memory_change(R(1, Span(0, 3)), plan) == (21, 0)
     assert costs.memory_change(B(1, Span(0, 3)), plan) == (0, 27)
     assert [costs.duration_ns(make(1, Span(0, 3)), plan) for make in (F, R, B)] == [3, 3, 5]
+
+
+PARTLY_AGAIN = Plan(
+    (0, 1),
+    (Cut(4, ((Span(0, 2), Span(2, 4)),) * 2, ((Span(0, 3), Span(3, 4)),) * 2),),
+    whole_forward=(True, False),
+    early_recompute=True,
+)
+"""A plan in which the first backward of stage 0 differentiates a whole forward, and a part of another one.
+
+Only the forward of the part runs again.
+"""
+
+
+def test_a_recomputation_costs_only_the_passes_that_run_again():
+    costs = CostModel({(Kind.F, 0): ((1, 3e-9), (4, 12e-9))}, activation_bytes=(7,), working_bytes=(5,))
+    both, last = R(0, Span(0, 3)), R(0, Span(3, 4))
+    assert [costs.duration_ns(each, PARTLY_AGAIN) for each in (both, last)] == [3, 3]
+    # the working memory is that of the larger pass
+    assert [costs.memory_change(each, PARTLY_AGAIN) for each in (both, last)] == [(7 + 10, 10), (7 + 5, 5)]
+
+
+def test_measured_recomputations_are_those_of_the_passes_that_run_again():
+    times = {F(0, Span(0, 2)): 6, F(0, Span(2, 4)): 6, R(0, Span(0, 3)): 4, R(0, Span(3, 4)): 4}
+    events = [Event(0, i, 0, took) for i, took in times.items()]
+    got = CostModel.from_timelines(Timeline.from_events(events, PARTLY_AGAIN))
+    assert got.seconds_at(Kind.R, 0, 1) == pytest.approx(4e-9)
 
 
 @pytest.mark.parametrize("split", [False, True])

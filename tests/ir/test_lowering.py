@@ -2,7 +2,19 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_pipes.ir import COMPUTE_KINDS, RECEIVE_KINDS, SEND_KINDS, Kind, Plan, Program, ProgramError, lower
+from lightning_pipes.ir import (
+    COMPUTE_KINDS,
+    RECEIVE_KINDS,
+    SEND_KINDS,
+    Cut,
+    Kind,
+    Plan,
+    Program,
+    ProgramError,
+    Span,
+    add_recomputations,
+    lower,
+)
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing.generators import random_plan, tiny_plan
@@ -49,6 +61,17 @@ def test_a_recomputation_stands_before_the_gradient_of_its_backward():
     )
     late = replace(plan, early_recompute=False)
     assert not any(i.kind is Kind.R for i in lower(OneFOneB().program(late), late).iter_instructions())
+
+
+def test_parts_of_whole_forwards_are_recomputed():
+    """Check that only a backward that differentiates a part of a forward has an R."""
+    cut = Cut(4, ((Span(0, 2), Span(2, 4)),) * 2, ((Span(0, 2), Span(2, 3), Span(3, 4)),) * 2)
+    plan = Plan((0, 1), (cut,), whole_forward=(True, False), early_recompute=True)
+    lines = ["F0.0 F0.1 B0.0 B0.1 B0.2 STEP0", "F1.0 F1.1 B1.0 B1.1 B1.2 STEP1"]
+    assert add_recomputations(Program.parse(lines, plan), plan).to_lines() == [
+        "F0.0 F0.1 B0.0 R0.1 B0.1 R0.2 B0.2 STEP0",
+        lines[1],
+    ]
 
 
 def test_recomputations_stay_where_a_program_places_them():

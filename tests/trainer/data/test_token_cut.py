@@ -515,6 +515,18 @@ def test_samples_of_micro_batches() -> None:
     assert made.pad(torch.ones(first.rows, 29), first).shape == (first.rows, 29)
 
 
+def test_lists_of_samples_are_sorted_too() -> None:
+    """Check a list with as many tensors as samples, each as long as the list. Alone, it could also be columns."""
+    batch = batch_of(LENGTHS[0])
+    batch["scores"] = [torch.full((12,), n) for n in range(12)]
+    made = TokenCutter(2).cut(batch, 12, even_spans(12, 3), [(len(batch) - 1,)])
+    assert made is not None
+    assert [int(each[0]) for each in made.batch["scores"]] == [*made.order]
+    columns = TokenCutter(2).cut(batch, 12, even_spans(12, 3), [])
+    assert columns is not None
+    assert [each.tolist() for each in columns.batch["scores"]] == [[n] * 12 for n in range(12)]
+
+
 def with_mask(name: str, invert: bool = False, **others: Any) -> dict[str, Any]:
     found = batch_of(LENGTHS[0])
     mask = found["attention_mask"] == int(not invert)
