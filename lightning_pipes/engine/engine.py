@@ -38,6 +38,7 @@ from lightning_pipes.ir import (
     Program,
     Reduction,
     Span,
+    check_policy,
     check_stream,
     lower,
 )
@@ -385,7 +386,7 @@ class Engine:
         self._transport.close()
 
     def _require_closed(self, what: str) -> None:
-        """Raise PlanError if a window is open. `what` says what would be done, for the message."""
+        """Raise PlanError if a window is open. `what` names the operation, for the message."""
         if self._window is not None:
             raise PlanError(f"{what} between two windows only; drain first")
 
@@ -480,9 +481,10 @@ class Engine:
             stage.adopt(plan)
         if isinstance(order, Program):
             return plan, lower(order, plan)
+        check_policy(order, plan)
         if order.is_endless:
             check_stream(order, plan)
-        return plan.with_late_recompute(), order
+        return plan, order
 
 
 @lru_cache(maxsize=32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TypeVar
 
@@ -372,10 +372,6 @@ class Plan:
     def compute_kinds(self) -> tuple[Kind, ...]:
         """The kinds of computations that a micro-batch needs: the forward, and the full or the split backward."""
         return (Kind.F, Kind.I, Kind.W) if self.split_backward else (Kind.F, Kind.B)
-
-    def with_late_recompute(self) -> Plan:
-        """Return the same plan without `early_recompute`, as policies need it."""
-        return replace(self, early_recompute=False) if self.early_recompute else self
 
     def kinds_of_stage(self, stage: int) -> tuple[Kind, ...]:
         """Return the kinds of computations of the micro-batches on a stage, in order, with the recomputation if any."""

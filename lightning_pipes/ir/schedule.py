@@ -224,6 +224,20 @@ def check_one_stage_a_rank(plan: Plan, name: str) -> None:
             raise PlanError(f"{name} needs the same spans forward and backward, but the spans of stage {stage} differ")
 
 
+def check_policy(policy: Policy, plan: Plan) -> None:
+    """Check that a plan suits a policy, which picks whole backwards.
+
+    Raises:
+        PlanError: if recomputations of the plan are instructions of their own.
+    """
+    if plan.early_recompute:
+        raise PlanError(
+            f"{policy.name} decides its order while it runs, and recomputes in the backward, but the plan has "
+            "early_recompute, which makes each recomputation an instruction of its own. Use adapt_plan(plan, policy), "
+            "or leave early_recompute out of the plan"
+        )
+
+
 def check_stream(policy: Policy, plan: Plan) -> None:
     """Check that a plan suits the endless window of a policy.
 
@@ -256,8 +270,8 @@ def adapt_plan(plan: Plan, schedule: Schedule | Policy) -> Plan:
 
     A policy picks whole backwards, so the recomputations of its plan are parts of the backwards.
     """
-    if isinstance(schedule, Policy):
-        plan = plan.with_late_recompute()
+    if isinstance(schedule, Policy) and plan.early_recompute:
+        plan = replace(plan, early_recompute=False)
     if plan.split_backward != schedule.splits_backward:
         plan = replace(plan, split_backward=schedule.splits_backward)
     return plan if schedule.flushes else replace(plan, versions=tuple(schedule.weight_versions(plan)))

@@ -27,6 +27,7 @@ from lightning_pipes.ir import (
     Schedule,
     check_count,
     check_number,
+    check_policy,
     check_stream,
     short_repr,
     unroll_stream,
@@ -69,13 +70,11 @@ def simulate(
         DeadlockError: ranks wait for each other, for memory, or for a policy that picks no instruction. The message
             names the rank and the reason.
         InputError: the costs lack a stage; or `batches` is a sequence and the order is not an endless policy.
-        PlanError: an endless policy can't order the plan, or the weights alone exceed the memory limit.
+        PlanError: a policy can't order the plan, or the weights alone exceed the memory limit.
         ProgramError: the program belongs to another plan.
         TypeError: `order` is neither a program nor a policy.
     """
     check_order("simulate", order, plan)
-    if isinstance(order, Policy):
-        plan = plan.with_late_recompute()
     if isinstance(order, Policy) and order.is_endless:
         check_stream(order, plan)
         asked = order.depth + 3 if batches is None else batches
@@ -126,7 +125,6 @@ class CompiledSimulation:
 
     def __init__(self, order: Program | Policy, plan: Plan) -> None:
         check_order("makespan", order, plan)
-        plan = plan if isinstance(order, Program) else plan.with_late_recompute()
         self._policy = None if isinstance(order, Program) else order
         self._fixed = compile_program(order, plan) if isinstance(order, Program) else None
         self._open = open_queues(plan, plan.batches) if self._fixed is None else None
@@ -201,7 +199,7 @@ Kinds = type[Program] | type[Policy]
 
 
 def check_order(function: str, order: object, plan: object, *kinds: Kinds) -> None:
-    """Raise an error if the arguments are not an order and a plan. A schedule creates programs but is not an order.
+    """Raise an error if the arguments are not an order and its plan. A schedule creates programs but is not an order.
 
     Args:
         function: the name of the calling function.
@@ -210,6 +208,7 @@ def check_order(function: str, order: object, plan: object, *kinds: Kinds) -> No
         kinds: the types of orders that the function accepts; by default programs and policies.
 
     Raises:
+        PlanError: the order is a policy, and recomputations of the plan are instructions of their own.
         TypeError: an argument has another type.
     """
     if not isinstance(order, kinds or (Program, Policy)):
@@ -222,6 +221,8 @@ def check_order(function: str, order: object, plan: object, *kinds: Kinds) -> No
         raise TypeError(f"{function} takes {wanted}, got {short_repr(order)}; {way_out}")
     if not isinstance(plan, Plan):
         raise TypeError(f"the second argument of {function} must be the plan of the order, got {short_repr(plan)}")
+    if isinstance(order, Policy):
+        check_policy(order, plan)
 
 
 SLOW_QUANTILE = 0.95

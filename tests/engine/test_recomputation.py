@@ -10,8 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_pipes.cost import CostModel
 from lightning_pipes.engine import Item
-from lightning_pipes.ir import Cut, Kind, Plan, Program, even_spans
+from lightning_pipes.ir import Cut, Kind, Plan, PlanError, Policy, Program, adapt_plan, even_spans
+from lightning_pipes.ir.registry import make_schedule
+from lightning_pipes.sim import makespan, simulate
 from lightning_pipes.testing.reference import Loopback
 from tests.engine.pipes import ROWS, assert_close, batch, gradients, layers, make_stages
 
@@ -113,3 +116,20 @@ def test_some_micro_batches_keep_their_graphs() -> None:
     assert_close(gradients(model), gradients(train(replace(plan, recompute=(), early_recompute=False), plain)[1]))
     late = replace(plan, early_recompute=False)
     assert train(late, plain)[0].calls == log.calls
+
+
+def test_a_policy_needs_a_plan_without_instructions_for_recomputations() -> None:
+    """Check the error of the engine and of the simulator, and that `adapt_plan` creates the plan that they need."""
+    ready = make_schedule("ready")
+    assert isinstance(ready, Policy)
+    plan, costs = make_plan(2, 2), CostModel.uniform(2, 1e-3, 1e-3)
+    for use in (
+        lambda: Loopback(plan, ready, lambda r: make_stages(plan, r, layers(2))),
+        lambda: simulate(ready, plan, costs),
+        lambda: makespan(ready, plan, costs),
+    ):
+        with pytest.raises(PlanError, match=r"ready decides its order .* Use adapt_plan\(plan, policy\)"):
+            use()
+    adapted = adapt_plan(plan, ready)
+    assert adapted == replace(plan, early_recompute=False)
+    assert simulate(ready, adapted, costs).makespan == makespan(ready, adapted, costs) > 0

@@ -13,7 +13,7 @@ from lightning_pipes.cost import Cluster, Deployment, Device, LayerProfile, Link
 from lightning_pipes.ir import Plan, Program, Rule, RulePolicy, Schedule, Span
 from lightning_pipes.planning.bounds import least_step, min_fullest_bin, step_bound
 from lightning_pipes.planning.fit import evaluate_plan
-from lightning_pipes.sim import makespan
+from lightning_pipes.sim import makespan, simulate
 from lightning_pipes.strategies.deep import Deep
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.interleaved import Interleaved
@@ -145,7 +145,8 @@ def test_no_order_takes_less_than_the_least_step(unequal, split_backward):
             plan = replace(plan, recompute=again, early_recompute=seed % 2 == 0)
         buckets = [Link(1e9), Link(1e9, burst=20, peak=1e10), Link(1e9, latency=7e-9, wire="one")]
         costs = replace(random_costs(plan, seed), link=buckets[seed % 3], overhead=seed % 4 * 1e-9)
-        orders = [Anything(), Anything(alternate=False)]
+        late = replace(plan, early_recompute=False)
+        orders = [simulate(policy, late, costs).program() for policy in (Anything(), Anything(alternate=False))]
         if not unequal and not split_backward:
             orders += [schedule.program(plan) for schedule in (GPipe(), KFKB(1), KFKB(2), Deep(3))]
         best = min(makespan(order, plan, costs) for order in orders)

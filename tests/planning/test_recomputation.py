@@ -176,7 +176,7 @@ def test_gradients_have_the_same_bits(name: str) -> None:
 def test_nothing_moves_without_a_limit_or_in_an_endless_order() -> None:
     program, plan, costs = problem("1f1b")
     assert peak_bytes(place_recomputations(program, plan, costs), plan, costs) == peak_bytes(program, plan, costs)
-    late = plan.with_late_recompute()
+    late = replace(plan, early_recompute=False)
     assert place_recomputations(program, late, costs, [ROOM] * 4) == program
     schedule = make_schedule("pipedream")
     assert isinstance(schedule, Schedule)
