@@ -88,11 +88,12 @@ CASES: dict[str, tuple[int, dict[str, Any], int, tuple[bool, ...]]] = {
     "overlapping": (2, {"schedule": "pipedream"}, 12 * MIB, (True, False)),
     "v": (2, {"schedule": "v"}, 17 * MIB, (True, False, False, False)),
     "automatic schedule": (2, {"schedule": "auto", "partition": "auto"}, 9 * MIB, (True, True, False, False)),
+    "replicas": (4, {"data_parallel": 2}, 12 * MIB, (True, False)),
     "one of four": (4, {}, 13 * MIB, (True, False, False, False)),
     "two of four": (4, {}, 9 * MIB, (True, True, False, False)),
 }
 """The number of ranks, settings, the bytes of each rank, and the stages that recompute."""
-BY_NUMBER = ("one of one", "two stages a rank", "dropout", "decided while it runs", "two of four")
+BY_NUMBER = ("one of one", "two stages a rank", "dropout", "decided while it runs", "replicas", "two of four")
 """The cases that are compared with runs in which the stages are given by number, and in which no stage recomputes."""
 
 
@@ -129,7 +130,7 @@ def test_the_stages_that_lack_memory_recompute(name: str) -> None:
 def test_results_are_those_of_one_process(name: str) -> None:
     """Gradients, weights, outputs and logs are compared. Runs with the same stages by number have the same bits."""
     ranks, given, *_ = CASES[name]
-    if given.get("schedule") != "pipedream" and "dropout" not in given:
+    if given.get("schedule") != "pipedream" and not {"dropout", "data_parallel"} & {*given}:
         same = {"outputs", "metrics", "weights", "rates", "steps"}
         alone = train(Case(), 1, Path(mkdtemp()))
         for found in runs(ranks):
