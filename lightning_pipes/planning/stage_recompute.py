@@ -79,16 +79,16 @@ class RecomputeChoice:
         )
 
     def explain(self, plan: Plan) -> str:
-        """Return a sentence for the user that names the stages that recompute, and the ranks that require it."""
+        """Return a clause for the user that names the stages that recompute, and the ranks that require it."""
         if not self.stages:
             known = [(size / limit, -rank) for rank, (size, limit) in enumerate(self._pairs) if limit]
             if not known:
-                return "recompute='auto': no stage recomputes, because no rank has a memory limit"
+                return "no stage recomputes, because no rank has a memory limit"
             rank = -max(known)[1]
             used = f"{bytes_text(self.peaks[rank])} of {bytes_text(self.limits[rank] or 0)} on rank {rank}"
-            return f"recompute='auto': no stage recomputes, because every rank has enough memory ({used})"
+            return f"no stage recomputes, because every rank has enough memory ({used})"
         named = " and ".join(filter(None, [", ".join(map(str, self.stages[:-1])), str(self.stages[-1])]))
-        verb = f"Stage {named} recomputes" if len(self.stages) == 1 else f"Stages {named} recompute"
+        verb = f"stage {named} recomputes" if len(self.stages) == 1 else f"stages {named} recompute"
         ranks = sorted({plan.ranks[stage] for stage in self.stages})
         some = [
             f"stage {stage}: {every - kept} of every {every} micro-batches"
@@ -103,7 +103,7 @@ class RecomputeChoice:
         if len(ranks) > MAX_LISTED_RANKS:
             reasons.append(f"so do {len(ranks) - MAX_LISTED_RANKS} other ranks")
         parts = f" ({', '.join(some)})" if some else ""
-        return f"recompute='auto': {verb[0].lower()}{verb[1:]}{parts}, because {'; '.join(reasons)}"
+        return f"{verb}{parts}, because {'; '.join(reasons)}"
 
     @property
     def _pairs(self) -> list[tuple[int, int | None]]:
@@ -124,6 +124,14 @@ def with_stages(plan: Plan, stages: Iterable[int], early: bool = False, kept: tu
     return replace(
         plan, recompute=again, early_recompute=early and bool(chosen), kept_microbatches=kept if chosen else ()
     )
+
+
+def explain_recomputation(profile: ModelProfile, fit: Fit, deployment: Deployment) -> str:
+    """Return a clause that names the stages that recompute in a plan, and the ranks that require it."""
+    plain = evaluate_plan(profile, fit.order, with_stages(fit.plan, ()), deployment).peak_bytes
+    limits = tuple(device.memory for device in deployment.pipeline.devices[: fit.plan.n_ranks])
+    stages = tuple(stage for stage, again in enumerate(fit.plan.recompute) if again)
+    return RecomputeChoice(stages, fit.plan.kept_microbatches, plain, fit.peak_bytes, limits).explain(fit.plan)
 
 
 def choose_stages(
@@ -309,7 +317,7 @@ class RecomputePlanner(Planner):
             varies=not problem.layers or self.inner.uses_profile,
         )
         again, plan, choice = found.solution.problem, found.solution.plan, found.choice
-        why = "\n".join(filter(None, [found.solution.why, choice.explain(plan)]))
+        why = "\n".join(filter(None, [found.solution.why, f"recompute='auto': {choice.explain(plan)}"]))
         decided = replace(again, recompute=recompute_setting(plan), kept_microbatches=plan.kept_microbatches)
         return replace(found.solution, problem=decided, why=why)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 from itertools import chain, combinations
 from typing import Any
@@ -13,7 +14,7 @@ from lightning_pipes.cost import Cluster, CostModel, Deployment, Device, LayerPr
 from lightning_pipes.ir import Kind, Plan, PlanError, Program, Schedule, Span
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning import stage_recompute
-from lightning_pipes.planning.auto import choose_option
+from lightning_pipes.planning.auto import AutoPlanner, choose_option
 from lightning_pipes.planning.balance import BalancedPlanner
 from lightning_pipes.planning.fit import Fit, evaluate_plan, price_stages
 from lightning_pipes.planning.memory import peak_bytes
@@ -330,6 +331,9 @@ def test_the_automatic_schedule_lets_as_few_stages_recompute_as_needed() -> None
     best = choice.fit.plan.recompute
     assert 0 < sum(best) < 3
     assert "some" in str(choice)
+    problem = Problem(given[0], 4, ROWS, 8, profile=equal_model(16), deployment=Deployment(limited))
+    why = AutoPlanner().solve(problem).why  # chooses among all schedules
+    assert re.search(r": predicted .* a step; stages? [\d, and]+ recomputes?.*, because rank \d would need", why)
     everything = choose_option(equal_model(16), 4, ROWS, limited, given, microbatches=[8], recompute=[True])
     assert choice.fit.seconds <= everything.fit.seconds
     assert all(size <= 1000 for size in choice.fit.peak_bytes)

@@ -26,7 +26,7 @@ from lightning_pipes.planning.planner import (
     planner_of,
     recompute_setting,
 )
-from lightning_pipes.planning.stage_recompute import fit_recomputed
+from lightning_pipes.planning.stage_recompute import explain_recomputation, fit_recomputed
 from lightning_pipes.planning.staleness import Iterations
 from lightning_pipes.sim import makespan
 from lightning_pipes.sim.loops.kernel import UNLIMITED
@@ -390,6 +390,9 @@ class AutoPlanner(Planner):
             late_recompute=problem.late_recompute,
         )
         best, plan = choice.best, choice.fit.plan
+        why = _format_reason(choice)
+        if best.recompute and problem.recompute in (False, UNDECIDED) and problem.deployment is not None:
+            why += f"; {explain_recomputation(profile, choice.fit, problem.deployment)}"
         solved = replace(
             problem,
             schedule=best.schedule,
@@ -398,7 +401,7 @@ class AutoPlanner(Planner):
             kept_microbatches=plan.kept_microbatches,
             layers=plan.layers,
         )
-        return Solution(solved, plan, _format_reason(choice), str(choice))
+        return Solution(solved, plan, why, str(choice))
 
 
 def _format_reason(choice: Choice) -> str:
