@@ -33,11 +33,12 @@ PATTERNS = [(1, 2), (2, 3), (3, 4)]
 
 
 class Layer(nn.Module):
-    """A layer with dropout, running statistics and an in-place change of its input. It counts its forwards."""
+    """A layer with dropout, buffers that change, and an in-place change of its input. It counts its forwards."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.norm, self.drop = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.3)
+        self.register_buffer("calls", torch.zeros(()))
         self.with_graph = self.without_graph = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -46,6 +47,8 @@ class Layer(nn.Module):
             self.with_graph += 1
         else:
             self.without_graph += 1
+        x = x * (1 + 0.1 * self.calls)
+        self.calls += 1  # the second run reads the value that the first run has read
         return self.drop(self.norm(self.linear(x).tanh()))
 
 

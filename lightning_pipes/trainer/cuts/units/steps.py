@@ -80,7 +80,11 @@ class UnitSteps(UserSteps):
         self._overlaps = False
         """Whether other batches are in flight while a batch runs."""
         self._cut = cut
-        self._final = max(plan.stages[rank])
+        own = plan.stages[rank]
+        self._final = max(own)
+        again = [s for s in own if any(each[s] for each in (plan.recompute, plan.whole_forward) if each)]
+        self._last_again = min(again) if again and len(own) > 1 else None
+        """The stage whose second run is the last run of this rank on a micro-batch, if other stages run before it."""
         self.show_version = cut.show_version
         self._layout, self._holdings = layout, holdings
         self._end, self.ends_whole = end, end is not None
@@ -124,7 +128,7 @@ class UnitSteps(UserSteps):
         with self.step_context(), data.in_initial_state:
             stage.seed_user_code(item, span, BEFORE_LAYERS)
             part, step = data.select_samples(span), named_step(self._module, "training_step")
-            if stage.number < self._final or stage.runs_again or (last and self._end is not None):
+            if not self._is_last_run(stage) or (last and self._end is not None):
                 part = copy_batch(part)  # this rank runs the step again, and the step may change its batch in place
             with (
                 recorded(self._module) as logged,
@@ -152,6 +156,12 @@ class UnitSteps(UserSteps):
         entered = () if received is None else received[0]
         weights = (p for layer in stage.layers.values() for p in layer.parameters())  # used only if no sample counts
         return self.scale_loss(item, span, out, logged, chain(entered, weights))
+
+    def _is_last_run(self, stage: Stage) -> bool:
+        """Return whether this rank certainly does not run the step again on the running micro-batch."""
+        if self._last_again is not None:
+            return stage.recomputing and stage.number == self._last_again
+        return stage.number == self._final and not stage.runs_again
 
     def _called_modules(self, number: int) -> dict[str, nn.Module]:
         """Return the modules that are units of a stage, by path."""
