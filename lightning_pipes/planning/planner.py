@@ -305,7 +305,7 @@ class EvenPlanner(Planner):
         again = problem.recomputing_stages(len(where))
         m = MICROBATCHES_PER_STAGE * len(where) if problem.microbatches is None else problem.microbatches
         cut = Cut.even(problem.rows, m, len(where))
-        early = bool(again) and not problem.late_recompute
+        early = bool(again) and not problem.late_recompute and isinstance(problem.schedule, Schedule)
         kept = problem.kept_microbatches if again else ()
         return Plan(
             where, (cut,), layers=problem.layers, recompute=again, early_recompute=early, kept_microbatches=kept
