@@ -37,7 +37,9 @@ def stage_options(costs: CostModel, plan: Plan, stage: int, sizes: Sequence[int]
     One of the sizes of forward and backward has to divide the other. Samples that share a forward and a backward share
     one autograd graph, so the finer of the two sizes determines the duration of both. A coarser backward runs through
     the graphs of several forwards. For a coarser forward, see `CutOption.whole`. The cost of joining messages is left
-    out, because it also depends on the option of the link. The simulator includes it.
+    out, because it also depends on the option of the link. A recomputation is priced as a part of the backward, even if
+    it is an instruction of its own that may run before the gradient arrives, because the gain depends on the waits of
+    the rank. The simulator, which compares the best cuts, includes both.
 
     Args:
         costs: the durations of forward and backward on each stage.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -256,6 +258,29 @@ def plain_values(tree: Any) -> Any:
 def _copied(tensor: torch.Tensor) -> np.ndarray:
     tensor = tensor.detach().cpu().clone()
     return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
+
+
+class LineHandler(logging.Handler):
+    """Keeps the log lines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@contextmanager
+def rank_zero_lines() -> Iterator[list[str]]:
+    """Collect the lines that rank 0 logs, including those of level INFO."""
+    kept, logger = LineHandler(), logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(kept)
+    logger.setLevel(logging.INFO)
+    try:
+        yield kept.lines
+    finally:
+        logger.removeHandler(kept)
 
 
 def quiet() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from functools import cache
 from itertools import combinations
 from typing import Any
@@ -22,7 +21,7 @@ from lightning_pipes.trainer.data.length_cost import LengthCost, divide_lengths
 from lightning_pipes.trainer.data.token_cut import TokenCutter
 from lightning_pipes.trainer.plan import decider
 from tests.trainer.data.test_token_cut import LENGTHS, batch_of
-from tests.trainer.lit import differences, plain_values, quiet
+from tests.trainer.lit import differences, plain_values, quiet, rank_zero_lines
 from tests.trainers import make_trainer
 from tests.virtual_clock import VirtualClock
 
@@ -62,37 +61,23 @@ class LitLines(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class Kept(logging.Handler):
-    """Keeps log lines."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def trained(ranks: int, **settings: Any) -> dict[str, Any]:
     quiet()
     decider._profiles.clear()
     Quadratic.shapes = set()
     pl.seed_everything(0, verbose=False)
-    kept, logger = Kept(), logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    logger.addHandler(kept)
-    logger.setLevel(logging.INFO)
     module = LitLines().double()
     data: Any = LINES
     strategy: Any = "auto"
     if ranks > 1:
         strategy = PipelineStrategy(**{"schedule": "1f1b", "microbatches": 4, "microbatches_by": "tokens", **settings})
     trainer = make_trainer(devices=ranks, strategy=strategy, max_epochs=1)
-    trainer.fit(module, DataLoader(data, batch_size=16, collate_fn=batch_of))
-    logger.removeHandler(kept)
+    with rank_zero_lines() as lines:
+        trainer.fit(module, DataLoader(data, batch_size=16, collate_fn=batch_of))
     found = {"weights": plain_values(dict(module.state_dict())), "shapes": sorted(Quadratic.shapes)}
     if ranks > 1:
         cost = strategy.decision.length_cost
-        found |= {"cost": (cost.growth, cost.longest), "measured": sorted(module.measured), "lines": kept.lines}
+        found |= {"cost": (cost.growth, cost.longest), "measured": sorted(module.measured), "lines": lines}
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,35 +14,21 @@ from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.data.token_cut import TokenCounts
 from lightning_pipes.trainer.watchers.padding import describe_padding
 from tests.trainer.data.test_token_cut import LitCausal, batch_of
-from tests.trainer.lit import quiet
+from tests.trainer.lit import quiet, rank_zero_lines
 from tests.trainers import make_trainer
 
 UNEVEN, EVEN = [2, 9, 4, 29, 6, 5, 11, 3], [9, 8, 9, 9, 8, 9, 9, 9]
-
-
-class Kept(logging.Handler):
-    """Keeps log lines."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def advised(lengths: list[int], batches: int, **settings: Any) -> tuple[list[str], str, tuple[str, ...]]:
     """Return the log lines on padding, the text of the report, and the notes of its advice."""
     quiet()
     pl.seed_everything(0, verbose=False)
-    kept, logger = Kept(), logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    logger.addHandler(kept)
-    logger.setLevel(logging.INFO)
     strategy = PipelineStrategy(**{"schedule": "1f1b", "microbatches": 4, "partition": "parameters", **settings})
     trainer = make_trainer(devices=2, strategy=strategy, max_epochs=1)
-    trainer.fit(LitCausal(), DataLoader([batch_of(lengths)] * batches, batch_size=None))
-    logger.removeHandler(kept)
-    return [line for line in kept.lines if "padding" in line], str(strategy.report), strategy.report.advice.notes
+    with rank_zero_lines() as lines:
+        trainer.fit(LitCausal(), DataLoader([batch_of(lengths)] * batches, batch_size=None))
+    return [line for line in lines if "padding" in line], str(strategy.report), strategy.report.advice.notes
 
 
 def advised_all(rank: int) -> list[tuple[list[str], str, tuple[str, ...]]]:
