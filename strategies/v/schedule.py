@@ -30,7 +30,7 @@ from lightning_pipes.strategies.v.order import Durations, find_order, least_held
 EQUAL_TIMES = (1, 1, 1, 0)
 MAX_VARIED_FORWARDS = 2**12
 """The largest number of forwards of a step for which a search over schedules also tries the order for equal times."""
-MAX_SEARCHED_RANKS = 64
+MAX_SEARCHED_RANKS = 32
 """The largest number of ranks for which a search over schedules considers v."""
 
 
