@@ -25,8 +25,9 @@ from lightning_pipes.ir import (
 )
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.partition import with_layer
-from lightning_pipes.planning.planner import EvenPlanner, Problem
+from lightning_pipes.planning.planner import EvenPlanner, Problem, planner_of
 from lightning_pipes.planning.replanning import Observation
+from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.plans import Plans
 from lightning_pipes.trainer.plan.request import RunRequest
 
@@ -149,6 +150,14 @@ def test_recomputations_move_to_earlier_bubbles_if_the_devices_have_the_memory()
     assert first_row(10**9).startswith("F0.0 F0.1 F0.2 F0.3 R0.0 R0.1 B0.0")
     assert first_row(None).startswith("F0.0 F0.1 F0.2 F0.3 R0.0 B0.0 F0.4 R0.1")
     assert first_row(10**9, late=True).startswith("F0.0 F0.1 F0.2 F0.3 B0.0 F0.4 B0.1")
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_decision_keeps_when_stages_recompute(late: bool) -> None:
+    problem = Problem(make_schedule("1f1b"), 2, 4, 4, True, (Span(0, 1), Span(1, 2)), late_recompute=late)
+    kept = Decision.from_solution(planner_of(problem.schedule).solve(problem), movable=False).problem()
+    assert kept.late_recompute == late
+    assert Plans(kept).for_rows(4)[0].early_recompute == (not late)
 
 
 def test_recomputations_do_not_move_if_the_halves_of_a_backward_were_not_measured() -> None:
