@@ -20,7 +20,7 @@ from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.data.length_cost import LengthCost, divide_lengths
 from lightning_pipes.trainer.data.token_cut import TokenCutter
 from lightning_pipes.trainer.plan import decider
-from tests.trainer.data.test_token_cut import LENGTHS, batch_of
+from tests.trainer.data.token_modules import LENGTHS, batch_of
 from tests.trainer.lit import differences, plain_values, quiet, rank_zero_lines
 from tests.trainers import make_trainer
 from tests.virtual_clock import VirtualClock

@@ -13,7 +13,7 @@ from lightning_pipes import PipelineStrategy
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.data.token_cut import TokenCounts
 from lightning_pipes.trainer.watchers.padding import describe_padding
-from tests.trainer.data.test_token_cut import LitCausal, batch_of
+from tests.trainer.data.token_modules import LitCausal, batch_of
 from tests.trainer.lit import quiet, rank_zero_lines
 from tests.trainers import make_trainer
 
