@@ -82,7 +82,7 @@ def test_a_wait_contains_the_recomputations_that_fit_into_it(backward: int, over
 
 def test_nothing_moves_for_a_small_gain() -> None:
     """Recomputations of 1 ns could move to the first wait, but would shorten the step by less than a hundredth."""
-    program, plan, costs = two_stages(300, again=1)
+    program, plan, costs = two_stages(20, again=1)
     assert place_recomputations(program, plan, costs, [ROOM] * 2) == add_recomputations(program, plan)
 
 
