@@ -18,8 +18,8 @@ from lightning_pipes.engine import Stage
 from lightning_pipes.ir import Plan
 from lightning_pipes.planning.planner import EvenPlanner
 from lightning_pipes.testing.ranks import run_ranks
+from tests.trainer.eager import Eager
 from tests.trainer.lit import WIDTH, Case, Lit, differences, train
-from tests.trainer.test_user_steps import Eager
 
 MICROBATCHES = 4
 PATTERNS = [None, (1, 2), (2, 3), (0, 1)]

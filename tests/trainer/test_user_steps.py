@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_pipes.ir import Instruction, Plan, Policy, RankView
 from lightning_pipes.testing.ranks import run_ranks
 from tests.cases import selected_values
+from tests.trainer.eager import Eager
 from tests.trainer.lit import WIDTH, Case, Lit, differences, train, train_cases
 
 
@@ -87,19 +85,6 @@ class LitStackedAlone(LitStacked):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         copies = torch.stack([x + n for n in range(2)])
         return self.model({"copies": copies, "weights": x.new_ones(1, 1)}).mean(0)
-
-
-@dataclass(frozen=True)
-class Eager(Policy):
-    """A policy that runs instructions without waiting, and that places the first and the last stage on one rank."""
-
-    name: ClassVar[str] = "eager"
-
-    def place_stages(self, n_ranks: int) -> tuple[int, ...]:
-        return (*range(n_ranks), 0)
-
-    def pick(self, ready: Sequence[Instruction], view: RankView, plan: Plan) -> Instruction | None:
-        return ready[0]
 
 
 def pipeline(schedule: Any = "1f1b", **settings: Any) -> dict[str, Any]:
