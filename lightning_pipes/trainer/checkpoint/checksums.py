@@ -214,8 +214,8 @@ class Index:
             )
         if not path.is_file():
             raise PipelineError(
-                f"{folder} is not a complete sharded checkpoint: it has no {INDEX_FILE}, which is written last. "
-                f"{CHECKPOINT_WAY_OUT}"
+                f"The folder {folder} is not a complete sharded checkpoint: it has no {INDEX_FILE}, which is written "
+                f"last. {CHECKPOINT_WAY_OUT}"
             )
         check(path)
         try:

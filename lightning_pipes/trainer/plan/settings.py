@@ -144,10 +144,10 @@ def check_partition(partition: str | list[int] | list[str], schedule: object) ->
         InputError: the partition is invalid, or it cannot be combined with the schedule.
     """
     listed = isinstance(partition, Sequence) and not isinstance(partition, str)
-    if not listed and partition not in (AUTO, PARAMETERS):
+    if not listed and not (isinstance(partition, str) and partition in (AUTO, PARAMETERS)):
         raise InputError(
             "partition must be 'auto', 'parameters' or a list of the layers at which stages after the first begin, as "
-            f"numbers or paths of modules, got {partition!r}"
+            f"numbers or paths of modules, got {short_repr(partition)}"
         )
     if names_modules(partition):
         if "" in partition or len(set(partition)) < len(partition):

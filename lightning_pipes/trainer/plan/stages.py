@@ -28,7 +28,7 @@ def check_stages(stages: Stages | None, request: RunRequest, settings: Settings)
     if stages is None:
         return None
     counts = isinstance(stages, Mapping) and all(isinstance(n, int) and t > 0 for n, t in stages.items())
-    if stages != AUTO and not (counts and len(stages) > 1):
+    if not (isinstance(stages, str) and stages == AUTO) and not (counts and len(stages) > 1):
         raise InputError(
             "stages must be 'auto', or the batches until the target by number of stages, of two numbers or more, as in "
             f"{{1: 196, 4: 222}}, got {short_repr(stages)}"
