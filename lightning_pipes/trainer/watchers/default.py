@@ -133,7 +133,8 @@ class FirstBatch(Watcher):
         run, plan = self._run, self._run.engine.plan
         if not run.is_asynchronous:
             self._warns = False
-            warn_about_small_batch(step.rows, plan.n_stages, len(plan.spans(Kind.F, 0)), run.plans.microbatches)
+            pieces = max(len(plan.spans(Kind.F, stage)) for stage in range(plan.n_stages))
+            warn_about_small_batch(step.rows, plan.n_stages, pieces, run.plans.microbatches)
         elif len(plan.spans(Kind.F, 0)) > 1:
             self._warns = False
             warn_about_hooks(run.local_layers.parameters, run.local_layers.reducer)
