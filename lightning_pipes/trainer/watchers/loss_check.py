@@ -184,7 +184,7 @@ class LossCheck(Watcher):
         if data.token_cut is not None:  # micro-batches of equal numbers of tokens have almost equal weights
             found = [each for each in found if losses.is_closest(each, found)]
         if kept is not None and len(found) > 1:
-            found = self._compare_gradients(item, kept, x, found)
+            found = self._compare_gradients(stage, item, kept, x, found)
         fitting = {each.name for each in found}
         self._weights.choose_candidate(weights, fitting)
         likely = [each for each in weights.found if each.name in fitting]
@@ -219,13 +219,14 @@ class LossCheck(Watcher):
         return x, self._losses(stage, item, replace(kept, left=left), x, entering, {})
 
     def _compare_gradients(
-        self, item: Item, kept: BatchCopy, x: Any, found: Sequence[WeightAmounts]
+        self, stage: Stage, item: Item, kept: BatchCopy, x: Any, found: Sequence[WeightAmounts]
     ) -> Sequence[WeightAmounts]:
         """Return the candidates that reproduce the gradients of two micro-batches together, or `found` if none does.
 
         The gradients are those of the outputs of the layers. Two micro-batches are compared as a batch of their own.
 
         Args:
+            stage: the last stage.
             item: the batch in the engine.
             kept: the copy of the batch.
             x: the outputs of the layers for the whole batch.
@@ -238,7 +239,7 @@ class LossCheck(Watcher):
             return found
         both = Span(pair[0].start, pair[1].stop)
         try:
-            whole, first, second = (self._output_gradients(item, kept, x, span) for span in (both, *pair))
+            whole, first, second = (self._output_gradients(stage, item, kept, x, span) for span in (both, *pair))
         except Exception:  # such as a step without gradients; the comparison after the batch reports errors
             return found
         zeros = [[torch.zeros_like(g) for g in each] for each in (first, second)]
@@ -247,36 +248,27 @@ class LossCheck(Watcher):
         ]
         return select_by_gradients(found, pair, [whole, *padded], self._types(x))
 
-    def _output_gradients(self, item: Item, kept: BatchCopy, x: Any, span: Span) -> list[torch.Tensor]:
+    def _output_gradients(self, stage: Stage, item: Item, kept: BatchCopy, x: Any, span: Span) -> list[torch.Tensor]:
         """Return the gradients of the loss of a span with respect to the outputs of the layers."""
         leaves: list[torch.Tensor] = []
 
         def enter(t: torch.Tensor) -> torch.Tensor:
             if not t.is_floating_point() or not t.ndim or t.size(0) != span.rows:
                 return t
-            leaves.append(t.detach().clone().requires_grad_())
+            leaves.append(t.detach().requires_grad_())
             return leaves[-1]
 
         batch = take_samples(kept.batch, span, kept.rows, samples=item.data.samples)
-        given = kept.layer_outputs(take_samples(x, span, kept.rows))
-        given, batch = move_data_to_device((given, copy_batch(batch)), self._device)
-        given = trees.map_tensors(enter, given)
-        draws = RngUse(self._device)
+        given = trees.map_tensors(enter, kept.layer_outputs(take_samples(x, span, kept.rows)))
+        of_part = replace(item, rows=span.rows, training=False)
         with (
             keep_unchanged(self._module, skip=self._cut.proxy),
             evaluation_mode(self._module, skip=self._cut.proxy),
             recorded(self._module),
-            self._steps.step_context(),
-            item.data.in_initial_state,
             torch.enable_grad(),
         ):
-            of_part = replace(item, rows=span.rows, training=False)
-            out = self._steps.run_around_layers(
-                self._module.training_step, of_part, batch, item.data.arguments, lambda: given, draws
-            )
-            self._steps.left.take_back()
-            loss, _ = loss_of(out)
-            if draws.was_used:
+            loss, _, drew = self._loss(stage, of_part, copy_batch(batch), given, item.data.arguments, False, {})
+            if drew:
                 raise _NotComparableError("training_step draws random numbers around the layers")
             return [*torch.autograd.grad(loss, leaves)]
 
@@ -434,7 +426,7 @@ class LossCheck(Watcher):
                     given, rows = entering[span], span.rows
                 left = self._steps.left.merge_values(kept.left) if span is None else kept.left.get(span, {})
                 of_part = replace(item, rows=rows, training=False)
-                with recorded(self._module) as logged:
+                with torch.no_grad(), recorded(self._module) as logged:
                     value, extras, drew_too = self._loss(
                         stage,
                         of_part,
@@ -444,7 +436,7 @@ class LossCheck(Watcher):
                         kept.inside,
                         left,
                     )
-                results[span] = StepResult(value, extras, logged)
+                results[span] = StepResult(value.detach(), extras, logged)
                 drew = drew or drew_too
 
             if not kept.inside:
@@ -488,12 +480,12 @@ class LossCheck(Watcher):
                 self._steps.left.put_values(left)
             return run_stage(stage, item, Span(0, item.rows), x) if inside else x
 
-        with torch.no_grad(), self._steps.step_context(), item.data.in_initial_state:
+        with self._steps.step_context(), item.data.in_initial_state:
             draws = RngUse(self._device)
             out = self._steps.run_around_layers(step, item, batch, arguments, layers, draws)
             self._steps.left.take_back()
             value, extras = loss_of(out)
-            return value.detach(), extras, draws.was_used
+            return value, extras, draws.was_used
 
     def _types(self, x: Any) -> set[torch.dtype]:
         return {t.dtype for t in tensors_in(x) if t.is_floating_point()} | self._steps.autocast_types()
