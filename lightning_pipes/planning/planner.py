@@ -33,18 +33,23 @@ Recompute = bool | str | tuple[int, ...]
 """The stages that recompute: True for all except the last, False for none, `UNDECIDED`, or the numbers of stages."""
 
 
-def check_recompute(recompute: object) -> Recompute:
-    """Return the setting of recomputation after checking it. Stages are returned in ascending order.
+def check_recompute(recompute: object) -> tuple[Recompute, bool]:
+    """Check the setting of recomputation.
+
+    Returns:
+        The values of `Problem.recompute`, with stages in ascending order, and of `Problem.late_recompute`.
 
     Raises:
         InputError: the setting is invalid.
     """
-    if isinstance(recompute, bool) or (isinstance(recompute, str) and recompute in (LATE, UNDECIDED)):
-        return recompute
+    if isinstance(recompute, str) and recompute == LATE:
+        return True, True
+    if isinstance(recompute, bool) or (isinstance(recompute, str) and recompute == UNDECIDED):
+        return recompute, False
     if isinstance(recompute, Sequence) and not isinstance(recompute, str | bytes | bytearray | memoryview):
         stages = sorted({s for s in recompute if isinstance(s, int) and not isinstance(s, bool) and s >= 0})
         if stages and len(stages) == len(recompute):
-            return tuple(stages)
+            return tuple(stages), False
     raise InputError(
         f"recompute must be True, False, {LATE!r}, {UNDECIDED!r}, or a list of the numbers of different stages, got "
         f"{short_repr(recompute)}"

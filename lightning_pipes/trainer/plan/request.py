@@ -13,7 +13,7 @@ from lightning_pipes.ir import InputError, PlanError, Policy, Schedule, Span, ch
 from lightning_pipes.planning.auto import AutoPlanner
 from lightning_pipes.planning.balance import BalancedPlanner
 from lightning_pipes.planning.formatting import schedule_settings
-from lightning_pipes.planning.planner import LATE, UNDECIDED, Planner, Recompute, check_recompute, planner_of
+from lightning_pipes.planning.planner import UNDECIDED, Planner, Recompute, check_recompute, planner_of
 from lightning_pipes.planning.stage_recompute import RecomputePlanner
 from lightning_pipes.planning.staleness import Iterations
 from lightning_pipes.trainer.data.token_cut import SAMPLES, TOKENS, MicrobatchesBy
@@ -114,7 +114,7 @@ class RunRequest:
                 f"stale_gradients={stale_gradients} lets schedule='auto' choose a schedule that does not flush, and "
                 f"schedule {known.name!r} is named; leave one of them out"
             )
-        again = check_recompute(recompute)
+        again, late = check_recompute(recompute)
         equal_cuts = check_type("microbatches_by", microbatches_by, MicrobatchesBy) == TOKENS
         if equal_cuts and planner_of(known).may_cut_unequally:
             raise InputError(
@@ -125,12 +125,12 @@ class RunRequest:
         return cls(
             known,
             check_microbatches(microbatches),
-            again == LATE or again,
+            again,
             check_partition(partition, schedule),
             chooses=schedule == AUTO,
             replanner=find_replanner(replan, known),
             iterations=iterations,
-            late_recompute=again == LATE,
+            late_recompute=late,
             equal_cuts=equal_cuts,
         )
 

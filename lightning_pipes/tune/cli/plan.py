@@ -30,7 +30,7 @@ from lightning_pipes.planning.formatting import (
     strategy_arguments,
     strategy_line,
 )
-from lightning_pipes.planning.planner import LATE, UNDECIDED, Recompute, check_recompute
+from lightning_pipes.planning.planner import UNDECIDED, check_recompute
 from lightning_pipes.planning.staleness import Iterations
 from lightning_pipes.sim import Timeline, simulate
 from lightning_pipes.sim.records.compare import BottleneckRank
@@ -59,6 +59,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
     check_count("batch", cfg.batch, "; samples")
     deployment = Deployment.from_cluster(cluster_from_settings(cfg, cfg.ranks * cfg.replicas), cfg.ranks, cfg.replicas)
     schedule = schedule_from_settings(cfg)
+    again, late = check_recompute(UNDECIDED if cfg.recompute is None else cfg.recompute)
     with progress_bar("plan") as progress:
         choice = choose_option(
             profile,
@@ -67,8 +68,8 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
             deployment,
             schedules=None if schedule is None else [schedule],
             microbatches=parse_numbers(cfg.microbatches, "microbatches", MAX_FORWARDS // cfg.ranks),
-            recompute=_settings_of_recomputation(cfg),
-            late_recompute=cfg.recompute == LATE,
+            recompute=(False, UNDECIDED) if again == UNDECIDED else (again,),
+            late_recompute=late,
             progress=progress,
             iterations=_iterations(cfg, schedule),
         )
@@ -93,16 +94,6 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
     print(f"    {hydra_overrides(arguments)}")
     for line in lines:
         print(line)
-
-
-def _settings_of_recomputation(cfg: DictConfig) -> tuple[Recompute, ...]:
-    """Return the settings of recomputation to try.
-
-    Raises:
-        InputError: the setting is invalid.
-    """
-    setting = UNDECIDED if cfg.recompute is None else check_recompute(cfg.recompute)
-    return (False, UNDECIDED) if setting == UNDECIDED else (setting == LATE or setting,)
 
 
 def _iterations(cfg: DictConfig, schedule: Schedule | Policy | None) -> Iterations | None:

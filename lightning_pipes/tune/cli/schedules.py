@@ -65,7 +65,10 @@ def _example(schedule: Schedule | Policy) -> dict[str, Any]:
     order = schedule.program(plan) if isinstance(schedule, Schedule) else schedule
     batches = _LISTED_BATCHES if order.is_endless else None
     run = simulate(order, plan, costs, batches=batches)
-    verify(order, plan, batches) if isinstance(order, Program) else verify(run.program(), run.plan)
+    if isinstance(order, Program):
+        verify(order, plan, batches)
+    else:
+        verify(run.program(), run.plan)
     found = {"bubble": round(_bubble(run, batches), 4), "held": round(max(held_samples(run)), 2)}
     return found | {"versions": max(plan.versions), "needs_flush": batches is None}
 

@@ -21,7 +21,7 @@ from lightning_pipes.planning.fit import (
 )
 from lightning_pipes.planning.formatting import progress_bar, schedule_label, schedule_settings
 from lightning_pipes.planning.partition import partition_at
-from lightning_pipes.planning.planner import LATE, UNDECIDED, Problem, check_recompute, solve_plan
+from lightning_pipes.planning.planner import UNDECIDED, Problem, check_recompute, solve_plan
 from lightning_pipes.planning.stage_recompute import choose_stages, fit_recomputed, with_stages
 from lightning_pipes.sim import simulate
 from lightning_pipes.sim.records.memory_use import held_samples
@@ -97,8 +97,8 @@ def _given(cfg: DictConfig, schedule: Schedule | Policy, cluster: Cluster) -> tu
     The time of a rank is divided evenly among its stages.
     """
     (m,) = parse_numbers(cfg.microbatches, "microbatches", MAX_FORWARDS // cfg.ranks) or [8]
-    again = check_recompute(cfg.recompute)
-    plan = solve_plan(Problem(schedule, cfg.ranks, m, m, again == LATE or again, late_recompute=again == LATE))
+    again, late = check_recompute(cfg.recompute)
+    plan = solve_plan(Problem(schedule, cfg.ranks, m, m, again, late_recompute=late))
     times = {
         Kind.F: parse_durations(cfg.forward, "forward", cfg.ranks),
         Kind.B: parse_durations(cfg.backward, "backward", cfg.ranks),
@@ -137,14 +137,13 @@ def _profiled(
     The layers are cut at the boundaries in `partition`, or at the best boundaries if it is not set.
     """
     (m,) = parse_numbers(cfg.microbatches, "microbatches", MAX_FORWARDS // cfg.ranks) or [8]
-    again = check_recompute(cfg.recompute)
-    setting = again == LATE or again
-    problem = Problem(schedule, cfg.ranks, cfg.batch or m, m, setting, late_recompute=again == LATE)
+    again, late = check_recompute(cfg.recompute)
+    problem = Problem(schedule, cfg.ranks, cfg.batch or m, m, again, late_recompute=late)
     plan = solve_plan(problem)
     cluster = replace(cluster, devices=cluster.devices[: cfg.ranks])
     if cfg.partition is not None:
         plan = replace(plan, layers=partition_at(list(cfg.partition), len(profile.layers), plan.n_stages))
-    if setting == UNDECIDED:
+    if again == UNDECIDED:
         fit = fit_recomputed(profile, schedule, plan, cluster)
     elif cfg.partition is None:
         fit = fit_layers(profile, schedule, plan, cluster)
