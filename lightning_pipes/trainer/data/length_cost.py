@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 import numpy as np
 
+MEASURED_LENGTHS = (1, 2, 4)
+"""The lengths for which the cost is measured, as divisors of the longest sequence."""
 MAX_GROUP_BORDERS = 128
 """The largest number of places between sorted sequences that are considered as borders of micro-batches."""
 _SLACKS = (1.0, 1.05, 1.1, 1.2, 1.5, 2.0, float("inf"))
@@ -41,6 +44,24 @@ class LengthCost:
         slope, start = np.polyfit(lengths, [seconds[n] for n in lengths], 1)
         linear = max(start, _MIN_LINEAR_SHARE * max(seconds.values()))
         return cls(max(0.0, float(slope)) / float(linear) if linear > 0 else 0.0, max(lengths))
+
+    def with_longer(self, times: Iterable[tuple[int, float]]) -> LengthCost:
+        """Return the cost that also fits the times of longer sequences.
+
+        The times of sequences up to `longest` show how many seconds a unit of this cost takes. The times of longer
+        sequences count as one measurement, which is a median.
+
+        Args:
+            times: pairs of the length of sequences and the seconds for each token. Some lengths are at most `longest`,
+                and others are greater.
+        """
+        units = [(n, seconds / (1.0 + self.growth * n)) for n, seconds in times]
+        longer = [(n, unit) for n, unit in units if n > self.longest]
+        factor = median(unit for _, unit in longer) / median(unit for n, unit in units if n <= self.longest)
+        tokens = {max(1, self.longest // divisor): 1.0 for divisor in MEASURED_LENGTHS}
+        tokens[round(median(n for n, _ in longer))] = factor
+        found = LengthCost.from_times({n: unit * (1.0 + self.growth * n) for n, unit in tokens.items()})
+        return replace(found, longest=max(n for n, _ in longer))
 
     def of(self, lengths: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Return the cost of one sequence of each length."""

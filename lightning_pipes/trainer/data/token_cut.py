@@ -191,15 +191,20 @@ class TokenCutter:
         stages: the number of stages of the pipeline.
         least: the smallest number of sequences in a micro-batch, unless a batch has too few.
         cost: the cost of a sequence by its length.
+
+    Attributes:
+        cost: the cost of a sequence by its length. All ranks of a pipeline must have the same cost.
     """
 
     def __init__(self, stages: int, least: int = 1, cost: LengthCost = TOKENS_COST) -> None:
-        self._stages, self._least, self._cost = stages, least, cost
+        self._stages, self._least, self.cost = stages, least, cost
         self._source: str | None = None
         """The place of the tensor from which the lengths of the last batch were taken."""
         self._other_axes: set[str] = set()
         """The places of tensors whose axis 1 was not as long as the sequences in some batch."""
-        self._has_warned = self._has_logged = self._has_exceeded = False
+        self._has_warned = self._has_logged = False
+        self._exceeded: LengthCost | None = None
+        """The last cost that was used for longer sequences than were measured."""
 
     def cut(self, batch: Any, rows: int, spans: Sequence[Span], samples: Collection[Path]) -> TokenCut | None:
         """Return the micro-batches of a batch, or None if all of its sequences have the same length.
@@ -241,10 +246,10 @@ class TokenCutter:
             )
         order, widths = found
         longest = max(widths.values())
-        if self._cost.longest and longest > self._cost.longest and not self._has_exceeded:
-            self._has_exceeded = True
+        if self.cost.longest and longest > self.cost.longest and self._exceeded is not self.cost:
+            self._exceeded = self.cost
             rank_zero_info(
-                f"A batch has sequences of {longest} tokens, and times were measured for up to {self._cost.longest}. "
+                f"A batch has sequences of {longest} tokens, and times were measured for up to {self.cost.longest}. "
                 "The times of longer sequences are extrapolated"
             )
         if not self._has_logged:
@@ -302,7 +307,7 @@ class TokenCutter:
             return None
         order = np.argsort(-lengths.numbers, kind="stable")  # as a batch that is too large for the memory fails early
         numbers = lengths.numbers[order]
-        ends = divide_lengths(numbers, len(spans), self._stages, min(self._least, rows // len(spans)), self._cost)
+        ends = divide_lengths(numbers, len(spans), self._stages, min(self._least, rows // len(spans)), self.cost)
         own = [Span(start, stop) for start, stop in zip((0, *ends[:-1]), ends, strict=True)]
         return order.tolist(), {span: int(numbers[span.start]) for span in own}
 

@@ -130,6 +130,9 @@ class StageListener:
     def before_forward(self, stage: Stage, item: Item, span: Span) -> None:
         """Handle a micro-batch that is about to go forward through a stage."""
 
+    def after_forward(self, stage: Stage, item: Item, span: Span) -> None:
+        """Handle a micro-batch that has gone forward through a stage."""
+
     def before_first_forward(self, stage: Stage, item: Item) -> None:
         """Handle a training batch before its first forward on a stage."""
 
@@ -407,11 +410,14 @@ class PipelineRun:
                     listener.before_first_forward(stage, item)
                 listener.before_forward(stage, item, span)
             try:
-                return (body if number in seen else measured)(stage, item, span, received)
+                out = (body if number in seen else measured)(stage, item, span, received)
             except Exception as error:
                 if item.training and item.data.token_cut is not None:
                     error.add_note(item.data.token_cut.describe_crop(span))
                 raise
+            for listener in self.listeners:
+                listener.after_forward(stage, item, span)
+            return out
 
         return run
 

@@ -26,7 +26,7 @@ from lightning_pipes.planning.planner import UNDECIDED
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.cuts.layers.proxy import Layers
 from lightning_pipes.trainer.cuts.layers.tape import describe_layer
-from lightning_pipes.trainer.data.length_cost import TOKENS_COST, LengthCost
+from lightning_pipes.trainer.data.length_cost import MEASURED_LENGTHS, TOKENS_COST, LengthCost
 from lightning_pipes.trainer.data.sample import NoSampleError, batch_rows, example_batch, expected_batches
 from lightning_pipes.trainer.data.token_cut import SequenceSample, TokenCutter
 from lightning_pipes.trainer.plan.decision import Decision
@@ -55,8 +55,6 @@ MEASURING_SECONDS = 3.0
 """The seconds for measurements and trials together. The smallest useful numbers of runs and steps are always made."""
 MEASURING_SHARE = 0.02
 """The share of the expected run that measurements and trials may take before another cut is tried."""
-MEASURED_LENGTHS = (1, 2, 4)
-"""The lengths for which layers are measured, as divisors of the longest sequence of a batch."""
 _profiles: dict[tuple[Any, ...], tuple[ModelProfile, list[float]] | str] = {}
 """The measured profile and the speed of every process, or the reason why nothing was measured.
 

@@ -18,6 +18,7 @@ from lightning_pipes.trainer.loop.watcher import Around, EvaluationWatcher, Step
 from lightning_pipes.trainer.plan.prediction import Prediction
 from lightning_pipes.trainer.user.parameter_hooks import warn_about_hooks
 from lightning_pipes.trainer.watchers.batch_comparison import BatchComparison, ReportsDifferences
+from lightning_pipes.trainer.watchers.length_times import LengthTimes
 from lightning_pipes.trainer.watchers.loss_check import LossCheck, UncomparedLoss
 from lightning_pipes.trainer.watchers.padding import Padding
 from lightning_pipes.trainer.watchers.replanning import (
@@ -193,6 +194,8 @@ def default_watchers(
     watchers.append(FirstBatch(run))
     if run.is_fitting and run.token_cutter is None:
         watchers.append(Padding(run))
+    if run.is_fitting and run.token_cutter is not None and LengthTimes.can_measure(run):
+        watchers.append(LengthTimes(run, run.token_cutter))
     if run.local_layers.hidden is not None:
         watchers.append(SharedState(run.local_layers.hidden))
     if run.connections.turns is not None:  # a single training compares immediately
