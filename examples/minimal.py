@@ -28,10 +28,11 @@ class Classifier(L.LightningModule):  # an ordinary LightningModule
 
 
 if __name__ == "__main__":  # each process runs this script
+    L.seed_everything(0, verbose=False)
     digits = load_digits()
     pairs = torch.utils.data.TensorDataset(torch.tensor(digits.data).float() / 16, torch.tensor(digits.target))
     strategy = PipelineStrategy("1f1b", microbatches=8)
     trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=5)
-    trainer.fit(Classifier(), torch.utils.data.DataLoader(pairs, batch_size=256))
+    trainer.fit(Classifier(), torch.utils.data.DataLoader(pairs, batch_size=256, drop_last=True))
     if trainer.is_global_zero:
         print(f"loss {trainer.callback_metrics['loss']:.3f}, bubble {strategy.report.bubble_measured:.0%}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
 import sys
 from collections.abc import Iterator
@@ -98,13 +99,17 @@ def elsewhere() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> None:
-    """Limit torch to one thread in each test, as on the ranks.
+def reproducible() -> None:
+    """Seed all random numbers before each test, and limit torch to one thread as on the ranks.
 
-    Sums on two threads differ in their last bit, and threads that wait for each other on cores that several workers
-    share take fifty times as long.
+    torch draws another seed in each process, so a test without a seed would rarely fail. Sums on two threads differ in
+    their last bit, and threads that wait for each other on cores that several workers share take fifty times as long.
     """
+    random.seed(0)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(0)
     if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)
         torch.set_num_threads(1)
 
 

@@ -110,7 +110,7 @@ def test_minimal(tmp_path: Path) -> None:
     assert found.returncode == 0, found.stdout + found.stderr
     loss = re.search(r"^loss (\S+), bubble \d+%$", found.stdout, re.M)
     assert loss is not None
-    assert float(loss[1]) < 0.7  # 2.3 is chance
+    assert float(loss[1]) < 1.0  # 2.3 is chance, and after one epoch it is 1.2
 
 
 @pytest.mark.slow
