@@ -28,6 +28,7 @@ from lightning_pipes.engine.trees import tensors_in
 from lightning_pipes.ir import PipelineError, Plan, Span
 from lightning_pipes.trainer.data.batches import Path, copy_batch, make_cutter, move_batch, take_samples
 from lightning_pipes.trainer.data.token_cut import TokenCut
+from lightning_pipes.trainer.results.batch_state import BatchState
 from lightning_pipes.trainer.results.generators import States
 from lightning_pipes.trainer.results.logs import (
     LogCall,
@@ -39,7 +40,7 @@ from lightning_pipes.trainer.results.logs import (
 )
 from lightning_pipes.trainer.results.loss_weights import BatchWeights
 from lightning_pipes.trainer.results.module_entries import find_kept_tensors
-from lightning_pipes.trainer.results.module_state import BatchState, ModuleState
+from lightning_pipes.trainer.results.module_state import ModuleState
 from lightning_pipes.trainer.results.weight_changes import WeightChangeCheck
 
 Context = Callable[[], AbstractContextManager[Any]]

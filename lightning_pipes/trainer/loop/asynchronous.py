@@ -13,7 +13,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,14 +26,14 @@ from torch.optim import Optimizer
 from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.compute.stage import RankResources, Stage
 from lightning_pipes.engine.compute.weights import Change
-from lightning_pipes.engine.residency.layer_memory import LayerMemory, StateMemory, VersionMemory
-from lightning_pipes.engine.residency.mirrors import BulkTreeTransport
-from lightning_pipes.engine.residency.upcoming import PREDICTORS, PredictorChoice
-from lightning_pipes.ir import LayerUse, PipelineError, Plan, Policy, Schedule
+from lightning_pipes.engine.residency.layer_memory import StateMemory
+from lightning_pipes.ir import LayerUse, PipelineError, Policy, Schedule
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.data.batches import rows_of
 from lightning_pipes.trainer.loop.between_steps import BATCH_HOOKS, BetweenSteps
-from lightning_pipes.trainer.loop.layer_copies import Cuts, LayerCopies, LayerCosts
+from lightning_pipes.trainer.loop.layer_copies import Cuts, LayerCopies
+from lightning_pipes.trainer.loop.offload import add_offload
+from lightning_pipes.trainer.loop.result_exchange import ResultExchange
 from lightning_pipes.trainer.loop.run import PipelineRun, TrainingLoop
 from lightning_pipes.trainer.loop.step_statistics import AsynchronousStatistics, WindowRecorder
 from lightning_pipes.trainer.loop.stopping import LateAgreement, StopAgreement
@@ -42,7 +41,6 @@ from lightning_pipes.trainer.loop.uses import (
     ChoosesLayers,
     PartialSteps,
     check_layers,
-    check_room,
     use_of,
     warn_without_uses,
 )
@@ -50,7 +48,6 @@ from lightning_pipes.trainer.loop.watcher import AsynchronousStep
 from lightning_pipes.trainer.optimizers.optimizers import check_momentum, predict_change
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.notices import Notices
-from lightning_pipes.trainer.ranks.processes import process_rank
 from lightning_pipes.trainer.ranks.ranks import Grid
 from lightning_pipes.trainer.relocation.transfer import settings_of, with_settings
 from lightning_pipes.trainer.user.hooks import has_hooks
@@ -94,7 +91,7 @@ class AsynchronousLoop(TrainingLoop):
         depth = schedule.depth if isinstance(schedule, Policy) else 0
         self._max_lag = run.relocation.max_lag = max(len(run.global_ranks), depth)
         notices, rank = Notices(run.control), run.global_ranks[run.local_layers.holdings.rank]
-        self._results = Results(notices, run.control.ranks[0], self._max_lag, run.last_stage_ranks)
+        self._results = ResultExchange(notices, run.control.ranks[0], self._max_lag, run.last_stage_ranks)
         self.statistics = AsynchronousStatistics(run.statistics, notices, control.ranks, rank, self._max_lag)
         warn_without_uses(run.cut.module, schedule, len(run.global_ranks))
         self._mirroring: LayerCopies | None = None
@@ -327,7 +324,7 @@ class AsynchronousLoop(TrainingLoop):
         with (
             self.between.step_hooks(others, mine, self._optimizers),
             item.data.in_initial_state,
-            self._run.state.watch_step_hooks(),
+            self._run.state.watch.watch_step_hooks(),
         ):
             yield
 
@@ -511,64 +508,6 @@ class AsynchronousLoop(TrainingLoop):
         return sum(span.rows for span in step.results) == step.rows
 
 
-class Results:
-    """Exchange the results of batches.
-
-    The last stage publishes each result and continues. The other stages read it later.
-
-    When a rank has stepped for a batch, the result of the batch is already available.
-
-    Args:
-        notices: the messages between ranks.
-        pipeline: a number that identifies the pipeline, because all replicas share one store.
-        max_lag: the largest number of batches between two ranks.
-        last_stage: the global ranks of the last stage. Each of them has a part of the result, and the first one
-            publishes the whole.
-    """
-
-    def __init__(self, notices: Notices, pipeline: int, max_lag: int, last_stage: Sequence[int]) -> None:
-        self._notices, self._pipeline, self._max_lag = notices, pipeline, max_lag
-        self._others = last_stage[1:]
-        self._n_sent = self._n_received = self._n_parts = 0
-
-    def send_part(self, results: Any) -> None:
-        """Send this rank's part of the result of the next batch to the first rank of the last stage."""
-        self._notices.put(f"{process_rank()}/{self._name(self._n_parts)}", results)
-        self._n_parts += 1
-
-    def receive_parts(self) -> list[Any]:
-        """Return the parts that other ranks of the last stage have of the next batch's result.
-
-        These ranks have sent their parts before gradients are summed.
-        """
-        names = [f"{rank}/{self._name(self._n_parts)}" for rank in self._others]
-        self._n_parts += 1
-        found = [self._notices.get(name) for name in names]
-        for name in names:
-            self._notices.remove(name)
-        return found
-
-    def send_result(self, message: Any) -> None:
-        """Send the result of the next batch from the last stage."""
-        self._notices.put(self._name(self._n_sent), message)
-        old = self._n_sent - self._max_lag - 1
-        self._n_sent += 1
-        if old >= 0:
-            self._notices.remove(self._name(old))  # all have read it: their later messages depend on it
-
-    def receive_result(self) -> Any:
-        """Return the result of the next batch, on ranks without the last stage.
-
-        Raises:
-            PeerFailure: another rank failed.
-        """
-        self._n_received += 1
-        return self._notices.get(self._name(self._n_received - 1))
-
-    def _name(self, batch: int) -> str:
-        return f"{self._pipeline}/{batch}"
-
-
 def check_trainer_settings(trainer: pl.Trainer, schedule: Schedule | Policy, grid: Grid, shared: Sequence[str]) -> None:
     """Check for settings that need all stages at one batch, which never happens with a schedule that does not flush.
 
@@ -619,68 +558,6 @@ def check_trainer_settings(trainer: pl.Trainer, schedule: Schedule | Policy, gri
         )
 
 
-def add_offload(resources: RankResources, run: PipelineRun, plan: Plan, memory: StateMemory) -> RankResources:
-    """Return the resources of a rank that swaps weights between host and device.
-
-    Layers are swapped, or weight versions if the schedule has a fixed order.
-
-    Raises:
-        PipelineError: the run, the module or its optimizers do not allow it.
-    """
-    if isinstance(run.plans.schedule, Schedule):
-        check_stash(run, plan)
-        return replace(resources, version_memory=VersionMemory(memory, run.device))
-    check_turns(run, plan)
-    plain = [private.plain_optimizer(o) for o in run.trainer.optimizers]
-    for number in plan.stages[run.local_layers.holdings.rank]:
-        layers = run.local_layers.layers_of(number)
-        check_room(number, layers, plain, memory.device_bytes, run.device.type == "cpu")
-    run.relocation.check_layers_stay("MemorySwap keeps only some layers on the device at a time")
-    layer_memory = LayerMemory(memory, run.device, lambda: run.trainer.optimizers)
-    return replace(resources, memory=layer_memory, predictor=choose_predictor(run, memory.predictor))
-
-
-def choose_predictor(run: PipelineRun, name: str) -> PredictorChoice | None:
-    """Return the predictor of the next layers of a rank, with the same costs that are used to cut batches.
-
-    None selects the default predictor.
-    """
-    module, policy = run.cut.module, run.plans.schedule
-    if name == PREDICTORS[0]:
-        return None
-    assert isinstance(policy, Policy), "only policies order batches that overlap"
-    costs = Cuts(module, run.cut.full, policy, module.costs_of_layers() if isinstance(module, LayerCosts) else None)
-    tells = name == "algorithm_3" and len(run.global_ranks) > 1
-    transport = BulkTreeTransport(run.local_layers.bulk_transfer, run.global_ranks) if tells else None
-    return PredictorChoice(name, costs.cost, transport)
-
-
-def check_turns(run: PipelineRun, plan: Plan) -> None:
-    """Check whether the layers of the run can be swapped between host and device.
-
-    Raises:
-        PipelineError: the module does not specify the layers that batches use, forwards keep layers on the device, or
-            the two halves of a split backward need the same layers.
-    """
-    module = run.cut.module
-    if not isinstance(module, ChoosesLayers):
-        raise PipelineError(
-            f"MemorySwap keeps only the layers on the device that batches use, but {type(module).__name__} does not "
-            "specify these layers. Define layers_of_batch in the module, as in a Supernet, or leave MemorySwap out"
-        )
-    if not _recomputes(plan):
-        raise PipelineError(
-            "MemorySwap needs PipelineStrategy(recompute=True). Without recomputation of all micro-batches, a forward "
-            "keeps its layers on the device until its backward, and batches in flight could block each other"
-        )
-    if plan.split_backward:
-        raise PipelineError(
-            f"MemorySwap moves layers to the device and back, but schedule {run.plans.schedule.name!r} splits the "
-            "backward pass, and weight gradients need the layers in the same memory as input gradients did. Leave "
-            "MemorySwap or split_backward out"
-        )
-
-
 def check_prediction(run: PipelineRun, memory: StateMemory | None) -> None:
     """Check whether weights can be predicted in this run.
 
@@ -698,32 +575,3 @@ def check_prediction(run: PipelineRun, memory: StateMemory | None) -> None:
                 f"schedule {run.plans.schedule.name!r} with predict=True extrapolates copies of the weights over one "
                 f"update for each batch, which {what} prevents; leave one of them out"
             )
-
-
-def check_stash(run: PipelineRun, plan: Plan) -> None:
-    """Check whether the weight versions of the run can be swapped between host and device.
-
-    Raises:
-        PipelineError: a forward keeps its version on the device until the backward, or the two halves of a split
-            backward need the same version.
-    """
-    name = run.plans.schedule.name
-    if not _recomputes(plan):
-        raise PipelineError(
-            f"MemorySwap moves weight versions of schedule {name!r}, and needs PipelineStrategy(recompute=True). "
-            "Without recomputation of all micro-batches, a forward keeps its version on the device until its backward"
-        )
-    if plan.split_backward:
-        raise PipelineError(
-            f"MemorySwap moves weight versions, but schedule {name!r} splits the backward pass, and its second half "
-            "needs the versions in the same memory as its first half. Leave MemorySwap out, or use a schedule that "
-            "does not split the backward pass"
-        )
-
-
-def _recomputes(plan: Plan) -> bool:
-    """Return whether all forwards that wait for their backward keep only their input.
-
-    On the last stage, no forward waits.
-    """
-    return all(map(plan.recomputes_all, range(plan.n_stages - 1)))

@@ -245,7 +245,7 @@ class PipelineRun:
         self.has_last_stage = rank in plan.ranks_of_stages[-1]
         self.last_stage_ranks = tuple(global_ranks[r] for r in plan.ranks_of_stages[-1])
         if len(self.last_stage_ranks) > 1:
-            user_steps.state.refuse_changes(
+            user_steps.state.watch.refuse_changes(
                 f"the last stage has {len(self.last_stage_ranks)} ranks, each with its own samples. Give it one, as in "
                 "data_parallel=[2, 1], or log the values instead"
             )

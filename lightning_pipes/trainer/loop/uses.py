@@ -10,12 +10,9 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import nn
 from torch.optim import Optimizer
 
-from lightning_pipes.engine.compute.profiler import optimizer_state
-from lightning_pipes.engine.residency.slab import SLAB_ALIGNMENT_BYTES
-from lightning_pipes.ir import Delayed, Kind, LayerUse, PipelineError, Plan, PlanError, Policy, Schedule
+from lightning_pipes.ir import Delayed, Kind, LayerUse, PipelineError, Plan, Policy, Schedule
 from lightning_pipes.trainer.cuts.layers.proxy import Layers
 
 T = TypeVar("T")
@@ -114,49 +111,6 @@ def warn_without_uses(module: pl.LightningModule, schedule: Schedule | Policy, r
             "layers_of_batch to name them, so one batch is trained after another. Give it layers_of_batch, as a "
             "Supernet's module has it, or use a schedule for batches that use all layers, such as '1f1b'"
         )
-
-
-def check_room(
-    stage: int, layers: Mapping[int, nn.Module], optimizers: Sequence[Optimizer], device_bytes: int, on_cpu: bool
-) -> None:
-    """Reject a memory that has no room for the largest part of each layer with alternatives, with its optimizer states.
-
-    Args:
-        stage: the number of the stage, for the message.
-        layers: the layers of the stage, by number. A ModuleList is a choice block: a batch uses one of its entries.
-        optimizers: the optimizers.
-        device_bytes: the size of the memory.
-        on_cpu: whether the device is the CPU.
-
-    Raises:
-        PlanError: there is not enough room.
-    """
-    needed, names = 0, []
-    for number, layer in layers.items():
-        sizes = {name: _held_bytes(part) for name, part in layer.named_children()} if _offers(layer) else {}
-        if sizes and max(sizes.values()):
-            name = max(sizes, key=lambda each: sizes[each])
-            names.append(f"{number}.{name}")
-            kept = optimizer_state(layer.get_submodule(name), optimizers[0] if optimizers else None)
-            needed += sizes[name] + _aligned_bytes(t for t in kept if t.ndim or on_cpu)
-    if needed > device_bytes:
-        raise PlanError(
-            f"no room on the device for layers {', '.join(names[:6])}, the largest that a batch may use on stage "
-            f"{stage}. They take {needed} bytes with their optimizer states, and device_bytes={device_bytes}. Give "
-            "MemorySwap more device_bytes, cut the model into more stages, or leave such layers out of the network"
-        )
-
-
-def _offers(layer: nn.Module) -> bool:
-    return isinstance(layer, nn.ModuleList)
-
-
-def _held_bytes(part: nn.Module) -> int:
-    return _aligned_bytes((*part.parameters(), *part.buffers()))
-
-
-def _aligned_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(-(-t.nbytes // SLAB_ALIGNMENT_BYTES) * SLAB_ALIGNMENT_BYTES for t in tensors)
 
 
 def check_layers(module: pl.LightningModule, full: Layers) -> None:

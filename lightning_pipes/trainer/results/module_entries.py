@@ -148,3 +148,8 @@ def map_entries(content: Any, change: Callable[[Any, Any], Any]) -> Any:
 def tensor_version(tensor: torch.Tensor) -> int:
     """Return the number of in-place changes of a tensor, or 0 if torch does not count them."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def is_state_tensor(thing: Any) -> bool:
+    """Return whether an object is a tensor of the state: not a parameter, and not a tensor without values."""
+    return isinstance(thing, torch.Tensor) and not isinstance(thing, nn.Parameter) and not thing.is_meta

@@ -269,7 +269,7 @@ class LayerSteps(UserSteps):
             part = data.select_samples(span)
             if self._recomputes_first:
                 part = copy_batch(part)
-            with recorded(self._module) as logged, self.state.watch_step(cut=span.rows < item.rows):
+            with recorded(self._module) as logged, self.state.watch.watch_step(cut=span.rows < item.rows):
                 step, apart = named_step(self._module, "training_step"), stage.number > 0
                 try:
                     out = self._interceptor.run_with_answer(step, answer, part, *data.arguments, apart=apart)

@@ -136,7 +136,7 @@ class UnitSteps(UserSteps):
                 self._cut.show_read_only(stage.read_only_ids),
                 self._repeat_buffers(stage, item, span),
                 self.state.generators.microbatch(item.number, span),
-                self.state.watch_step(cut=span.rows < item.rows),
+                self.state.watch.watch_step(cut=span.rows < item.rows),
                 self._weight_changes.watch(stage),
             ):
                 stage.check_layers(partial(self._called_modules, stage.number))
