@@ -1,10 +1,10 @@
-"""Stages that recompute some micro-batches have the bits of stages that recompute none or all of them."""
+"""Stages that recompute some micro-batches, or recompute early, have the bits of stages that recompute none or all."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from lightning_pipes.engine import Stage
-from lightning_pipes.ir import Plan
+from lightning_pipes.ir import Kind, Plan, Program, add_recomputations
 from lightning_pipes.planning.planner import EvenPlanner
+from lightning_pipes.strategies.v.schedule import V
 from lightning_pipes.testing.ranks import run_ranks
 from tests.trainer.eager import Eager
 from tests.trainer.lit import WIDTH, Case, Lit, differences, train
@@ -136,3 +137,49 @@ def test_four_ranks() -> None:
 @pytest.mark.slow
 def test_other_schedules_on_four_ranks() -> None:
     check_cases([name for name in CASES if name in SLOW_ON_FOUR], 4)
+
+
+@dataclass(frozen=True)
+class EarlyV(V):
+    """The schedule v with each recomputation directly after its forward, and before the forward of the last stage."""
+
+    def make_planner(self) -> object:
+        return None
+
+    def program(self, plan: Plan) -> Program:
+        rows = []
+        for row in add_recomputations(super().program(plan), plan).head:
+            again = {i._replace(kind=Kind.F): i for i in row if i.kind is Kind.R}
+            kept = [i for i in row if i.kind is not Kind.R]
+            rows.append(tuple(each for i in kept for each in ((i, again[i]) if i in again else (i,))))
+        return Program(tuple(rows))
+
+
+class ChangesInput(Lit):
+    """A module that changes its batch in place before the layers, and reads it after them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.sub_(0.5).mul_(3.0).tanh_()
+        return self.model(x) + x[:, :3]
+
+
+def train_early(rank: int, folder: str) -> dict[str, list[dict[str, Any]]]:
+    """Return the results by layers and by units, without recomputation and with early recomputation."""
+    found = {}
+    for cut, module in {"layers": None, "units": ""}.items():
+        settings = {"schedule": EarlyV(times=(1, 1, 1, 0)), "partition": "parameters", "module": module}
+        cases = {
+            setting: Case(ChangesInput, {}, {**settings, "microbatches": MICROBATCHES, "recompute": setting})
+            for setting in (False, True)
+        }
+        found[cut] = [train(case, 2, Path(folder) / f"{cut}-{setting}") for setting, case in cases.items()]
+    return found
+
+
+def test_a_stage_recomputes_before_the_last_stage_runs() -> None:
+    """A rank has the first and the last stage. The last stage finds the batch as it was loaded."""
+    plain = train(Case(ChangesInput), 1, mkdtemp())
+    for results in run_ranks(train_early, 2, mkdtemp(), timeout=120):
+        for cut, (without, early) in results.items():
+            assert differences(early, without, 0.0, cut) == []
+            assert differences(early["weights"], plain["weights"], at=cut) == []

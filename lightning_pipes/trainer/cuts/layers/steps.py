@@ -180,7 +180,7 @@ class LayerSteps(UserSteps):
                 except Exception as error:
                     self._blame_cut(error, item, span, lambda x, rows: stage.run_layers(item, Span(0, rows), x))
                     raise
-        last_run = stage.recomputing or not (stage.runs_again or self._both_ends)
+        last_run = not (stage.runs_again or self._both_ends)  # the last stage may run after the second run
         self.state.restore_state()
         generators, watch = self.state.generators, self._weight_changes.watch(stage)
         with self.step_context(), data.in_initial_state, generators.microbatch(item.number, span), watch:

@@ -82,9 +82,9 @@ class UnitSteps(UserSteps):
         self._cut = cut
         own = plan.stages[rank]
         self._final = max(own)
-        again = [s for s in own if any(each[s] for each in (plan.recompute, plan.whole_forward) if each)]
-        self._last_again = min(again) if again and len(own) > 1 else None
-        """The stage whose second run is the last run of this rank on a micro-batch, if other stages run before it."""
+        run_again = any(each[s] for each in (plan.recompute, plan.whole_forward) if each for s in own)
+        self._is_last_run_known = len(own) == 1 or not run_again
+        """Whether a schedule can't change which run of the step is the last one of this rank on a micro-batch."""
         self.show_version = cut.show_version
         self._layout, self._holdings = layout, holdings
         self._end, self.ends_whole = end, end is not None
@@ -159,9 +159,7 @@ class UnitSteps(UserSteps):
 
     def _is_last_run(self, stage: Stage) -> bool:
         """Return whether this rank certainly does not run the step again on the running micro-batch."""
-        if self._last_again is not None:
-            return stage.recomputing and stage.number == self._last_again
-        return stage.number == self._final and not stage.runs_again
+        return self._is_last_run_known and stage.number == self._final and not stage.runs_again
 
     def _called_modules(self, number: int) -> dict[str, nn.Module]:
         """Return the modules that are units of a stage, by path."""
