@@ -873,6 +873,8 @@ class PipelineStrategy(PipelineHost):
             return cut.local_state(outside=True)
         if self._active_run is not None:
             self._active_run.run.drain()
+        elif cut.is_whole_elsewhere:
+            return {}  # the first rank saves its module without other ranks
         return self.session.checkpointing.model_state(cut)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

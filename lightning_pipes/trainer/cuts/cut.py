@@ -32,6 +32,8 @@ class ModuleCut(ABC):
         scope: specifies which of the user's hooks is running.
         stays_spread: whether the layers of other ranks remain on `meta` when the run ends. This is the case if a tensor
             of the layers was on `meta` when the run began.
+        is_whole_elsewhere: whether the layers of other ranks remain on `meta` on this rank only, and the first rank has
+            the whole module when the run ends.
 
     Args:
         module: the user's whole module.
@@ -56,6 +58,7 @@ class ModuleCut(ABC):
         self.keys = list(module.state_dict())
         self.scope = HookScope(device)
         self.stays_spread = any(t.is_meta for t in self._whole_tensors())
+        self.is_whole_elsewhere = False
         self._absent = RemoteParameters(self.scope)
 
     @abstractmethod

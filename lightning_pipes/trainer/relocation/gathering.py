@@ -82,6 +82,7 @@ def gather_layers(local_layers: LocalLayers, pipeline: Control, gather: str) -> 
         inventories = gather_inventories(cut, pipeline)
     receives = pipeline.position in receivers
     cut.stays_spread = not receives or gather == TRAINED
+    cut.is_whole_elsewhere = 0 in receivers and not receives and gather != TRAINED
     if not receivers or len(inventories) == 1:
         return
     own, gaps = dict(cut.tensors(cut.local)), cut.find_gaps()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,6 +14,8 @@ from torch.utils.data import DataLoader
 
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer.checkpoint.files import AtomicCheckpointIO
+from lightning_pipes.trainer.checkpoint.sharded import ShardedCheckpoint
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.relocation.gathering import (
     RankInventory,
@@ -87,6 +90,15 @@ def train(rank: int, piped: bool) -> dict[str, Any]:
     return found
 
 
+def save(rank: int, folder: str) -> None:
+    """Save a checkpoint after a run, for each way of gathering and each format."""
+    quiet()
+    for way in (*WAYS, "trained"):
+        for kind in ("full", "sharded"):
+            pl.seed_everything(3, verbose=False)
+            fit(LitCounting().double(), gather=way, checkpoint=kind).save_checkpoint(f"{folder}/{way}.{kind}")
+
+
 @cache
 def pipeline() -> list[dict[str, Any]]:
     return run_ranks(train, 2, True, timeout=300)
@@ -111,6 +123,15 @@ def test_ranks_that_have_the_module(way: str, run: int) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_parameters_are_the_same_objects(way: str) -> None:
     assert all(found[f"{way}, same objects"] for found in pipeline())
+
+
+def test_a_checkpoint_after_the_run_has_the_whole_module(tmp_path: Path) -> None:
+    run_ranks(save, 2, str(tmp_path), timeout=90)
+    for way in (*WAYS, "trained"):
+        full = AtomicCheckpointIO().load_checkpoint(tmp_path / f"{way}.full")["state_dict"]
+        sharded = dict(ShardedCheckpoint(tmp_path / f"{way}.sharded").checkpoint(None)["state_dict"])
+        for state in (full, sharded):
+            assert differences(plain_values(state), plain()["all 1"], at=way) == []
 
 
 def side(host: str, available: int, missing: int, spread: bool = False) -> RankInventory:
