@@ -19,6 +19,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightning_pipes.engine.private_torch import has_gradient_hooks
 from lightning_pipes.ir import PipelineError, Span
 from lightning_pipes.trainer.data.batches import make_cutter, sample_tensors
 from lightning_pipes.trainer.data.token_cut import IGNORED_LABEL
@@ -507,10 +508,10 @@ class SplitLosses(NamedTuple):
     unexplained: str
 
 
-def last_trained(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Return some of the last trained weights of a module, and at least one of them if there is any."""
+def last_trained(weights: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    """Return some of the last weights that train and have no hooks, and at least one of them if there is any."""
     found: list[torch.nn.Parameter] = []
-    for weight in reversed([p for p in module.parameters() if p.requires_grad]):
+    for weight in reversed([p for p in weights if p.requires_grad and not has_gradient_hooks(p)]):
         if not found or sum(p.numel() for p in found) + weight.numel() <= _COMPARED_GRADIENTS:
             found.append(weight)
     return found

@@ -221,7 +221,7 @@ class UnitRecorder:
             return loss.detach()
 
         has_hooks = any(map(backward_hooks, module.modules()))  # they would see gradients of no training step
-        trained = [] if has_hooks else last_trained(module)
+        trained = [] if has_hooks else last_trained(module.parameters())
 
         def compute_gradients(part: Any) -> Sequence[torch.Tensor]:
             def run() -> tuple[torch.Tensor, ...]:

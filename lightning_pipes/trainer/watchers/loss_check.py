@@ -34,6 +34,7 @@ from lightning_pipes.trainer.data.batches import copy_batch, join, take_samples
 from lightning_pipes.trainer.data.layouts import Layout, guess_layouts, join_tensors
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.watcher import TrainingStep, Watcher, is_batch_due
+from lightning_pipes.trainer.ranks.replicas import has_shards
 from lightning_pipes.trainer.results.logs import recorded
 from lightning_pipes.trainer.results.loss_weights import (
     SUMS_WEIGHT,
@@ -43,6 +44,7 @@ from lightning_pipes.trainer.results.loss_weights import (
     WeightAmounts,
     candidates_differ,
     find_candidates,
+    last_trained,
     most_different_pair,
     select_by_gradients,
 )
@@ -223,7 +225,8 @@ class LossCheck(Watcher):
     ) -> Sequence[WeightAmounts]:
         """Return the candidates that reproduce the gradients of two micro-batches together, or `found` if none does.
 
-        The gradients are those of the outputs of the layers. Two micro-batches are compared as a batch of their own.
+        The gradients are those of the outputs of the layers, and of weights that the step uses around the layers. Two
+        micro-batches are compared as a batch of their own.
 
         Args:
             stage: the last stage.
@@ -242,14 +245,21 @@ class LossCheck(Watcher):
             whole, first, second = (self._output_gradients(stage, item, kept, x, span) for span in (both, *pair))
         except Exception:  # such as a step without gradients; the comparison after the batch reports errors
             return found
-        zeros = [[torch.zeros_like(g) for g in each] for each in (first, second)]
-        padded = [
-            [torch.cat(both) for both in zip(*each, strict=True)] for each in ((first, zeros[1]), (zeros[0], second))
-        ]
-        return select_by_gradients(found, pair, [whole, *padded], self._types(x))
+        outputs = range(len(whole) - len(self._weights_around_layers()))
+        for n in outputs:
+            a, b = first[n], second[n]
+            first[n], second[n] = torch.cat([a, torch.zeros_like(b)]), torch.cat([torch.zeros_like(a), b])
+        return select_by_gradients(found, pair, [whole, first, second], self._types(x))
+
+    def _weights_around_layers(self) -> list[torch.nn.Parameter]:
+        """Return some of the trained weights that are not in the layers. All ranks have them."""
+        if has_shards(self._module):
+            return []
+        named, inside = self._module.named_parameters(), f"{self._cut.path}."
+        return last_trained(weight for name, weight in named if not name.startswith(inside))
 
     def _output_gradients(self, stage: Stage, item: Item, kept: BatchCopy, x: Any, span: Span) -> list[torch.Tensor]:
-        """Return the gradients of the loss of a span with respect to the outputs of the layers."""
+        """Return the gradients of the loss of a span, of the outputs of the layers and of weights around them."""
         leaves: list[torch.Tensor] = []
 
         def enter(t: torch.Tensor) -> torch.Tensor:
@@ -270,7 +280,8 @@ class LossCheck(Watcher):
             loss, _, drew = self._loss(stage, of_part, copy_batch(batch), given, item.data.arguments, False, {})
             if drew:
                 raise _NotComparableError("training_step draws random numbers around the layers")
-            return [*torch.autograd.grad(loss, leaves)]
+            wanted = [*leaves, *self._weights_around_layers()]
+            return [*torch.autograd.grad(loss, wanted, materialize_grads=True)]
 
     def compare_losses(self, stage: Stage, item: Item) -> None:
         """Warn if the loss of the whole batch differs from the weighted losses of its micro-batches.

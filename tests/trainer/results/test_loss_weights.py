@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import pytest
@@ -151,7 +151,31 @@ class LitZeroHeadShifted(LitZeroHead, LitShifted):
     pass
 
 
-class LitZeroHeadOutside(LitTokens):
+class WithUnused(nn.Module):
+    """A layer that also returns a tensor that the loss does not use."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.inner(x), x * 2
+
+
+class LitZeroHeadWithUnused(LitZeroHeadShifted):
+    """The same, with layers that return more than the loss uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[-1] = WithUnused(self.layers[-1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.losses(self.layers(batch["tokens"])[0], batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+class LitZeroHeadOutside(LitShifted):
     """Equal losses for all samples in the first batch, which do not depend on the outputs of the layers."""
 
     def __init__(self) -> None:
@@ -162,6 +186,24 @@ class LitZeroHeadOutside(LitTokens):
 
     def losses(self, logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return super().losses(self.head(logits), batch)
+
+
+class LitFrozenZeroHead(LitZeroHeadOutside):
+    """The same, if no weight around the layers trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.requires_grad_(False)
+
+
+class LitHookedWeight(LitZeroHeadShifted):
+    """A module that keeps the gradients that a hook of its last weight gets."""
+
+    heard: ClassVar[list[torch.Tensor]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[-1].weight.register_hook(lambda gradient: self.heard.append(gradient.clone()))
 
 
 FULL = [TOKENS] * ROWS
@@ -188,6 +230,8 @@ CASES: dict[str, tuple[type[LitTokens], Any, dict[str, Any]]] = {
     "equal losses": (LitZeroHead, LENGTHS, {}),
     "equal losses, shifted": (LitZeroHeadShifted, LENGTHS, {}),
     "equal losses, units": (LitZeroHeadShifted, LENGTHS, {"module": ""}),
+    "equal losses, outputs that are not used": (LitZeroHeadWithUnused, LENGTHS, {}),
+    "equal losses, head outside": (LitZeroHeadOutside, LENGTHS, {}),
     "kfkb": (LitTokens, LENGTHS, {"schedule": "kfkb", "schedule_args": {"k": 2}, "microbatches": 4}),
     "zero_bubble": (LitShifted, LENGTHS, {"schedule": "zero_bubble", "microbatches": 4}),
     "interleaved": (LitTokens, LENGTHS, {"schedule": "interleaved", "microbatches": 4}),
@@ -262,6 +306,8 @@ BY = {
     "equal losses": "labels in batch['labels'] that are not -100",
     "equal losses, shifted": "labels in batch['labels'] that are not -100, shifted by one",
     "equal losses, units": "labels in batch['labels'] that are not -100, shifted by one",
+    "equal losses, outputs that are not used": "labels in batch['labels'] that are not -100, shifted by one",
+    "equal losses, head outside": "labels in batch['labels'] that are not -100, shifted by one",
 }
 
 
@@ -318,15 +364,29 @@ def test_replicas_are_one_batch():
         assert differences(found, plain) == []
 
 
+def gradients_of_hooks(rank: int, module: str | None) -> list[Any]:
+    fitted(LitHookedWeight, LENGTHS, {"module": module}, strategy=True, ranks=2)
+    return plain_values(LitHookedWeight.heard)
+
+
+@pytest.mark.parametrize("module", [None, ""], ids=["layers", "units"])
+def test_hooks_of_weights_get_gradients_of_training_steps_only(module):
+    LitHookedWeight.heard.clear()
+    fitted(LitHookedWeight, LENGTHS, {}, strategy=False, ranks=1)
+    last, _ = run_ranks(gradients_of_hooks, 2, module, timeout=120)
+    assert differences(last, plain_values(LitHookedWeight.heard)) == []
+
+
 def test_what_a_first_loss_does_not_tell():
     """Check the warnings about a first batch that does not show how micro-batches are weighted.
 
-    A head of zeros after the layers makes all losses equal, and the gradients of the layers 0. A loss inside of the
-    layers is known only when the batch is trained.
+    A frozen head of zeros after the layers makes all losses equal, and all gradients 0. A loss inside of the layers is
+    known only when the batch is trained.
     """
     (nothing, later), others = run_ranks(told, 2, timeout=120)
     assert others == [[], []]
-    assert len(nothing) == len(later) == 1
+    assert nothing
+    assert len(later) == 1
     assert "in batch 0 does not show whether micro-batches are weighed by samples or by labels in" in nothing[0]
     assert re.search(
         r"differs from one process in this batch; from the next one on they are weighed by labels", later[0]
@@ -334,7 +394,7 @@ def test_what_a_first_loss_does_not_tell():
 
 
 def told(rank: int) -> list[list[str]]:
-    kinds = (LitZeroHeadOutside, LitInside)
+    kinds = (LitFrozenZeroHead, LitInside)
     return [fitted(kind, LENGTHS[1:], {}, strategy=True, ranks=2)["said"] for kind in kinds]
 
 
