@@ -29,7 +29,7 @@ BALANCED = [3]
 CLOSE = 0.1
 """The largest allowed difference between a measured and a predicted step, relative to the predicted one."""
 SHORT = ["trainer.limit_train_batches=40", "trainer.limit_val_batches=1", "trainer.val_check_interval=1.0"]
-_SAID = r"A step up to the optimizer: ([\d.e+]+) (s|ms|us) predicted, ([\d.e+]+) (s|ms|us) measured"
+_SAID = r"Step time, excluding the optimizer: ([\d.e+]+) (s|ms|us) predicted, ([\d.e+]+) (s|ms|us) measured"
 _UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 

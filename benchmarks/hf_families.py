@@ -129,7 +129,7 @@ def _compared(rank: int, name: str, variant: str, tiny: Tiny, settings: Mapping[
             reason = str(error) if type(error).__module__.startswith("lightning_pipes") else f"{error!r}"
             found.outcome, found.said = "refused", " ".join(reason.split())
     found.cut = next((match[1] for match in map(CUT.search, lines) if match), "")
-    found.weighed = next((line for line in lines if "weighed by" in line), "")
+    found.weighed = next((line for line in lines if "weighted by" in line), "")
     if found.outcome == "refused":
         return found, True
     found.said = "; ".join(line for line in lines if line.startswith("Only ") or "not a mean over samples" in line)

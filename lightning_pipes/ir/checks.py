@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Callable, Collection, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableSequence, Sequence
 from dataclasses import fields
 from enum import Enum
 from numbers import Integral, Real
@@ -287,9 +287,21 @@ def lookup_name(things: Mapping[str, _T], name: str, what: str) -> _T:
     folded = {each.casefold(): each for each in things}
     if name.casefold() in folded:
         return things[folded[name.casefold()]]
-    close = difflib.get_close_matches(name.casefold(), folded, n=1)
-    hint = f"; did you mean {folded[close[0]]!r}?" if close else "."
-    raise InputError(f"there is no {what} called {short_repr(name)}{hint} There is: {', '.join(things)}")
+    raise InputError(f"there is no {what} called {short_repr(name)}. {suggest_name(name, things)}")
+
+
+def suggest_name(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return sentences for an error message about an unknown name: the most similar name, and a list of all names.
+
+    Args:
+        name: the unknown name.
+        names: the known names.
+        cutoff: the similarity from 0 to 1 that a name must have to be suggested.
+    """
+    folded = {each.casefold(): each for each in names}
+    close = difflib.get_close_matches(name.casefold(), folded, n=1, cutoff=cutoff)
+    hint = f"Did you mean {folded[close[0]]!r}? " if close else ""
+    return f"{hint}Choose from: {', '.join(folded.values())}"
 
 
 def read_object(path: str | Path) -> dict[str, Any]:

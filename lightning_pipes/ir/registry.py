@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from lightning_pipes.ir.checks import PlanError, check_type, short_repr
+from lightning_pipes.ir.checks import PlanError, check_type, short_repr, suggest_name
 from lightning_pipes.ir.schedule import Policy, Schedule
 
 SCHEDULE_GROUP = "lightning_pipes.schedules"
@@ -30,9 +29,7 @@ def schedule_factory(name: str) -> Any:
     name = check_type("schedule", name, str)
     found = installed_schedules().get(name)
     if found is None:
-        close = difflib.get_close_matches(name, installed_schedules(), n=1)
-        hint = f"; did you mean {close[0]!r}? " if close else ". "
-        raise PlanError(f"no schedule is called {short_repr(name)}{hint}There is: {', '.join(installed_schedules())}")
+        raise PlanError(f"no schedule is called {short_repr(name)}. {suggest_name(name, installed_schedules())}")
     return found.load()
 
 
@@ -68,6 +65,5 @@ def _explain_unknown(factory: Any, settings: Mapping[str, Any]) -> str:
     unknown = next((name for name in settings if name not in known), None)
     if unknown is None:
         return ""
-    close = difflib.get_close_matches(unknown, known, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"there is no {unknown!r}; {hint}" + (f"there is {', '.join(known)}" if known else "there are no settings")
+    choices = suggest_name(unknown, known, cutoff=0.5) if known else "It has no settings"
+    return f"it has no setting {unknown!r}. {choices}"

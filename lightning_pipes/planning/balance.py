@@ -125,15 +125,14 @@ def balance_stream(
 
     best = balanced_partitions(loads, edges, slacks=(1.0,))[0]
     at, now = [span.start for span in even[1:]], step(even)
+    kept = _describe_kept_cut(even)
     if not math.isfinite(now) or step(best) > now * (1 - MIN_CUT_GAIN):
-        why = f"stages begin at layers {at}, evenly by parameters: by measured time nothing is worth changing"
-        return Balance(tuple(even), now, why)
+        return Balance(tuple(even), now, f"{kept}. No other cut is at least {MIN_CUT_GAIN:.0%} faster")
     return Balance(
         best,
         step(best),
-        f"stages begin at layers {[span.start for span in best[1:]]}: by measured time a full pipeline takes "
-        f"{seconds_text(1e9 * step(best))} a batch instead of {seconds_text(1e9 * now)} with {at}, evenly by "
-        "parameters",
+        f"Stages begin at layers {[span.start for span in best[1:]]}. In a full pipeline, a batch takes an estimated "
+        f"{seconds_text(1e9 * step(best))}, compared with {seconds_text(1e9 * now)} for the cut by parameters ({at})",
     )
 
 
@@ -162,22 +161,27 @@ def balance_layers(
     limits = [device.memory for device in deployment.pipeline.devices]
     fits = all(limit is None or size <= limit for size, limit in zip(before.peak_bytes, limits, strict=True))
     at = [span.start for span in even[1:]]
+    kept = _describe_kept_cut(even)
     try:
         best = fit_layers(profile, schedule, plan, deployment)
     except PlanError as error:
         if fits:
             raise
-        return Balance(tuple(even), before.seconds, f"stages begin at layers {at}, evenly by parameters: {error}")
+        return Balance(tuple(even), before.seconds, f"{kept}: {error}")
     if fits and best.seconds > before.seconds * (1 - MIN_CUT_GAIN):
         now, then = seconds_text(1e9 * before.seconds), seconds_text(1e9 * best.seconds)
-        why = f"stages begin at layers {at}, evenly by parameters: by measured time a step takes {now}"
-        return Balance(tuple(even), before.seconds, why + (f", and {then} with {best.cuts}" if best.cuts != at else ""))
+        other = f", compared with {then} for the fastest cut ({best.cuts})" if best.cuts != at else ""
+        return Balance(tuple(even), before.seconds, f"{kept}. A step takes an estimated {now}{other}")
     slowest = min(best.seconds * (1 + EQUAL_STEP_TOLERANCE), before.seconds * (1 - MIN_CUT_GAIN) if fits else math.inf)
     best = reduce_peak(profile, best, slowest, deployment)
-    saved = f"instead of {seconds_text(1e9 * before.seconds)} with {at}, evenly by parameters"
+    saved = f", compared with {seconds_text(1e9 * before.seconds)} for the cut by parameters ({at})"
     return Balance(
         best.plan.layers,
         best.seconds,
-        f"stages begin at layers {best.cuts}: by measured time a step takes {seconds_text(1e9 * best.seconds)} "
-        + (saved if fits else f"and fits into memory, which {at}, evenly by parameters, does not"),
+        f"Stages begin at layers {best.cuts}. A step takes an estimated {seconds_text(1e9 * best.seconds)}"
+        + (saved if fits else f". The cut by parameters ({at}) does not fit into memory"),
     )
+
+
+def _describe_kept_cut(even: Sequence[Span]) -> str:
+    return f"The cut by parameters is kept (stages begin at layers {[span.start for span in even[1:]]})"

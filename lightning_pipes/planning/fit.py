@@ -140,7 +140,7 @@ def fit_layers(
     deployment = as_deployment(cluster or Cluster((Device(),) * plan.n_ranks))
     n = len(profile.layers)
     if n < plan.n_stages:
-        raise PlanError(f"{n} layers can't fill {plan.n_stages} stages; use fewer ranks, or fewer stages a rank")
+        raise PlanError(f"{n} layers can't fill {plan.n_stages} stages. Use fewer ranks, or fewer stages on each rank")
     if plan.split_backward and not profile.has_split:
         raise PlanError(
             "the profile has no times of I and W, the two parts of a backward; measure them with split=True, or choose "

@@ -37,8 +37,8 @@ def even_partition(weights: Sequence[float], stages: int, degrees: Sequence[int]
         raise PlanError(f"a partition needs at least one stage, got {stages}")
     if n < stages:
         raise PlanError(
-            f"{n} layers can't fill {stages} stages; use fewer processes (devices x nodes), fewer stages on each, or "
-            "more layers (a given partition may leave a stage empty)"
+            f"{n} layers can't fill {stages} stages, because each stage needs at least one layer. Use fewer processes "
+            "(devices x nodes), fewer stages on each process, or more layers. A given partition may leave stages empty"
         )
     if min(weights) < 0:
         raise PlanError(f"weights of layers must not be negative, got {min(weights)}")
@@ -296,14 +296,14 @@ def partition_at(cuts: Sequence[int], layers: int, stages: int) -> tuple[Span, .
     """
     if len(cuts) != stages - 1:
         raise PlanError(
-            f"partition={list(cuts)} makes {len(cuts) + 1} stages, but there are {stages}; give {stages - 1} "
-            f"number{'s' * (stages != 2)}, the layers at which stages after the first begin"
+            f"partition={list(cuts)} defines {len(cuts) + 1} stages, but this run has {stages}. Give {stages - 1} "
+            f"number{'s' * (stages != 2)}: the first layer of each stage except the first stage"
         )
     edges = [0, *(int(c) for c in cuts), layers]
     if any(a > b for a, b in itertools.pairwise(edges)) or edges[0] < 0:
         raise PlanError(
-            f"partition={list(cuts)}: the layers at which stages begin must ascend from 0 to {layers}, the number of "
-            "layers"
+            f"partition={list(cuts)} must contain the first layers of stages in ascending order, from 0 to {layers}, "
+            "the number of layers"
         )
     return tuple(Span(a, b) for a, b in itertools.pairwise(edges))
 

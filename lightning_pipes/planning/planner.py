@@ -127,10 +127,11 @@ class Problem:
         if isinstance(stages, bool):
             return tuple(stage < n_stages - 1 for stage in range(n_stages))
         if stages[-1] >= n_stages - 1:
+            able = "stage 0" if n_stages == 2 else f"stages 0 to {n_stages - 2}"
             raise PlanError(
-                f"recompute={[*stages]} names stage {stages[-1]}, but the stages that can recompute with schedule "
-                f"{self.schedule.name!r} on {self.ranks} rank{'s' * (self.ranks > 1)} are 0 to {n_stages - 2}: the "
-                "last stage runs the loss and never recomputes. Name only these stages, or set recompute=True"
+                f"recompute={[*stages]} names stage {stages[-1]}, but with schedule {self.schedule.name!r} on "
+                f"{self.ranks} rank{'s' * (self.ranks > 1)} only {able} can recompute. The last stage runs the loss "
+                f"and never recomputes. Set recompute to {[*range(min(n_stages - 1, 2))]} or to True, for example"
                 if n_stages > 1
                 else f"recompute={[*stages]} names stage {stages[-1]}, but there is only one stage, which runs the "
                 "loss and never recomputes. Leave recompute out, or use more stages"

@@ -201,7 +201,7 @@ def gather_run(
     monitored = () if any(c is None for c in seen) else seen
     weights = next(filter(None, weighed), "")
     if weights:
-        about = replace(about, facts={**about.facts, "micro-batches weighed by": weights})
+        about = replace(about, facts={**about.facts, "micro-batches weighted by": weights})
     about = replace(about, stages=stages, memory=memories, measured=measured, monitored=monitored, peaks=peaks)
     about = replace(about, steps=len(steps))
     return list(windows), about

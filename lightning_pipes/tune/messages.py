@@ -5,9 +5,8 @@ A message names the setting that is wrong, lists the alternatives, and suggests 
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 
@@ -22,6 +21,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from lightning_pipes.ir import InputError, PipelineError, PlanError
+from lightning_pipes.ir.checks import suggest_name
 from lightning_pipes.tune.private_hydra import value_of
 
 HYDRA_ERROR_VARIABLE = "HYDRA_FULL_ERROR"  # if it is 1, Hydra raises errors instead of printing them
@@ -74,7 +74,7 @@ def explain_error(error: Exception) -> str:
     cause = error.__cause__
     if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
         group, _, name = error.missing_cfg_file.rpartition("/")
-        return f"{group}={name}: there is no such {group}. {_choices(name, error.options)}"
+        return f"{group}={name}: there is no such {group}. {suggest_name(name, error.options)}"
     if isinstance(error, OverrideParseException):
         return f"{error.override}: {error.message}"
     if isinstance(error, InstantiationException) and cause is not None:
@@ -83,7 +83,7 @@ def explain_error(error: Exception) -> str:
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and isinstance(cause.parent_node, DictConfig):
         where, _, name = str(cause.full_key).rpartition(".")
         keys = [str(key) for key in cause.parent_node if not str(key).startswith(("_", "hydra"))]
-        return f"{cause.full_key}: {where or 'the configuration'} has no {name!r}. {_choices(name, keys)}"
+        return f"{cause.full_key}: {where or 'the configuration'} has no {name!r}. {suggest_name(name, keys)}"
     if isinstance(cause, ValidationError) and is_dataclass(cause.object_type):
         if isinstance(cause.child_node, DictConfig):
             keys = [f"{cause.full_key}.{key!s}" for key in cause.child_node]
@@ -94,9 +94,3 @@ def explain_error(error: Exception) -> str:
         example = "" if now is None else f", as in {cause.full_key}={now}"
         return f"{cause.full_key}={cause.value}: needs {kind}{example}"
     return f"{error}\n{cause}" if cause is not None and isinstance(error, HydraException) else str(error)
-
-
-def _choices(name: str, options: Iterable[str]) -> str:
-    options = list(options)
-    close = difflib.get_close_matches(name, options, n=1)
-    return (f"Did you mean {close[0]!r}? " if close else "") + f"There is: {', '.join(options)}"

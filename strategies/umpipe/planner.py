@@ -291,9 +291,10 @@ class UnequalPlanner(Planner):
             fits = [n for n in sizes if room[n] >= n]
             if not fits:
                 raise PlanError(
-                    f"{problem.schedule.name}: stage {stage} has a limit of {bytes_text(limit)}, which is too small "
-                    f"for a chunk of {sizes[0]} samples in addition to {bytes_text(costs.resident_bytes(rank, plan))} "
-                    "of weights and states; use more stages, recompute, or raise the limit"
+                    f"{problem.schedule.name}: the memory limit of stage {stage} is {bytes_text(limit)}, which is too "
+                    f"small for a chunk of {sizes[0]} sample{'s' * (sizes[0] != 1)} in addition to "
+                    f"{bytes_text(costs.resident_bytes(rank, plan))} of weights and states. Use more stages, "
+                    "recompute, or raise the limit"
                 )
             largest = max((n for n in fits if room[n] >= min(2 * n, problem.rows)), default=fits[0])
             found.append((largest, room[largest]))
@@ -357,21 +358,21 @@ def explain_cut(name: str, plan: Plan, took: int, equal: Plan, equal_took: int, 
     stages = range(plan.n_stages)
     there, back = ([len(plan.spans(kind, s)) for s in stages] for kind in (Kind.F, Kind.B))
     same = len(equal.spans(Kind.F, 0))
-    what = f"{name} cuts {plan.jobs[0].rows} samples "
+    what = f"{name} cuts a batch of {plan.jobs[0].rows} samples into "
     if len({*there, *back}) == 1:
         order = " in the order of interleaved" if plan.after else ""
         what += (
-            f"into {same} equal micro-batches on every stage{order}: {seconds_text(took)} a step by measured time, and "
+            f"{same} equal micro-batches on every stage{order}. A step takes an estimated {seconds_text(took)}, and "
         )
-        what += f"no other cut that was found saves more than {MIN_UNEQUAL_GAIN:.0%}"
+        what += f"no other cut that was found is more than {MIN_UNEQUAL_GAIN:.0%} faster"
     else:
         counts = f"{', '.join(map(str, there))} micro-batches on stages 0 to {stages[-1]}"
-        both = counts if there == back else f"{counts}, and {', '.join(map(str, back))} backward"
-        what += f"into {both}: by measured time a step takes {seconds_text(took)} instead of "
-        what += f"{seconds_text(equal_took)} with {same} equal ones, the best equal cut"
+        both = counts if there == back else f"{counts}, and {', '.join(map(str, back))} for the backward"
+        what += f"{both}. A step takes an estimated {seconds_text(took)}, compared with {seconds_text(equal_took)} for "
+        what += f"{same} equal micro-batches, the best equal cut"
     if gap is None:
         return what
-    return f"{what}; none of these sizes is " + (f"more than {gap:.1%} faster" if gap else "faster, which is proven")
+    return f"{what}. No cut with these sizes is {f'more than {gap:.1%} ' if gap else ''}faster"
 
 
 def choices_of(

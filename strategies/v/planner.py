@@ -52,11 +52,11 @@ class VPlanner(EvenPlanner):
         plan = adapt_plan(self.plan(problem), schedule)
         times = schedule.times or measured_times(problem.profile, plan, deployment.pipeline)
         schedule = replace(schedule, times=times)
-        why = "schedule 'v' is ordered for F, I, W and messages that take {}, {}, {} and {}".format(*times)
+        why = "Schedule 'v' is ordered for F, I, W and messages with relative times of {}, {}, {} and {}".format(*times)
         if self.memory_limit is not None:
             problem = replace(problem, schedule=schedule)
             schedule, deployment = _largest_fit(problem, plan, deployment, self.memory_limit)
-            why += f", with k={schedule.k}, the largest that fits into {bytes_text(self.memory_limit)}"
+            why += f". The largest k that fits into {bytes_text(self.memory_limit)} is {schedule.k}"
         solution = super().solve(replace(problem, schedule=schedule, deployment=deployment))
         return replace(solution, why=why)
 

@@ -151,7 +151,10 @@ def test_the_examples_are_composed_with_their_models(examples: Path) -> None:
 
 
 EXAMPLE_MISTAKES = [
-    ("model=resnet", "model=resnet: there is no such model. Did you mean 'resnet_digits'? There is: gpt, lora, mlp,"),
+    (
+        "model=resnet",
+        "model=resnet: there is no such model. Did you mean 'resnet_digits'? Choose from: gpt, lora, mlp,",
+    ),
     ("model.depth=2", "model.depth: model has no 'depth'. Did you mean"),
     ("model.width=wide", "model.width=wide: needs int, as in model.width=128"),
 ]
@@ -160,18 +163,18 @@ EXAMPLE_MISTAKES = [
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("schedule.kk=2", "schedule.kk: schedule has no 'kk'. Did you mean 'k'? There is: name, k"),
+        ("schedule.kk=2", "schedule.kk: schedule has no 'kk'. Did you mean 'k'? Choose from: name, k"),
         ("schedule.k=abc", "schedule: kfkb: k must be a whole number, got 'abc'; k=1 is 1F1B, and k='auto' chooses"),
         ("schedule.k=1.5", "schedule.k=1.5: needs int | str, as in schedule.k=2"),
         ("schedule.k=null", "schedule.k=None: needs int | str, as in schedule.k=2"),
         ("schedule.k=0", "schedule: kfkb: k must be at least 1, got 0; k=1 is 1F1B"),
-        ("schedule=kfbk", "schedule=kfbk: there is no such schedule. Did you mean 'kfkb'? There is: 1f1b, auto,"),
+        ("schedule=kfbk", "schedule=kfbk: there is no such schedule. Did you mean 'kfkb'? Choose from: 1f1b, auto,"),
         ("scheduel=gpipe", "scheduel: the configuration has no 'scheduel'. Did you mean 'schedule'?"),
         ("trainer.devces=2", "trainer.devces: trainer has no 'devces'. Did you mean 'devices'?"),
         ("trainer.devices=two", "trainer.devices=two: needs int, as in trainer.devices=2"),
         ("trainer.limit_val_batches=a", "trainer.limit_val_batches=a: needs int | float | None"),
         ("optimizer.lr=fast", "optimizer.lr=fast: needs float, as in optimizer.lr=0.003"),
-        ("optimizer.learning_rate=1", "optimizer.learning_rate: optimizer has no 'learning_rate'. There is: lr,"),
+        ("optimizer.learning_rate=1", "optimizer.learning_rate: optimizer has no 'learning_rate'. Choose from: lr,"),
         ("pipeline=3", "pipeline=3: set one of its values instead: pipeline.microbatches,"),
         ("pipeline.microbatches=[4]", "pipeline.microbatches=[4]: needs int | None, as in pipeline.microbatches=8"),
         ("schedule.k", "schedule.k: Error parsing override"),

@@ -165,7 +165,7 @@ def test_multirun_by_optuna(model: str, trials: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["schedule.kk=2"], "schedule.kk: schedule has no 'kk'. Did you mean 'k'? There is: name, k"),
+        (["schedule.kk=2"], "schedule.kk: schedule has no 'kk'. Did you mean 'k'? Choose from: name, k"),
         pytest.param(["schedule.k=0"], "schedule: kfkb: k must be at least 1, got 0; k=1 is 1F1B", marks=SLOW),
         (["data=digits"], "model=gpt can't read data=digits: choose data=stdlib, or model=mlp or model=resnet_digits"),
         pytest.param(

@@ -14,16 +14,16 @@ def test_settings_reach_the_schedule():
 
 
 def test_a_near_miss_is_named():
-    with pytest.raises(PlanError, match="did you mean 'kfkb'"):
+    with pytest.raises(PlanError, match="Did you mean 'kfkb'"):
         make_schedule("kfkd")
 
 
 def test_unknown_settings_are_refused():
-    with pytest.raises(PlanError, match=r"kfkb.*there is no 'depth'; there is k, prune, largest_k$"):
+    with pytest.raises(PlanError, match=r"kfkb.*no setting 'depth'. Choose from: k, prune, largest_k$"):
         make_schedule("kfkb", depth=3)
-    with pytest.raises(PlanError, match=r"there is no 'kk'; did you mean 'k'\? there is k, prune, largest_k$"):
+    with pytest.raises(PlanError, match=r"no setting 'kk'. Did you mean 'k'\? Choose from: k, prune, largest_k$"):
         make_schedule("kfkb", k=2, kk=2)
-    with pytest.raises(PlanError, match="there is no 'k'; there are no settings"):
+    with pytest.raises(PlanError, match=r"no setting 'k'\. It has no settings"):
         make_schedule("1f1b", k=2)
 
 

@@ -46,7 +46,7 @@ def test_weightless_layers_fill_stages():
 
 
 def test_too_few_layers():
-    with pytest.raises(PlanError, match="3 layers can't fill 4 stages; use fewer processes"):
+    with pytest.raises(PlanError, match="3 layers can't fill 4 stages, because"):
         even_partition([1, 1, 1], 4)
 
 
@@ -57,7 +57,7 @@ def test_cut_points():
 
 @pytest.mark.parametrize(
     ("cuts", "message"),
-    [([2], "makes 2 stages, but there are 3; give 2 numbers"), ([5, 2], "ascend"), ([2, 8], "ascend")],
+    [([2], "defines 2 stages, but this run has 3. Give 2 numbers"), ([5, 2], "ascending"), ([2, 8], "ascending")],
 )
 def test_bad_cut_points(cuts, message):
     with pytest.raises(PlanError, match=message):

@@ -333,7 +333,9 @@ def test_the_automatic_schedule_lets_as_few_stages_recompute_as_needed() -> None
     assert "some" in str(choice)
     problem = Problem(given[0], 4, ROWS, 8, profile=equal_model(16), deployment=Deployment(limited))
     why = AutoPlanner().solve(problem).why  # chooses among all schedules
-    assert re.search(r": predicted .* a step; stages? [\d, and]+ recomputes?.*, because rank \d would need", why)
+    assert re.search(
+        r"The predicted step time is .*; stages? [\d, and]+ recomputes?.*, because rank \d would need", why
+    )
     everything = choose_option(equal_model(16), 4, ROWS, limited, given, microbatches=[8], recompute=[True])
     assert choice.fit.seconds <= everything.fit.seconds
     assert all(size <= 1000 for size in choice.fit.peak_bytes)

@@ -247,12 +247,12 @@ def test_a_page_has_one_bubble_for_one_step():
 def test_resident_memory_and_tensors_are_not_compared():
     peaks = (28_900_000,) * 4
     cpu, gpu = (replace(RECORD, peaks=peaks, memory=memory) for memory in ((None,) * 4, (2**36,) * 4))
-    tensors, resident = cpu.memory_text.split(". Resident memory of the processes, beyond their imports: ")
-    assert tensors.startswith("Peak memory of tensors, estimated: ")
-    assert "By the same estimate this batch needs " in tensors
+    tensors, resident = cpu.memory_text.split(". Resident memory of the processes, excluding imports: ")
+    assert tensors.startswith("Estimated peak memory of tensors: ")
+    assert "For the same batch, the estimate is " in tensors
     assert "27.6 MiB" in resident
-    assert "in one process" not in resident
-    assert ". Allocated on GPUs at most: 27.6 MiB on rank 0" in gpu.memory_text
+    assert "for one process" not in resident
+    assert ". Peak memory allocated on GPUs: 27.6 MiB on rank 0" in gpu.memory_text
     assert "process at most" in render_page(cpu, NOTHING)
     assert "allocated at most" in render_page(gpu, NOTHING)
 

@@ -107,7 +107,7 @@ class TestByName:
     def test_any_of_them_and_no_other(self, make):
         for regime in Regime:
             assert make(regime.value).regime is regime
-        with pytest.raises(InputError, match="no regime called 'blockin'; did you mean 'blocking'") as caught:
+        with pytest.raises(InputError, match=r"no regime called 'blockin'\. Did you mean 'blocking'") as caught:
             make("blockin")
         assert all(regime.value in str(caught.value) for regime in Regime)
 

@@ -258,7 +258,7 @@ def test_the_cut_keeps_within_memory() -> None:
 
 def test_where_little_is_gained_nothing_is_said_to_be_won() -> None:
     """If a measured cut gains little, or layers are not measured, the decision names the reason."""
-    assert "evenly by parameters" in decided("little to gain").why
+    assert "cut by parameters is kept" in decided("little to gain").why
     assert "too little to balance" in decided("tiny").why
     assert decided("parameters").why == ""
     assert "does not flush" in decided("endless").why
@@ -337,7 +337,7 @@ def test_report_has_the_prediction() -> None:
         made = found["auto"]["decision"]
         assert made.table in text
         assert made.why in record.choice
-        predicted = f"A step up to the optimizer: {seconds_text(1e9 * made.computing)} predicted, "
+        predicted = f"Step time, excluding the optimizer: {seconds_text(1e9 * made.computing)} predicted, "
         assert predicted in record.choice
         assert record.profile == made.profile
         _, record = found["parameters"]["report"]

@@ -215,8 +215,16 @@ LAYERS = {"module": "model"}
 BAD: list[tuple[type[Lit], dict[str, Any], str]] = [
     (Lit, {"schedule": "interleaved", "schedule_args": {"stages_per_rank": 5}}, "9 layers can't fill 10 stages"),
     (Sharded, {}, "model.0.0.weight is sharded over"),
-    (Lit, {"partition": [1, 2]}, "partition=[1, 2] makes 3 stages, but there are 2; give 1 number, the layers"),
-    (Lit, {"partition": [10]}, "partition=[10]: the layers at which stages begin must ascend from 0 to 9"),
+    (
+        Lit,
+        {"partition": [1, 2]},
+        "partition=[1, 2] defines 3 stages, but this run has 2. Give 1 number: the first layer",
+    ),
+    (
+        Lit,
+        {"partition": [10]},
+        "partition=[10] must contain the first layers of stages in ascending order, from 0 to 9",
+    ),
     (Lit, {"module": "encoder"}, "module='encoder': Lit has no such module. It has 'model', 'mean'"),
     (Penalty, LAYERS, "a step goes through all modules or parameters of self.model"),
     (Lit, {"module": "mean"}, "Lit.mean is a MeanOfAll; only an nn.Sequential, or an nn.ModuleList"),
@@ -280,7 +288,7 @@ def test_bad_input_is_refused_on_every_rank(number, messages):
 
 
 def test_settings_are_checked_at_once():
-    with pytest.raises(PlanError, match="no schedule is called '1f1d'; did you mean '1f1b'"):
+    with pytest.raises(PlanError, match=r"no schedule is called '1f1d'\. Did you mean '1f1b'"):
         PipelineStrategy("1f1d")
     with pytest.raises(PlanError, match="microbatches must be at least 1, got 0"):
         PipelineStrategy(microbatches=0)
@@ -288,7 +296,9 @@ def test_settings_are_checked_at_once():
         PipelineStrategy(microbatches="4")
     with pytest.raises(PlanError, match=r"kfkb: k must be a whole number, got 2\.0; k=1 is 1F1B"):
         PipelineStrategy("kfkb", schedule_args={"k": 2.0})
-    with pytest.raises(PlanError, match=r"schedule must be the name of one, or an object .*, got <class .*KFKB'>"):
+    with pytest.raises(
+        PlanError, match=r"schedule must be the name of a schedule, or an object .*, got <class .*KFKB'>"
+    ):
         PipelineStrategy(KFKB)
     with pytest.raises(PlanError, match=r"KFKB\(k=1\) has its settings already"):
         PipelineStrategy(KFKB(), schedule_args={"k": 2})

@@ -176,7 +176,7 @@ def test_a_profile_that_steps_contradict_is_corrected_and_the_cut_made_anew() ->
     ):
         assert sizes[0] == [2, 6]
         assert sizes[-1] == [4, 4]
-        assert "stages begin at layers [4] from now on instead of [2]" in choice
+        assert "Stages now begin at layers [4] instead of [2]" in choice
         assert seconds is not None
         assert seconds > 0.05  # 12 ms per micro-batch and stage, and 12 ms to fill and drain the pipeline
         for key in ("outputs", "metrics", "weights", "rates", "steps"):

@@ -186,7 +186,7 @@ REFUSED: list[tuple[type[Net], dict[str, Any], str]] = [
     (Net, {"memory_limit": "100B"}, "the order with the least memory (V-Min, k=2) needs 5.62 KiB, of which 4.5 KiB"),
     (Layered, {"memory_limit": "100B"}, "the order with the least memory (V-Min, k=2) needs 6.06 KiB, of which 4.5"),
     (FewUnits, {}, "training_step has 2 units (calls of modules and functions) with 1 possible borders, too few for 4"),
-    (FewLayers, {}, "3 layers can't fill 4 stages; use fewer processes (devices x nodes), fewer stages on each, or"),
+    (FewLayers, {}, "3 layers can't fill 4 stages, because each stage needs at least one layer. Use fewer processes"),
 ]
 
 
@@ -238,5 +238,5 @@ def test_runs_are_planned_from_measured_times_and_bytes(ranks: int) -> None:
 
 def estimated_kib(lines: str) -> list[float]:
     """Return the peak memory of each rank that the log of a run reports."""
-    (line,) = re.findall("Peak memory of tensors, estimated: (.*?)\\. By", lines)
+    (line,) = re.findall("Estimated peak memory of tensors: (.*?)\\. For", lines)
     return [float(each) for each in re.findall(r"([\d.]+) KiB on rank", line)]

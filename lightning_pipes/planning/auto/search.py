@@ -410,6 +410,6 @@ def _format_reason(choice: Choice) -> str:
     again += "" if best.schedule.flushes else f", stale gradients (x {best.more_batches:.3g} batches)"
     pieces = f"{best.microbatches} micro-batch{'es' if best.microbatches > 1 else ''}"
     return (
-        f"schedule='auto' chooses {schedule_label(best.schedule)} with {pieces}{again}, cut at {choice.fit.cuts}: "
-        f"predicted {seconds_text(1e9 * choice.fit.seconds)} a step"
+        f"schedule='auto' selected {schedule_label(best.schedule)} with {pieces}{again}, and stages that begin at "
+        f"layers {choice.fit.cuts}. The predicted step time is {seconds_text(1e9 * choice.fit.seconds)}"
     )

@@ -285,13 +285,13 @@ def _memory_hint(record: RunRecord, measured: bool) -> str:
         texts.append("Tensors are estimated: weights, gradients, optimizer states and saved activations.")
         if others is not None:
             texts.append(
-                f"By the same estimate this batch needs {bytes_text(others.one_process)} in one process, and "
-                f"{bytes_text(others.ddp)} in each process of DDP."
+                f"For the same batch, the estimate is {bytes_text(others.one_process)} for one process, and "
+                f"{bytes_text(others.ddp)} for each process of DDP."
             )
     if measured and record.peaks_are_resident:
-        texts.append("The process is measured: its resident memory beyond its imports, which is more than tensors.")
+        texts.append("Process is measured: the resident memory excluding imports, which contains more than tensors.")
     elif measured:
-        texts.append("Allocated is measured: the most that torch's allocator had in use on the GPU.")
+        texts.append("Allocated is measured: the peak memory in use by torch's allocator on the GPU.")
     return f'<p class="hint">{escape(" ".join(texts))}</p>' if texts else ""
 
 

@@ -51,14 +51,14 @@ def describe_peaks(
     """
     sentences = []
     if any(estimated):
-        sentences.append(f"Peak memory of tensors, estimated: {_by_rank(estimated)}")
+        sentences.append(f"Estimated peak memory of tensors: {_by_rank(estimated)}")
         if others is not None and len(estimated) > 1:
             sentences.append(
-                f"By the same estimate this batch needs {bytes_text(others.one_process)} in one process, and "
-                f"{bytes_text(others.ddp)} in each process of DDP"
+                f"For the same batch, the estimate is {bytes_text(others.one_process)} for one process, and "
+                f"{bytes_text(others.ddp)} for each process of DDP"
             )
     if any(size is not None for size in measured):
-        what = "Resident memory of the processes, beyond their imports" if resident else "Allocated on GPUs at most"
+        what = "Resident memory of the processes, excluding imports" if resident else "Peak memory allocated on GPUs"
         sentences.append(f"{what}: {_by_rank(measured)}")
     return ". ".join(sentences)
 

@@ -488,9 +488,9 @@ def loss_of(out: Any) -> tuple[torch.Tensor, dict[str, Any]]:
         ClosureResult.from_training_step_output(out)
     if loss is None:
         raise PipelineError(
-            "training_step returned no loss: every stage waits for the gradient of every batch, so a batch can't be "
-            "skipped. Return the loss, or zero times it to leave the weights as they are. A module that is cut by "
-            "units can skip batches: PipelineStrategy(module='') with one pipeline, and a schedule that flushes"
+            "training_step returned no loss. A batch can't be skipped in this way, because every stage waits for the "
+            "gradient of every batch. Return the loss, or 0 * loss, whose gradients are zero. A module that is cut by "
+            "units can skip batches, with PipelineStrategy(module=''), one pipeline, and a schedule that flushes"
         )
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         what = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"type {type(loss).__name__}"

@@ -49,7 +49,8 @@ def batch_rows(loader: Any, streams: bool = False) -> int:
     is_stream = isinstance(loader.dataset, IterableDataset)
     if is_stream and not streams:
         raise NoSampleError(
-            f"{type(loader.dataset).__name__} is an IterableDataset: what is taken from it does not come again"
+            f"{type(loader.dataset).__name__} is an IterableDataset, so samples taken for measuring could be missing "
+            "in training"
         )
     size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
     if not isinstance(size, int):

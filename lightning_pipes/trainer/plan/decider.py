@@ -147,8 +147,8 @@ class PlanDecider(ProfilePlanner):
         return made
 
     def _keep_even_cut(self, request: RunRequest, plain: Decision, reason: str, quiet: bool) -> Decision:
-        what = f"Schedule {plain.schedule.name!r} runs, with layers" if request.chooses else "The layers are"
-        stay = ", and will not be moved because their times are unknown" if request.may_replan else ""
+        what = f"Schedule {plain.schedule.name!r} is used, with layers" if request.chooses else "The layers are"
+        stay = ", and replan will not move them because their times are unknown" if request.may_replan else ""
         if (not quiet and request.needs_times) or stay:
             rank_zero_info(f"{what} cut evenly by parameters{stay}: {reason}")
         return replace(plain, why=reason)
@@ -379,8 +379,9 @@ def _list_choices(made: Decision) -> tuple[Any, ...]:
 def _describe_contradiction(made: Decision, trial: Trial) -> str:
     cuts = [span.start for span in made.layers[1:]]
     return (
-        f"A trial with stages that begin at layers {cuts} took {seconds_text(1e9 * trial.measured)}, predicted were "
-        f"{seconds_text(1e9 * trial.predicted)}; the times of layers were corrected, and the cut was chosen again"
+        f"A trial step with stages that begin at layers {cuts} took {seconds_text(1e9 * trial.measured)}, but the "
+        f"prediction was {seconds_text(1e9 * trial.predicted)}. The layer times were corrected, and the cut was chosen "
+        "again"
     )
 
 

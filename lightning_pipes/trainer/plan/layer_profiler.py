@@ -34,6 +34,7 @@ from lightning_pipes.trainer.cuts.layers.proxy import Layers, StageProxy
 from lightning_pipes.trainer.cuts.layers.tape import TapedLayer, identify_layer
 from lightning_pipes.trainer.cuts.steps import loss_of
 from lightning_pipes.trainer.data.batches import copy_batch, rows_of, take_samples
+from lightning_pipes.trainer.data.sample import NoSampleError
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.results.logs import recorded
 from lightning_pipes.trainer.results.loss_weights import compare_losses
@@ -128,7 +129,7 @@ class CollectiveCall:
         except Exception as error:  # an error of the user's code, which training will raise with more context
             text = str(error).partition("\n")[0]
             refused = error.reason.partition("\n")[0] if isinstance(error, PipelineError) else ""
-            reason = text if refused else f"{type(error).__name__}: {text}"
+            reason = text if refused or isinstance(error, NoSampleError) else f"{type(error).__name__}: {text}"
             cause = error
         of_ranks = self._control.all_gather((reason, quiet, refused, value))
         try:
@@ -465,7 +466,7 @@ class LayerProfiler:
             if pieces is None or step > 10 * MIN_MEASURED_SECONDS:
                 return
             if step < MIN_MEASURED_SECONDS:
-                what = f"a batch takes its layers about {1e3 * step:.1f} ms, too little to balance"
+                what = f"the layers take about {1e3 * step:.1f} ms per batch, too little to balance"
                 raise NotMeasuredError(what, quiet=True)
 
     def _time_around(self, rows: int, leaving: Sequence[Any]) -> _Around:

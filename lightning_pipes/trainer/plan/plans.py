@@ -235,8 +235,9 @@ class Plans:
         made = Plans(self._problem, self._replanner, self._degrees, seconds)
         made._verified = now.rows  # the order of whole micro-batches is the same as before
         rank_zero_info(
-            f"Ranks of stages share out a batch of {now.rows} samples as {list_shares(made.for_rows(now.rows)[0])} "
-            f"from now on, instead of {list_shares(plan)}, by their measured speed"
+            f"The ranks of each stage now divide a batch of {now.rows} samples into "
+            f"{list_shares(made.for_rows(now.rows)[0])}, instead of {list_shares(plan)}, according to their measured "
+            "speed"
         )
         return made
 

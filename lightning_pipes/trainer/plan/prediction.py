@@ -10,6 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_pipes.cost.units import seconds_text
 from lightning_pipes.ir import Plan, PlanError
+from lightning_pipes.planning.balance import MIN_CUT_GAIN
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.trial import Trial, simulate_step
 from lightning_pipes.trainer.ranks.ranks import Ranks
@@ -118,13 +119,13 @@ def _correction_text(made: Decision, found: Decision, trial: Trial, steps: int) 
     was, now = ([span.start for span in each.layers[1:]] for each in (made, found))
     assert found.computing is not None
     if was != now:
-        then = f"stages begin at layers {now} from now on instead of {was}"
+        then = f"Stages now begin at layers {now} instead of {was}"
     elif made.movable:
-        then = f"stages still begin at layers {was}: no other cut is enough faster"
+        then = f"Stages still begin at layers {was}, because no other cut is at least {MIN_CUT_GAIN:.0%} faster"
     else:
-        then = f"stages still begin at layers {was}, because layers can't move in this run"
+        then = f"Stages still begin at layers {was}, because layers cannot be moved in this run"
     return (
-        f"{steps} steps of the run took {seconds_text(1e9 * trial.measured)} up to the optimizer, and "
-        f"{seconds_text(1e9 * trial.predicted)} were predicted: the times of layers were corrected, and {then}; "
-        f"{seconds_text(1e9 * found.computing)} are predicted since"
+        f"{steps} steps took {seconds_text(1e9 * trial.measured)} each, excluding the optimizer, but the prediction "
+        f"was {seconds_text(1e9 * trial.predicted)}. The layer times were corrected. {then}, and the prediction is now "
+        f"{seconds_text(1e9 * found.computing)}"
     )

@@ -27,7 +27,7 @@ from lightning_pipes.ir import (
     short_repr,
 )
 from lightning_pipes.ir.checks import lookup_name
-from lightning_pipes.ir.registry import make_schedule
+from lightning_pipes.ir.registry import installed_schedules, make_schedule, schedule_factory
 from lightning_pipes.planning.planner import BLOCKING, Planner, Relocation, planner_of
 from lightning_pipes.trainer.data.shared_data import Data
 from lightning_pipes.trainer.data.token_cut import TOKENS, MicrobatchesBy
@@ -60,12 +60,17 @@ def find_schedule(schedule: str | Schedule | Policy, settings: Mapping[str, Any]
     check_type("schedule_args", settings, Mapping[str, Any])
     if isinstance(schedule, str) and schedule == AUTO:
         if settings:
-            raise InputError(f"schedule_args={dict(settings)} belong to one schedule, and schedule='auto' chooses it")
+            raise InputError(
+                f"schedule_args={short_repr(dict(settings))} belong to one schedule, but schedule='auto' selects the "
+                "schedule and its settings. Name a schedule, or remove schedule_args"
+            )
         return make_schedule(FALLBACK_SCHEDULE)
     if isinstance(schedule, str):
         return make_schedule(schedule, **settings)
     if isinstance(schedule, type) or not isinstance(schedule, (Schedule, Policy)):
-        raise InputError(f"schedule must be the name of one, or an object as in KFKB(k=2), got {short_repr(schedule)}")
+        raise InputError(
+            f"schedule must be the name of a schedule, or an object such as KFKB(k=2), got {short_repr(schedule)}"
+        )
     if settings:
         raise InputError(f"schedule_args={settings} belong to a schedule's name; {schedule!r} has its settings already")
     return schedule
@@ -112,7 +117,19 @@ def check_names(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
         )
     for name in kwargs:
         if name not in known:
+            _explain_schedule_setting(name, args[0] if args else kwargs.get("schedule"))
             lookup_name(known, name, "argument of PipelineStrategy")
+
+
+def _explain_schedule_setting(name: str, schedule: object) -> None:
+    """Raise an error that names `schedule_args` if an unknown argument is a setting of the named schedule."""
+    if not isinstance(schedule, str) or schedule not in installed_schedules():
+        return
+    if name in signature(schedule_factory(schedule)).parameters:
+        raise InputError(
+            f"PipelineStrategy has no argument {name!r}, which is a setting of schedule {schedule!r}. Set it by "
+            f"PipelineStrategy({schedule!r}, schedule_args={{{name!r}: ...}})"
+        )
 
 
 def check_parts(**given: tuple[object, type]) -> None:
@@ -240,8 +257,11 @@ def parse_verify(verify: int | str) -> Verify:
         given = int(given) if given.isdigit() else given
     if given == WARN:
         return Verify(WARNED_BATCHES, True)
-    if isinstance(given, str) or int(check_type(name, given, int)) < 0:
-        raise InputError(f"{name} must be a number of batches, 0 for none, or {WARN!r}, got {short_repr(given)}")
+    if isinstance(given, str | bool) or int(check_type(name, given, int)) < 0:
+        raise InputError(
+            f"{name} must be the number of batches to compare with one process, such as 2 (0 compares none), or "
+            f"{WARN!r}, got {short_repr(given)}"
+        )
     return Verify(int(given))
 
 

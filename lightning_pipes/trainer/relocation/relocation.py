@@ -75,10 +75,10 @@ class MoveRecord:
     stages: tuple[int, ...]
 
     def __str__(self) -> str:
-        which = f"layer{'s' if len(self.layers) > 1 else ''} {', '.join(map(str, self.layers))}"
+        which = f"Layer{'s' if len(self.layers) > 1 else ''} {', '.join(map(str, self.layers))}"
         return (
-            f"{which} moved before batch {self.ended}: stages have {', '.join(map(str, self.stages))} layers; no "
-            f"rank trained for {seconds_text(1e9 * self.waited)}"
+            f"{which} moved to other ranks before batch {self.ended}, and stages now have "
+            f"{', '.join(map(str, self.stages))} layers. Training paused for {seconds_text(1e9 * self.waited)}"
         )
 
 
@@ -232,7 +232,7 @@ class LayerRelocation:
 
     def _record_move(self, moved: MoveRecord) -> None:
         self.moved.append(moved)
-        rank_zero_info(str(moved).capitalize())
+        rank_zero_info(str(moved))
 
     def _begin(self, wanted: Plans, number: int) -> None:
         self._transfer = LayerTransfer(self._local_layers, wanted.layers, self._mode == BUFFERED, len(self.moved))

@@ -326,10 +326,10 @@ def _choice(about: RunInfo, measured: Timeline) -> str:
     """Return the choice with its reason, and compare the predicted step time with the measured one."""
     if about.predicted is None or about.siblings > 1:
         return about.choice
-    predicted = f"A step up to the optimizer: {seconds_text(about.predicted.timeline.makespan)} predicted, "
+    predicted = f"Step time, excluding the optimizer: {seconds_text(about.predicted.timeline.makespan)} predicted, "
     step = measured.makespan if about.measured is None else 1e9 * about.measured
     later = (
-        f", {seconds_text(measured.makespan)} at last"
+        f", and {seconds_text(measured.makespan)} in the last steps"
         if abs(measured.makespan / step - 1) > MIN_REPORTED_CHANGE
         else ""
     )

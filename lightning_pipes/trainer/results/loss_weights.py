@@ -391,7 +391,9 @@ class LossWeights:
 
     def _name(self, chosen: WeightAmounts) -> None:
         if chosen.name != self.name and (self.name or chosen.name != SAMPLES_WEIGHT):
-            rank_zero_info(f"The losses of micro-batches are weighed by {chosen.name}, as the loss of a whole batch is")
+            rank_zero_info(
+                f"The losses of micro-batches are weighted by {chosen.name}, as in the loss of a whole batch"
+            )
         self.name = chosen.name
 
 

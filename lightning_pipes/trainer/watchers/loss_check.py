@@ -95,7 +95,7 @@ class UncomparedLoss(Watcher):
         rank_zero_warn(
             f"The loss of {type(module).__name__}.training_step is not compared with the losses of its micro-batches: "
             f"{self._why}. Earlier batches do not distinguish {found[0].name} from {other.name}. Micro-batches are "
-            f"weighed by their {found[0].name}; if the loss is a mean over the other, training differs from one "
+            f"weighted by their {found[0].name}; if the loss is a mean over the other, training differs from one "
             "process. Define microbatch_weight(batch) in the module, which returns the weight of a micro-batch, or set "
             "PipelineStrategy(microbatches=1)"
         )
@@ -193,8 +193,8 @@ class LossCheck(Watcher):
         if likely and candidates_differ(likely, weights.spans):
             rank_zero_warn(
                 f"The loss of {type(self._module).__name__}.training_step in batch {item.number} does not show whether "
-                f"micro-batches are weighed by {' or by '.join(each.name for each in likely[:3])}. The first is taken, "
-                "until a later batch decides. Give the module microbatch_weight(batch) to set the weight"
+                f"micro-batches are weighted by {' or by '.join(each.name for each in likely[:3])}. The first is "
+                "taken, until a later batch decides. Give the module microbatch_weight(batch) to set the weight"
             )
         self._weights.weigh_logs(weights, find_weights(losses, weights))
 
@@ -391,7 +391,7 @@ class LossCheck(Watcher):
             self._weights.give_up()
             return ""
         self._weights.choose_candidate(weights, fitting)
-        return f" in this batch; from the next one on they are weighed by {weights.chosen.name}"
+        return f" in this batch; from the next one on they are weighted by {weights.chosen.name}"
 
     @staticmethod
     def _log_failure(error: Exception, what: str) -> None:

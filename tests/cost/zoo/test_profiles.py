@@ -155,14 +155,17 @@ def test_a_model_that_does_not_fit_here_is_planned():
     [
         (
             {"name": "BERT-lrge"},
-            "there is no model called 'BERT-lrge'; did you mean 'BERT-large'\\? There is: VGG-16, VGG",
+            "there is no model called 'BERT-lrge'. Did you mean 'BERT-large'\\? Choose from: VGG-16, VGG",
         ),
-        ({"name": "GPT-2", "device": "TPU"}, "there is no device called 'TPU'. There is: A100-40G, A100-80G"),
+        ({"name": "GPT-2", "device": "TPU"}, "there is no device called 'TPU'. Choose from: A100-40G, A100-80G"),
         (
             {"name": "GPT-2", "device": "V100-16G"},
             "V100-16G has no figures for dtype 'bfloat16'; it has float32, float16",
         ),
-        ({"name": "GPT-2", "optimizer": "lamb"}, "there is no optimizer called 'lamb'. There is: sgd, momentum, adam"),
+        (
+            {"name": "GPT-2", "optimizer": "lamb"},
+            "there is no optimizer called 'lamb'. Choose from: sgd, momentum, adam",
+        ),
         ({"name": "GPT-2", "rows": (4, 2)}, r"rows ascend from 1 or more, got \(4, 2\)"),
     ],
 )

@@ -34,7 +34,7 @@ def test_a_solution_is_the_best_choice(seed: int) -> None:
         chosen.fit.plan.layers,
     )
     assert found.table == str(chosen)
-    assert "schedule='auto' chooses" in found.why
+    assert "schedule='auto' selected" in found.why
 
 
 def test_the_problem_of_a_solution_has_its_plan() -> None:

@@ -72,7 +72,7 @@ def test_default_chooses_automatically():
 
 
 def test_unknown_solvers_are_refused():
-    with pytest.raises(InputError, match="there is no solver called 'genetc'; did you mean 'genetic'"):
+    with pytest.raises(InputError, match=r"there is no solver called 'genetc'\. Did you mean 'genetic'"):
         RoundOrder("genetc")
     for setting, wrong in {"effort": 0, "threshold": 0, "seconds": -1.0}.items():
         with pytest.raises(InputError, match=setting):

@@ -89,7 +89,7 @@ def fitted(kind: type[LitCausal], ranks: int, settings: dict[str, Any] | None, *
     facts = strategy.report.record.facts if settings is not None else {}
     said = [str(w.message) for w in caught if "micro-batch" in str(w.message) or "one process" in str(w.message)]
     shapes = sorted(module.shapes)
-    return {**found, "said": said, "by": facts.get("micro-batches weighed by", ""), "shapes": shapes}
+    return {**found, "said": said, "by": facts.get("micro-batches weighted by", ""), "shapes": shapes}
 
 
 OF_TWO: dict[str, dict[str, Any]] = {

@@ -325,8 +325,8 @@ def test_a_profile_that_a_trial_contradicts_is_corrected(tmp_path: Path) -> None
     """Check that the cut changes after a trial. The wrong profile would let the second stage begin at layer 1."""
     for cut, decision in run_ranks(slow, 2, True, tmp_path, timeout=120):
         assert cut == [3]
-        assert "A trial with stages that begin at layers [1] took" in decision.why
-        assert "the times of layers were corrected" in decision.why
+        assert "A trial step with stages that begin at layers [1] took" in decision.why
+        assert "The layer times were corrected" in decision.why
 
 
 def measured_array(rank: int) -> list[tuple[Any, bool, int]]:

@@ -183,7 +183,10 @@ def test_stages_that_recompute_are_given_by_number() -> None:
     plan, _ = request.unmeasured([1] * 4, 4).plans().for_rows(8)
     assert plan.recompute == (True, False, True, False)
     assert plan.early_recompute
-    for stage, ranks, why in ((3, 4, "are 0 to 2: the last stage"), (0, 1, "there is only one stage")):
+    for stage, ranks, why in (
+        (3, 4, "only stages 0 to 2 can recompute. The last stage"),
+        (0, 1, "there is only one stage"),
+    ):
         request = RunRequest.from_arguments("1f1b", None, 4, [stage], "parameters", False)
         with pytest.raises(PlanError, match=rf"recompute=\[{stage}\] names stage {stage}, .*{why}"):
             request.unmeasured([1] * 4, ranks)

@@ -102,7 +102,7 @@ def test_cut_is_corrected_by_step_times() -> None:
     assert found is not None
     assert cut(found) == [3]
     assert found.computing == pytest.approx((PIECES + 1) * 9)  # three layers of 1 + 2 seconds on each rank
-    assert "stages begin at layers [3] from now on instead of [1]" in found.why
+    assert "Stages now begin at layers [3] instead of [1]" in found.why
     assert made.why in found.why
     assert run(looking, windows([1.0] * LAYERS, found)) is None
     assert run(looking, windows([7.0] * LAYERS, found), 2 * STEPS) is None
@@ -115,7 +115,7 @@ def test_only_the_prediction_changes_if_all_stages_are_slower() -> None:
     found = run(looking, windows([1.5] * LAYERS, made))
     assert found is not None
     assert (cut(found), found.computing) == ([3], pytest.approx(1.5 * (made.computing or 0)))
-    assert "no other cut is enough faster" in found.why
+    assert "no other cut is at least 5% faster" in found.why
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -131,7 +131,7 @@ def test_layers_that_have_to_stay_do() -> None:
     found = run(looking, windows([1.0] * LAYERS, made))
     assert found is not None
     assert (cut(found), found.computing) == ([1], pytest.approx(3 + 4 * 15))
-    assert "layers can't move in this run" in found.why
+    assert "layers cannot be moved in this run" in found.why
 
 
 def test_a_run_is_corrected_three_times_at_most() -> None:

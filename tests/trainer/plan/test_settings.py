@@ -13,8 +13,10 @@ from lightning_pipes.ir import InputError
 @pytest.mark.parametrize(
     ("args", "kwargs", "expected"),
     [
-        ((), {"microbatch": 4}, "called 'microbatch'; did you mean 'microbatches'?"),
-        ((), {"nothing_like_it": 4}, "called 'nothing_like_it'. There is: schedule, microbatches"),
+        ((), {"microbatch": 4}, "called 'microbatch'. Did you mean 'microbatches'?"),
+        ((), {"nothing_like_it": 4}, "called 'nothing_like_it'. Choose from: schedule, microbatches"),
+        (("v",), {"memory_limit": 4}, "PipelineStrategy('v', schedule_args={'memory_limit': ...})"),
+        (("1f1b",), {"memory_limit": 4}, "called 'memory_limit'. Choose from: schedule, microbatches"),
         (("1f1b", 4, 2), {}, "only schedule and microbatches by position, and got 3 values, the last of which is 2."),
     ],
 )

@@ -90,7 +90,7 @@ def measured(rank: int, folder: str) -> dict[str, Any]:
         "costs": uneven.report.record.costs,
         "peaks": uneven.report.record.peaks,
         "memory": [uneven.report.record.memory_text, str(uneven.report).splitlines()[-1]],
-        "told": [line for line in lines if "Peak memory" in line],
+        "told": [line for line in lines if "Estimated peak memory" in line],
     }
 
 
@@ -178,11 +178,11 @@ def test_peak_of_each_rank_is_reported(ranks):
     ddp = sum(held) + sum(costs.weight_bytes) + 4 * sum(costs.activation_bytes)
     first, second = held[0] + 8 * costs.activation_bytes[0], held[1] + 4 * costs.activation_bytes[1]
     assert record == text
-    assert f"{bytes_text(alone)} in one process, and {bytes_text(ddp)} in each process of DDP" in text
+    assert f"{bytes_text(alone)} for one process, and {bytes_text(ddp)} for each process of DDP" in text
     assert all(size is None or 0 < size < 2**33 for size in ranks[0]["peaks"])
     assert ("Resident memory" in text) == any(size is not None for size in ranks[0]["peaks"])
     assert len(ranks[0]["told"]) == 1
-    estimated = f"Peak memory of tensors, estimated: {bytes_text(first)} on rank 0, {bytes_text(second)} on rank 1."
+    estimated = f"Estimated peak memory of tensors: {bytes_text(first)} on rank 0, {bytes_text(second)} on rank 1."
     assert ranks[0]["told"][0].startswith(estimated)
     assert ranks[0]["told"][0] == text
     assert not ranks[1]["told"]
@@ -246,7 +246,7 @@ def test_nothing_to_report():
 
 
 @pytest.mark.parametrize(
-    ("measured", "said"), [(2.0, "1 s predicted, 2 s measured, 4 s at last"), (4.1, "4.1 s measured")]
+    ("measured", "said"), [(2.0, "1 s predicted, 2 s measured, and 4 s in the last steps"), (4.1, "4.1 s measured")]
 )
 def test_whether_a_choice_came_true(measured, said):
     """Check the sentence about the predicted and the measured time of a step.

@@ -276,7 +276,7 @@ def fitted(kind: type[LitTokens], lengths: Any, settings: dict[str, Any], strate
     said = [
         str(w.message) for w in caught if "mean over samples" in str(w.message) or "does not show" in str(w.message)
     ]
-    facts = made.report.record.facts.get("micro-batches weighed by", "") if strategy else ""
+    facts = made.report.record.facts.get("micro-batches weighted by", "") if strategy else ""
     return {
         "weights": plain_values(dict(module.state_dict())),
         "logged": heard.logged,
@@ -387,9 +387,9 @@ def test_what_a_first_loss_does_not_tell():
     assert others == [[], []]
     assert nothing
     assert len(later) == 1
-    assert "in batch 0 does not show whether micro-batches are weighed by samples or by labels in" in nothing[0]
+    assert "in batch 0 does not show whether micro-batches are weighted by samples or by labels in" in nothing[0]
     assert re.search(
-        r"differs from one process in this batch; from the next one on they are weighed by labels", later[0]
+        r"differs from one process in this batch; from the next one on they are weighted by labels", later[0]
     )
 
 

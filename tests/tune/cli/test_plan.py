@@ -82,7 +82,7 @@ class TestPlan:
                 "T(S) is fitted to the batches of runs with at least two numbers",
             ),
             (["model=GPT-2", "microbatches=[0]"], "microbatches=[0]: needs a number from 1 to"),
-            (["model=GPT-2", "cluster=dgx"], "cluster=dgx: there is no such cluster. There is: dgx_a100"),
+            (["model=GPT-2", "cluster=dgx"], "cluster=dgx: there is no such cluster. Choose from: dgx_a100"),
             (["model=GPT-2", "profile=a.json"], "profile=a.json and model=GPT-2: give only one of them"),
         ],
     )

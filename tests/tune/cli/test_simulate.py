@@ -72,7 +72,7 @@ class TestSimulate:
             (["schedule=kfkb", "schedule.k=0"], "schedule: kfkb: k must be at least 1, got 0"),
             (["profile=none.json"], "there is no file none.json; `lightning-pipes profile out=none.json` writes one"),
             (["model=profile.json"], "model=profile.json looks like a file; use profile=profile.json"),
-            (["model=GTP-2"], "there is no model called 'GTP-2'; did you mean 'GPT-2'"),
+            (["model=GTP-2"], "there is no model called 'GTP-2'. Did you mean 'GPT-2'"),
             (["--png", "/nowhere/at/all.png"], "there is no folder /nowhere/at to write all.png into"),
         ],
     )

@@ -144,9 +144,10 @@ class Interceptor:
         except _Reached as found:
             return found.x
         text = (
-            f"{_name(step)} ended without a call of {self._name}, or caught what the call raised; it must make it "
-            "once for every batch, and a bare `except:` around the call must become `except Exception:`. Where a batch "
-            "goes through other layers, name their container: PipelineStrategy(module=...)"
+            f"{_name(step)} ended without a call of {self._name}, or it caught the exception that this call raises "
+            "while only the code around the layers runs. It must call the layers once for every batch. Replace a bare "
+            "`except:` around the call by `except Exception:`. If the batch goes through other layers, name their "
+            "container in PipelineStrategy(module=...)"
         )
         raise PipelineError(text) if self._calls else NoCallError(text, out)
 
