@@ -233,7 +233,7 @@ BAD: list[tuple[type[Lit], dict[str, Any], str]] = [
     (OwnForward, LAYERS, "with a forward of its own"),
     (Twice, LAYERS, "calls self.model(...) more than once"),
     (Never, {}, "training_step ended without a call of self.model(...)"),
-    (BareExcept, LAYERS, "a bare `except:` around the call must become `except Exception:`"),
+    (BareExcept, LAYERS, "Replace a bare `except:` around the call by `except Exception:`"),
     (NoLoss, {}, "training_step returned no loss"),
     (VectorLoss, {}, "returned a loss of shape (4,)"),
     (Detached, {}, "returned a loss that nothing can be trained by"),
