@@ -21,7 +21,7 @@ from lightning_pipes.engine.compute.footprint import saved_for_backward
 from lightning_pipes.engine.monitor.monitor import Monitor, sources_for
 from lightning_pipes.ir.clock import read_seconds
 from lightning_pipes.planning.replanning import NO_NEIGHBOR, HostedStage
-from lightning_pipes.testing.neighbours import Neighbour, Quota, why_no_quota
+from lightning_pipes.tune.neighbors import Neighbor, Quota, why_no_quota
 
 MIN_OBSERVED_STEPS = 5
 """The smallest number of steps in one observation."""
@@ -136,7 +136,7 @@ def settings(quick: bool, core: int, other: int | None) -> list[Background]:
         wanted.append(("spin", {"core": core, "nice": 10}))
     if other is not None:
         wanted += [(kind, {"core": other}) for kind in ("memory", "cache")]
-    found = [Background(kind, lambda k=kind, a=arguments: Neighbour(k, **a)) for kind, arguments in wanted]  # type: ignore[misc]
+    found = [Background(kind, lambda k=kind, a=arguments: Neighbor(k, **a)) for kind, arguments in wanted]  # type: ignore[misc]
     if why_no_quota() is None:
         shares = (0.5, 0.3) if quick else (0.6, 0.4, 0.25)
         found += [Background("quota", lambda s=share: Quota(s, weight=CPU_WEIGHT)) for share in shares]  # type: ignore[misc]

@@ -40,6 +40,7 @@ FUNCTION_EXCEPTIONS = {
     "lightning_pipes.import_hook:_then_load_trainer": "called by the import system, through `find_spec`",
     "lightning_pipes.ir.clock:sleep": "replaced together with the other functions of the clock in tests",
     "lightning_pipes.ir.clock:use_clock": "replaces the clock in tests",
+    "lightning_pipes.tune.neighbors:Neighbor.pids": "the processes, whose ends tests wait for",
     "lightning_pipes.planning.partition:with_layer": "named by the documentation of `PipelineStrategy.adopt`",
 }
 """Functions, classes and methods that may be unreachable, and the reasons."""

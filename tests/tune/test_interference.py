@@ -17,10 +17,10 @@ from lightning_pipes.strategies.dynpipe import DynPipe
 from lightning_pipes.strategies.dynpipe.interference import Predictor
 from lightning_pipes.strategies.dynpipe.interference.dataset import Dataset
 from lightning_pipes.strategies.dynpipe.interference.features import RUN_SHARE_METRIC, WAIT_SHARE_METRIC
-from lightning_pipes.testing.neighbours import Neighbour
 from lightning_pipes.tune import interference
 from lightning_pipes.tune.cli import main
 from lightning_pipes.tune.interference import Background, NeighbourWindow
+from lightning_pipes.tune.neighbors import Neighbor
 from tests.virtual_clock import VirtualClock
 
 STAGE = HostedStage(1, 8, 0.01, 0.02, 1e6, 1e6, 1e5, 1e4)
@@ -51,7 +51,7 @@ def test_windows_are_measured_next_to_a_neighbour(monkeypatch: pytest.MonkeyPatc
 
     @contextmanager
     def crowded() -> Iterator[None]:
-        with Neighbour("spin", core=core):
+        with Neighbor("spin", core=core):
             took[0] = 0.02
             yield
         took[0] = 0.01

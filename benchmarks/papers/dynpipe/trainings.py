@@ -26,7 +26,7 @@ from benchmarks.harness.emulated import pause_until
 from benchmarks.harness.report import QUIET
 from lightning_pipes import InterferenceMonitor, PipelineStrategy
 from lightning_pipes.ir import Kind
-from lightning_pipes.testing.neighbours import Neighbour
+from lightning_pipes.tune.neighbors import Neighbor
 from tests.strategies.dynpipe.neighbourhood import visiting_slowdown
 
 ROWS, WIDTH = 8, 16
@@ -169,7 +169,7 @@ class Trace(pl.Callback):
         if self.case.real and factor != self._factor:
             self._beside.close()
             for _ in range(round(factor) - 1):
-                self._beside.enter_context(Neighbour(self.case.kind, core=self.core))
+                self._beside.enter_context(Neighbor(self.case.kind, core=self.core))
         self._factor = factor
         _slow = 1.0 if self.case.real else factor
 

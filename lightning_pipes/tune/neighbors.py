@@ -1,7 +1,7 @@
 """Processes that compete with a training run for a core, and quotas for processes. Linux only.
 
-    with Neighbour("spin", core=1):              # one process on this core: work there takes about twice as long
-    with Neighbour("memory", 0.5, processes=2):  # two processes on any core, each working for half of the time
+    with Neighbor("spin", core=1):              # one process on this core: work there takes about twice as long
+    with Neighbor("memory", 0.5, processes=2):  # two processes on any core, each working for half of the time
     with Quota(0.5):                             # this process gets half of a core (root)
 
 The processes end with the context. They also end if the process that opened the context ends for any reason.
@@ -90,7 +90,7 @@ NEIGHBOR_KINDS: dict[str, Callable[[], Callable[[], object]]] = {
 """
 
 
-class Neighbour:
+class Neighbor:
     """Processes that compete for a core, its caches or the memory while the context is open.
 
     Entering the context waits until all processes are working.

@@ -1,4 +1,4 @@
-"""Processes of a `Neighbour` use the given share of the given core, and end with the process that started them."""
+"""Processes of a `Neighbor` use the given share of the given core, and end with the process that started them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import psutil
 import pytest
 
 from lightning_pipes.ir import PlanError
-from lightning_pipes.testing import neighbours
-from lightning_pipes.testing.neighbours import NEIGHBOR_KINDS, Neighbour, Quota, why_no_quota
 from lightning_pipes.testing.ranks import scale_timeout, wait_until
+from lightning_pipes.tune import neighbors
+from lightning_pipes.tune.neighbors import NEIGHBOR_KINDS, Neighbor, Quota, why_no_quota
 
 CORE = min(os.sched_getaffinity(0))
 SCRIPT = """
 import sys, time
-from lightning_pipes.testing.neighbours import Neighbour
-with Neighbour("spin", processes=2) as there:
+from lightning_pipes.tune.neighbors import Neighbor
+with Neighbor("spin", processes=2) as there:
     print(*there.pids, flush=True)
     time.sleep(600)
 """
@@ -42,7 +42,7 @@ def count_throttled(quota: Quota) -> int:
 @pytest.mark.parametrize("kind", NEIGHBOR_KINDS)
 def test_it_works_on_its_core_from_the_start(kind):
     """Each process runs on the given core, uses CPU time immediately, and ends with the context."""
-    with Neighbour(kind, core=CORE, processes=2) as there:
+    with Neighbor(kind, core=CORE, processes=2) as there:
         assert [os.sched_getaffinity(pid) for pid in there.pids] == [{CORE}] * 2
         deadline = time.monotonic() + scale_timeout(10)
         before = [cpu(pid) for pid in there.pids]
@@ -73,13 +73,13 @@ def test_it_rests_in_between(monkeypatch):
 
     clock = SimpleNamespace(monotonic=lambda: now, sleep=rest)
     system = SimpleNamespace(getppid=parent, nice=lambda _: 0, write=lambda *_: 0)
-    monkeypatch.setattr(neighbours, "time", clock)
-    monkeypatch.setattr(neighbours, "os", system)
+    monkeypatch.setattr(neighbors, "time", clock)
+    monkeypatch.setattr(neighbors, "os", system)
     monkeypatch.setitem(NEIGHBOR_KINDS, "spin", lambda: work)
-    neighbours.main(["spin", "0.1", "-1", "0", "1"])
+    neighbors.main(["spin", "0.1", "-1", "0", "1"])
     # one unit of work before the first period
-    assert worked == pytest.approx(0.0005 + 50 * 0.1 * neighbours.PERIOD_SECONDS, rel=1e-6)
-    assert now == pytest.approx(100.0005 + 50 * neighbours.PERIOD_SECONDS, rel=1e-6)
+    assert worked == pytest.approx(0.0005 + 50 * 0.1 * neighbors.PERIOD_SECONDS, rel=1e-6)
+    assert now == pytest.approx(100.0005 + 50 * neighbors.PERIOD_SECONDS, rel=1e-6)
 
 
 def processes_gone(pids: list[int]) -> None:
@@ -105,7 +105,7 @@ def test_it_ends_with_the_process_that_started_it():
 def test_a_quota_holds_a_process_back():
     """The kernel throttles a process in a quota, and the control group is removed when the quota ends."""
     groups = Path("/proc/self/cgroup").read_text()
-    with Neighbour("spin") as there:
+    with Neighbor("spin") as there:
         with Quota(0.1, there.pids[0]) as quota:
             assert wait_until(lambda: count_throttled(quota) > 2, scale_timeout(20))
         assert not quota._group.exists()
@@ -127,13 +127,13 @@ def test_a_quota_holds_a_process_back():
 )
 def test_mistakes(arguments, message):
     with pytest.raises(PlanError, match=message):
-        Neighbour(*arguments)
+        Neighbor(*arguments)
 
 
 @pytest.mark.skipif(why_no_quota() is not None, reason=f"no quotas here: {why_no_quota()}")
 def test_weight_is_passed_to_the_kernel():
     """The weight of a quota is written to the file of its control group, for both versions of control groups."""
-    with Neighbour("spin") as there, Quota(None, there.pids[0], 1000) as quota:
+    with Neighbor("spin") as there, Quota(None, there.pids[0], 1000) as quota:
         new, old = quota._group / "cpu.weight", quota._group / "cpu.shares"
         assert (new.read_text() == "1000\n") if new.exists() else (old.read_text() == "10240\n")
         assert (quota._group / "cgroup.procs").read_text().split() == [str(there.pids[0])]
