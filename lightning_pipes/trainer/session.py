@@ -5,8 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
@@ -23,23 +22,17 @@ from torch.optim import Optimizer
 from lightning_pipes.engine.watch.failure import FailureWatch
 from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.engine.watch.launcher import (
-    LAUNCHER_VARIABLE,
     StartupWatch,
-    environment_for_children,
     exited_ranks,
-    stop_watching_launched,
-    watch_launched,
 )
 from lightning_pipes.engine.watch.process_exit import has_given_up, leak_until_exit, skip_final_gc
 from lightning_pipes.engine.watch.rendezvous import store_host
 from lightning_pipes.engine.watch.shared_store import (
     adopt_store,
     current_store,
-    hold_port,
     keep_store,
     run_store,
 )
-from lightning_pipes.engine.watch.trust import secret_for_children
 from lightning_pipes.ir import PlanError
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.active_run import ActiveRun
@@ -268,58 +261,6 @@ def _destroy_process_groups() -> None:
         skip_final_gc()
     elif dist.is_initialized():
         dist.destroy_process_group()
-
-
-class Launcher(private.SubprocessLauncher):
-    """Starts the script once more for each other device of this node.
-
-    If a process dies, Lightning kills all other processes up to five seconds later. With this launcher, they have time
-    to report which rank has died and to close their resources. The started processes end when this process ends.
-
-    Args:
-        environment: the cluster environment.
-        num_processes: the number of processes on this node.
-        num_nodes: the number of nodes.
-        command: the command that starts the script.
-        directory: the working directory of the command.
-    """
-
-    def __init__(
-        self,
-        environment: ClusterEnvironment,
-        num_processes: int,
-        num_nodes: int,
-        command: Sequence[str] = (),
-        directory: str = "",
-    ) -> None:
-        super().__init__(environment, num_processes, num_nodes)
-        self._command, self._directory = command, directory
-
-    @property
-    def is_interactive_compatible(self) -> bool:
-        return self.num_processes == 1  # no process is started in this case
-
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
-        environment = self.cluster_environment
-        environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        if self.num_processes * self.num_nodes > 1 and not environment.creates_processes_externally:
-            variables = {LAUNCHER_VARIABLE: str(os.getpid())}
-            if self.num_nodes == 1:
-                variables |= secret_for_children()
-                hold_port(
-                    environment.main_port
-                )  # with several nodes, this would block the port of the store, which listens for other nodes
-            with environment_for_children(variables):
-                private.call_children_scripts(self, self._command, self._directory)
-            watch_launched(environment.node_rank() * self.num_processes + 1, self.procs)
-        private.set_num_threads_if_needed(num_processes=self.num_processes)
-        return function(*args, **kwargs)
-
-    def kill(self, signum: Any) -> None:
-        """Send a signal to the started processes. If Lightning kills them after Ctrl-C, this is not a failure."""
-        if signum == signal.SIGKILL:
-            stop_watching_launched()
-        super().kill(signum)
 
 
 NEWEST_TESTED_TORCH = (2, 14)

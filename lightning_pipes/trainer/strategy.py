@@ -11,7 +11,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from inspect import signature
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -39,8 +38,7 @@ from lightning_pipes.engine.watch.failure import HEARTBEAT_TIMEOUT, PeerFailure
 from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.engine.watch.launcher import exit_with_launcher
 from lightning_pipes.engine.watch.process_exit import skip_final_gc
-from lightning_pipes.engine.watch.script import find_command, find_job_launcher
-from lightning_pipes.ir import Plan, PlanError, Policy, Schedule, check_type, short_repr
+from lightning_pipes.ir import Plan, PlanError, Policy, Schedule, check_type
 from lightning_pipes.planning.planner import BLOCKING
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.active_run import ActiveRun
@@ -53,6 +51,7 @@ from lightning_pipes.trainer.cuts.steps import Context
 from lightning_pipes.trainer.data.shared_data import Data, share_loader
 from lightning_pipes.trainer.data.token_cut import MicrobatchesBy
 from lightning_pipes.trainer.fork_launcher import ForkLauncher
+from lightning_pipes.trainer.launchers import make_launcher
 from lightning_pipes.trainer.loop.adopting import adopt_plan
 from lightning_pipes.trainer.loop.host import PipelineHost
 from lightning_pipes.trainer.loop.manual import ManualLoop
@@ -68,6 +67,7 @@ from lightning_pipes.trainer.plan.settings import (
     Settings,
     check_names,
     check_parts,
+    describe_changes,
     parse_verify,
 )
 from lightning_pipes.trainer.plan.stages import check_stages, choose_stages
@@ -80,7 +80,7 @@ from lightning_pipes.trainer.ranks.threads import Threads
 from lightning_pipes.trainer.ranks.user_lines import find_user_frame, only_looks, user_line, warn_once_per_line
 from lightning_pipes.trainer.reports.report import PipelineReport, RunInfo, Window
 from lightning_pipes.trainer.reports.timing import Share, Timing
-from lightning_pipes.trainer.session import Launcher, Session, SessionStart, warn_if_untested
+from lightning_pipes.trainer.session import Session, SessionStart, warn_if_untested
 from lightning_pipes.trainer.setup.module_setup import SetupContext
 from lightning_pipes.trainer.setup.prepare import prepare
 from lightning_pipes.trainer.setup.weight_callbacks import restore_averages
@@ -282,7 +282,7 @@ class PipelineStrategy(PipelineHost):
             precision_plugin=(precision_plugin, Precision),
         )
         super().__init__(accelerator, parallel_devices, cluster_environment, None, precision_plugin)
-        self._arguments = _describe_arguments(given)
+        self._arguments = describe_changes(PipelineStrategy.__init__, given)
         self.num_nodes = 1
         self._request = RunRequest.from_arguments(
             schedule, schedule_args, microbatches, recompute, partition, replan, stale_gradients, microbatches_by
@@ -465,31 +465,7 @@ class PipelineStrategy(PipelineHost):
     def _configure_launcher(self) -> None:
         self._threads = Threads()
         if not self._environment.creates_processes_externally:
-            self._launcher = self._make_launcher()
-
-    def _make_launcher(self) -> Launcher | ForkLauncher:
-        size, nodes = self.num_processes, self.num_nodes
-        if size * nodes == 1:
-            return Launcher(self._environment, size, nodes)
-        job_launcher = find_job_launcher()
-        if job_launcher is not None:
-            raise PlanError(
-                f"this process was started by {job_launcher} for one job, and can't be started again as one of the "
-                f"{size} processes of a pipeline. Let the job start a script that trains, for example with "
-                "subprocess.run([sys.executable, 'sweep.py'], check=True), or with torchrun on SLURM"
-            )
-        command = find_command()
-        is_prompt = hasattr(sys, "ps1") or bool(sys.flags.interactive)
-        if command is not None and not is_prompt:
-            return Launcher(self._environment, size, nodes, *command)
-        why = "it runs in a notebook or at a prompt" if is_prompt else "it has no script file"
-        if nodes > 1:
-            raise PlanError(
-                f"this program can't be started again as another rank, because {why}, and ranks of {nodes} nodes can't "
-                "be forked from it. Write the program to a file, and start the file on every node, for example with "
-                "torchrun"
-            )
-        return ForkLauncher(self, self._environment, size, why)
+            self._launcher = make_launcher(self, self._environment, self.num_processes, self.num_nodes)
 
     def begin_forked_rank(self) -> None:
         """Prepare this process, which was forked as a rank, to run as that rank."""
@@ -1029,24 +1005,6 @@ class PipelineStrategy(PipelineHost):
     def _leaving_together(self) -> bool:
         """Whether all ranks end at the same batch because of a SIGTERM, so that they can save a complete checkpoint."""
         return self._active_run is not None and self._active_run.stops.terminated
-
-
-def _describe_arguments(given: Mapping[str, Any]) -> str:
-    """Return the arguments that differ from their defaults, formatted as in a call."""
-    defaults = signature(PipelineStrategy.__init__).parameters
-    changed = [name for name in given if name != "schedule" and not _is_equal(given[name], defaults[name].default)]
-    return ", ".join([short_repr(given["schedule"]), *(f"{name}={short_repr(given[name])}" for name in changed)])
-
-
-def _is_equal(value: object, default: object) -> bool:
-    """Return whether an argument equals its default.
-
-    The result is False for arrays, whose comparison has no single truth value.
-    """
-    try:
-        return bool(value == default)
-    except Exception:  # the user may pass any object, which is not checked yet
-        return False
 
 
 def _batch_and_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:

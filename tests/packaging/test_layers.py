@@ -56,6 +56,7 @@ ROOMS = {  # of a layer, from the bottom; a room is a folder or a file
         "active_run",
         "session",
         "fork_launcher",
+        "launchers",
         "setup",
         "strategy",
     ],

@@ -132,6 +132,25 @@ def _explain_schedule_setting(name: str, schedule: object) -> None:
         )
 
 
+def describe_changes(function: Callable[..., Any], given: Mapping[str, Any]) -> str:
+    """Return the first of these arguments and all others that differ from their defaults, formatted as in a call."""
+    defaults = signature(function).parameters
+    first, *others = given
+    changed = [name for name in others if not _is_equal(given[name], defaults[name].default)]
+    return ", ".join([short_repr(given[first]), *(f"{name}={short_repr(given[name])}" for name in changed)])
+
+
+def _is_equal(value: object, default: object) -> bool:
+    """Return whether an argument equals its default.
+
+    The result is False for arrays, whose comparison has no single truth value.
+    """
+    try:
+        return bool(value == default)
+    except Exception:  # the user may pass any object, which is not checked yet
+        return False
+
+
 def check_parts(**given: tuple[object, type]) -> None:
     """Check that each object of Lightning is None or has the expected type."""
     for name, (part, kind) in given.items():
