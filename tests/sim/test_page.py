@@ -244,6 +244,18 @@ def test_a_page_has_one_bubble_for_one_step():
     assert any("as it is, simulated" in row for row in rows)
 
 
+def test_changes_are_listed_with_the_samples_that_a_rank_holds():
+    """Check the numbers of samples, by which the advice chooses between changes that are equally fast."""
+    advice = advise_run(RECORD)
+    (table,) = [
+        each for each in re.findall(r"<table>(.*?)</table>", render_page(RECORD, advice), re.S) if "paste" in each
+    ]
+    heads, _, *rows = (re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in re.findall(r"<tr.*?</tr>", table, re.S))
+    held = [row[heads.index("samples held")] for row in rows]
+    assert held == [f"{change.held:g}" for change in (advice.now, *advice.changes[:12])]
+    assert len({*held}) > 1
+
+
 def test_resident_memory_and_tensors_are_not_compared():
     peaks = (28_900_000,) * 4
     cpu, gpu = (replace(RECORD, peaks=peaks, memory=memory) for memory in ((None,) * 4, (2**36,) * 4))

@@ -27,8 +27,8 @@ MAX_DRAWN_OPERATIONS = 10_000
 class SimulatedOption(Protocol):
     """One way to train, as a row of the table of the page.
 
-    It has a description of the change, the seconds of a step, the bubble from 0 to 1, the peak memory in bytes if it is
-    known, and the call to paste.
+    It has a description of the change, the seconds of a step, the bubble from 0 to 1, the largest number of samples
+    that a rank holds between forward and backward, the peak memory in bytes if it is known, and the call to paste.
     """
 
     @property
@@ -37,6 +37,8 @@ class SimulatedOption(Protocol):
     def seconds(self) -> float: ...
     @property
     def bubble(self) -> float: ...
+    @property
+    def held(self) -> float: ...
     @property
     def peak_bytes(self) -> int | None: ...
     @property
@@ -331,12 +333,12 @@ def _render_changes(record: RunRecord, finding: SimulatedAdvice) -> str:
     now = finding.now
     assert now is not None
     memory = now.peak_bytes is not None
-    heads = {"change": False, "step": True, "": True, "bubble": True}
+    heads = {"change": False, "step": True, "": True, "bubble": True, "samples held": True}
     heads |= {"tensors at most": True} if memory else {}
     heads |= {"to paste": False}
     rows = []
     if record.measured is not None and record.measured.batches == 1:
-        cells = ["as measured", seconds_text(record.measured.makespan), "", f"{record.measured.mean_bubble:.1%}"]
+        cells = ["as measured", seconds_text(record.measured.makespan), "", f"{record.measured.mean_bubble:.1%}", ""]
         rows.append(("", [*cells, *([""] if memory else []), ""]))
     for row in (now, *finding.changes[:12]):
         faster = row.seconds / now.seconds - 1
@@ -345,6 +347,7 @@ def _render_changes(record: RunRecord, finding: SimulatedAdvice) -> str:
             seconds_text(1e9 * row.seconds),
             "" if row is now else f"{faster:+.0%}",
             f"{row.bubble:.1%}",
+            f"{row.held:g}",
         ]
         cells += [bytes_text(row.peak_bytes or 0)] if memory else []
         rows.append(("slow" if row is now else "", [*cells, f"<code>{escape(row.call)}</code>"]))
