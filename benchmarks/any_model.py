@@ -46,7 +46,7 @@ from benchmarks.engine import gpt_parts
 from benchmarks.harness.report import QUIET, Report, hush, make_parser, run_parts
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.testing.ranks import RanksFailedError, run_ranks
-from lightning_pipes.trainer.cuts.units.recording import UnitLayout
+from lightning_pipes.trainer.cuts.units.layout import UnitLayout
 from tests.trainer.cuts.units.library_zoo import VISION, own_loss
 from tests.trainer.cuts.units.lit_zoo import ALL, draws, read_result, settings_of, train_many, train_zoo
 from tests.trainer.cuts.units.test_lazy_step import Stages, cloned, cut

@@ -21,7 +21,7 @@ from lightning_pipes.engine.messages.transport import make_transport
 from lightning_pipes.ir import B, F, Kind, Plan, Policy, Program, Span, graph_spans
 from lightning_pipes.planning.fit import evaluate_plan
 from lightning_pipes.sim import simulate
-from lightning_pipes.trainer.cuts.layers.left_values import pack_message, unpack_message
+from lightning_pipes.trainer.cuts.layers.left_messages import pack_message, unpack_message
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.layer_profiler import LayerProfiler
 from lightning_pipes.trainer.ranks.holdings import Holdings

@@ -30,8 +30,9 @@ from lightning_pipes.trainer.cuts.steps import loss_of
 from lightning_pipes.trainer.cuts.units.batch_end import BatchEnd, UnitAxes, find_layouts
 from lightning_pipes.trainer.cuts.units.borders import Borders
 from lightning_pipes.trainer.cuts.units.cut import WHOLE_MODULE, weights_of_stages
+from lightning_pipes.trainer.cuts.units.layout import UnitLayout
 from lightning_pipes.trainer.cuts.units.lazy_step import Crossing, LazyStep
-from lightning_pipes.trainer.cuts.units.recording import StepRecord, UnitLayout, find_atomic
+from lightning_pipes.trainer.cuts.units.recording import StepRecord, find_atomic
 from lightning_pipes.trainer.cuts.units.rows import CrossingRows
 from lightning_pipes.trainer.cuts.units.timing import UnitCosts
 from lightning_pipes.trainer.cuts.units.weight_groups import WeightGroups

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipes.engine import Engine, FailureWatch, Item, PeerFailure
-from lightning_pipes.engine.messages.bulk_transfer import GATE_SECONDS, BulkTransfer, TransferHandle, pack_tree
+from lightning_pipes.engine.messages.bulk_transfer import GATE_SECONDS, BulkTransfer, TransferHandle
 from lightning_pipes.engine.messages.chunks import MAX_IN_FLIGHT
+from lightning_pipes.engine.messages.packed_trees import pack_tree
 from lightning_pipes.engine.watch.trust import Seal, SignedStore
 from lightning_pipes.ir import PipelineError, Plan, PlanError, Schedule
 from lightning_pipes.ir.registry import make_schedule

@@ -21,7 +21,7 @@ from lightning_pipes import MemorySwap
 from lightning_pipes.engine import Item, Stage
 from lightning_pipes.engine.compute.rng import seed_all, stream_seed
 from lightning_pipes.engine.compute.stage import RankResources
-from lightning_pipes.engine.messages.bulk_transfer import TreeDescription, pack_tree
+from lightning_pipes.engine.messages.packed_trees import TreeDescription, pack_tree
 from lightning_pipes.engine.residency.layer_memory import LayerMemory
 from lightning_pipes.engine.residency.mirrors import Mirrors
 from lightning_pipes.ir import Kind, LayerUse, Plan, PlanError, Policy, Span

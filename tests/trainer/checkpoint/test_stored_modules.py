@@ -15,7 +15,7 @@ from lightning_pipes.trainer.checkpoint.stored_modules import complete_modules
 from lightning_pipes.trainer.cuts.layers.capture import Interceptor
 from lightning_pipes.trainer.cuts.layers.pipelined import ContainerCut
 from lightning_pipes.trainer.cuts.units.cut import UnitCut, weights_of_stages
-from lightning_pipes.trainer.cuts.units.recording import UnitLayout
+from lightning_pipes.trainer.cuts.units.layout import UnitLayout
 from tests.cases import for_each
 
 

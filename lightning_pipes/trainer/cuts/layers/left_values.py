@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -25,15 +25,21 @@ from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 
 from lightning_pipes.engine.compute.footprint import count_bytes
-from lightning_pipes.engine.compute.sendable import check_sendable
-from lightning_pipes.engine.private_torch import BatchNorm
-from lightning_pipes.engine.trees import close_objects, open_objects
-from lightning_pipes.ir import PipelineError, Span
+from lightning_pipes.ir import Span
+from lightning_pipes.trainer.cuts.layers.left_messages import Place
+from lightning_pipes.trainer.cuts.layers.value_marks import (
+    LayerWatch,
+    ObjectContent,
+    copy_content,
+    copy_entries,
+    mark_entries,
+    own_entries,
+)
 from lightning_pipes.trainer.results.merging import Path, ValueMerger, have_equal_values
-from lightning_pipes.trainer.results.module_entries import follow_path, read_entries, tensor_version, write_entries
+from lightning_pipes.trainer.results.module_entries import follow_path, tensor_version, write_entries
 from lightning_pipes.trainer.results.module_state import ModuleState
 from lightning_pipes.trainer.user.remote_tensors import HookScope, RemoteTensor
-from lightning_pipes.trainer.user.user_objects import LIGHTNING_ATTRIBUTES, can_change, is_packed
+from lightning_pipes.trainer.user.user_objects import is_packed
 
 _N_EXAMINED_RUNS = 16
 """The number of runs of a layer in which all its modules are examined."""
@@ -43,27 +49,8 @@ _MAX_SENT_BYTES = 1 << 16
 
 Larger tensors are replaced by a stand-in that refuses to be read.
 """
-_MAX_COPIED_BYTES = 1 << 26
-"""The largest size in bytes of a tensor that is copied before a layer runs for the first time.
-
-The copy is needed if the layer changes the tensor in place.
-"""
 _NO_VALUE = object()
 """Stands for the value of an attribute that a layer does not have yet."""
-
-Place = tuple[Any, ...]
-"""The place of a value.
-
-A place in a layer is the number of the layer, the path of a module in it, and a name. A place in an object around the
-layers is the path of the object and a key.
-"""
-
-
-class SentValues(NamedTuple):
-    """The message of a stage if it contains values of its layers, or one tensor twice."""
-
-    out: Any
-    left: dict[Place, Any]
 
 
 class ListGrowth(NamedTuple):
@@ -79,31 +66,12 @@ class ListTail(NamedTuple):
     entries: list[Any]
 
 
-class ObjectContent(NamedTuple):
-    """The entries of an object that a layer changes in place."""
-
-    entries: Any
-
-
 @dataclass(frozen=True)
 class UnsentTensor:
     """A tensor that is too large to be sent to ranks that may never read it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class RepeatedTensor:
-    """Another occurrence of the tensor number `leaf` of a tree."""
-
-    leaf: int
-
-
-class SharedStorage(NamedTuple):
-    """A tensor that shares memory with another tensor of the tree."""
-
-    tensor: Any
 
 
 class LeftValues:
@@ -259,7 +227,7 @@ class LeftValues:
                 continue
             self._set(place, move_data_to_device(value, device))
 
-    def watch_layers(self, layers: Iterable[int], again: bool) -> _Watch | None:
+    def watch_layers(self, layers: Iterable[int], again: bool) -> LayerWatch | None:
         """Record the values of layers before they run.
 
         Args:
@@ -279,20 +247,20 @@ class LeftValues:
         for place in places if self._active else ():
             if place in self._before and not (again and self._is_buffer(place)):  # a second run has copies of buffers
                 self._set(place, self._before[place])
-        watch = _Watch({place: self._value(place) for place in places})
+        watch = LayerWatch({place: self._value(place) for place in places})
         if new:
             watch.around = self._state.object_ids()
             for number in new:
                 for name, part in self.layers[number].named_modules():
                     own_state = isinstance(part, Metric) or any(map(is_packed, part._parameters.values()))
                     if not own_state and id(part) not in self._shared:
-                        watch.modules.append((number, name, part, *_look(part, watch.around)))
+                        watch.modules.append((number, name, part, *mark_entries(part, watch.around)))
         if new or self._outside:
             watch.outside = self._state.read_objects()
         return watch
 
     def collect_values(
-        self, watch: _Watch | None, span: Span, buffer_copies: Mapping[tuple[nn.Module, str], torch.Tensor]
+        self, watch: LayerWatch | None, span: Span, buffer_copies: Mapping[tuple[nn.Module, str], torch.Tensor]
     ) -> dict[Place, Any]:
         """Return the values that the layers have left since `watch_layers`.
 
@@ -305,14 +273,14 @@ class LeftValues:
         if watch is None:
             return {}
         for number, name, part, own, marks in watch.modules:
-            for key, value in _own(part).items():
+            for key, value in own_entries(part).items():
                 place = (number, name, key)
                 if place in watch.before or id(value) in watch.around or _is_computed(part, key):
                     continue
                 mark = marks.get(key)
                 same = value is own.get(key) or _equal(value, own.get(key))
                 written = same and mark is not None and mark.is_changed(value)
-                if (same and not written) or not _can_travel(_read_entries(value) if written else value):
+                if (same and not written) or not _can_travel(copy_content(value) if written else value):
                     continue
                 self._places.setdefault(number, []).append(place)
                 if written and mark is not None and mark.is_rewritten(value):
@@ -385,7 +353,7 @@ class LeftValues:
         else:
             kept = own
             if isinstance(value, ObjectContent):
-                kept = ObjectContent(_read_entries(own))
+                kept = ObjectContent(copy_content(own))
                 self._in_place.add(place)
             if self._active:
                 self._before.setdefault(place, kept)
@@ -462,10 +430,10 @@ class LeftValues:
         """Return the present content of a place, in a form that later changes in place do not affect."""
         value = self._value(place, _NO_VALUE)
         if isinstance(value, list):
-            return _copy_entries(value) if place in self._in_place else list(value)
+            return copy_entries(value) if place in self._in_place else list(value)
         if place not in self._in_place:
             return value
-        return value.detach().clone() if isinstance(value, torch.Tensor) else ObjectContent(_read_entries(value))
+        return value.detach().clone() if isinstance(value, torch.Tensor) else ObjectContent(copy_content(value))
 
     def _set(self, place: Place, content: Any) -> None:
         """Set the content of a place.
@@ -474,7 +442,7 @@ class LeftValues:
         """
         value = self._value(place, _NO_VALUE)
         if isinstance(content, list) and isinstance(value, list):
-            value[:] = _copy_entries(content) if place in self._in_place else content
+            value[:] = copy_entries(content) if place in self._in_place else content
         elif isinstance(content, torch.Tensor) and place in self._in_place and _fits(content, value):
             with torch.no_grad():
                 value.copy_(content)
@@ -489,7 +457,7 @@ class LeftValues:
         elif isinstance(content, ListTail):
             self._value(place)[content.start :] = content.entries
         elif isinstance(content, ObjectContent):
-            write_entries(self._value(place), _copy_entries(content.entries))
+            write_entries(self._value(place), copy_entries(content.entries))
         else:
             (part._buffers if key in part._buffers else part.__dict__)[key] = content
 
@@ -497,7 +465,7 @@ class LeftValues:
         """Return whether a place still has the value that was put there, unchanged."""
         value = self._value(place)
         if isinstance(put, ObjectContent):
-            return _have_equal_entries(_read_entries(value), put.entries)
+            return _have_equal_entries(copy_content(value), put.entries)
         return value is put and (not isinstance(put, torch.Tensor) or tensor_version(put) == before)
 
     def _value(self, place: Place, absent: Any = None) -> Any:
@@ -519,105 +487,6 @@ class LeftValues:
         number, name, key = place
         like = torch.empty(unsent.shape, dtype=unsent.dtype, device="meta")
         return RemoteTensor.make_like(like, f"{key!r} of layer {number}{name and f', {name}'}", self._scope)
-
-
-class _Mark:
-    """The value of a layer before it runs, which makes changes in place detectable."""
-
-    def __init__(self, value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            self._version = tensor_version(value)
-            self._copy: Any = value.detach().clone() if count_bytes(value) <= _MAX_COPIED_BYTES else value
-            return
-        self._entries = read_entries(value)
-        self._leaves, self._spec, self._versions = _flatten(self._entries)
-        self._copy = _copy_entries(self._entries)
-        self._rewritten = False
-
-    @property
-    def before(self) -> Any:
-        """A copy of the content, in the form in which `LeftValues` keeps it.
-
-        A list that has only grown keeps its original entries.
-        """
-        if isinstance(self._copy, torch.Tensor):
-            return self._copy
-        if isinstance(self._entries, list):
-            return self._copy if self._rewritten else self._entries
-        return ObjectContent(self._copy)
-
-    def is_changed(self, value: Any) -> bool:
-        """Return whether the value has changed."""
-        if isinstance(value, torch.Tensor):
-            return tensor_version(value) != self._version
-        longer = isinstance(value, list) and len(value) > len(self._entries)
-        return longer or self.is_rewritten(value)
-
-    def is_rewritten(self, value: Any) -> bool:
-        """Return whether the value has changed other than by growth, for example if a list entry was replaced."""
-        if isinstance(value, torch.Tensor):
-            return True
-        entries = read_entries(value)
-        if isinstance(entries, list):
-            entries = entries[: len(self._entries)]
-        leaves, spec, versions = _flatten(entries)
-        same = spec == self._spec and all(map(is_, leaves, self._leaves)) and versions == self._versions
-        self._rewritten = not same
-        return not same
-
-
-class _Watch:
-    """The values of layers before they run.
-
-    Attributes:
-        before: the values in known places.
-        lists: the entries of the lists among them.
-        modules: the modules that are examined: number of the layer, path in it, module, entries, and marks of entries.
-        around: ids of the objects of the module around the layers.
-        outside: the entries of these objects; None if they are not watched.
-    """
-
-    def __init__(self, before: dict[Place, Any]) -> None:
-        self.before = before
-        self.lists = {place: list(value) for place, value in before.items() if isinstance(value, list)}
-        self.modules: list[tuple[int, str, nn.Module, dict[str, Any], dict[str, _Mark]]] = []
-        self.around: Collection[int] = ()
-        self.outside: dict[Any, Any] | None = None
-
-
-def _look(part: nn.Module, around: Collection[int]) -> tuple[dict[str, Any], dict[str, _Mark]]:
-    """Return the entries of a module, and marks of the entries that may change in place."""
-    own = _own(part)
-    marks = {}
-    for key, value in own.items():
-        if isinstance(value, torch.Tensor):
-            if value.is_meta or isinstance(value, nn.Parameter) or isinstance(part, BatchNorm):
-                continue
-        elif isinstance(value, (nn.Module, tuple, frozenset)) or not can_change(value) or id(value) in around:
-            continue
-        marks[key] = _Mark(value)
-    return own, marks
-
-
-def _read_entries(value: Any) -> Any:
-    """Return a copy of the entries of an object; a tensor is returned unchanged."""
-    return value if isinstance(value, torch.Tensor) else _copy_entries(read_entries(value))
-
-
-def _copy_entries(entries: Any) -> Any:
-    """Copy entries, including the dicts and lists among them and the tensors without a graph."""
-    return set(entries) if isinstance(entries, set) else pytree.tree_map_only(torch.Tensor, _copy_tensor, entries)
-
-
-def _copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    kept = tensor.requires_grad or tensor.is_meta or count_bytes(tensor) > _MAX_COPIED_BYTES
-    return tensor if kept else tensor.detach().clone()
-
-
-def _flatten(entries: Any) -> tuple[list[Any], Any, list[int]]:
-    """Return the leaves of entries, their tree structure, and the versions of the tensors among them."""
-    leaves, spec = pytree.tree_flatten(entries)
-    return leaves, spec, [tensor_version(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def _have_equal_entries(a: Any, b: Any) -> bool:
@@ -667,100 +536,6 @@ def join_values(left: Mapping[Place, Any], more: Mapping[Place, Any]) -> dict[Pl
         grown = isinstance(before, ListGrowth) and isinstance(value, ListGrowth)
         joined[place] = ListGrowth([*before.tail, *value.tail]) if grown else value  # type: ignore[union-attr]
     return joined
-
-
-def pack_message(out: Any, left: dict[Place, Any]) -> Any:
-    """Return the message of a stage.
-
-    A tensor that occurs twice is sent once, and the receiver gets one object in both places. Objects other than
-    containers of torch's pytrees are opened, so that their tensors have gradients on both sides.
-
-    Args:
-        out: the outputs of the last layer.
-        left: the values that layers have left.
-
-    Raises:
-        PipelineError: a tensor is distributed, has its own type or attributes, or an object can't be sent.
-    """
-    if isinstance(out, torch.Tensor) and not left:
-        check_sendable(out, "the last layer of a stage returns")
-        return out
-    opened = open_objects(out)
-    leaves, spec = pytree.tree_flatten(SentValues(opened, left))
-    seen: dict[Any, int] = {}
-    stored: dict[int, list[torch.Tensor]] = {}
-    changed = bool(left) or opened is not out
-    for at, leaf in enumerate(leaves):
-        check_sendable(leaf, "the last layer of a stage returns")
-        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or leaf.is_meta:
-            continue
-        if id(leaf) in seen:
-            leaves[at], changed = RepeatedTensor(seen[id(leaf)]), True
-            continue
-        seen[id(leaf)] = at
-        if leaf.numel():
-            others = stored.setdefault(leaf.untyped_storage().data_ptr(), [])
-            if any(_overlap(_geometry(leaf), _geometry(other)) for other in others):
-                leaves[at], changed = SharedStorage(leaf), True
-            others.append(leaf)
-    return pytree.tree_unflatten(leaves, spec) if changed else out
-
-
-def unpack_message(received: Any) -> tuple[Any, dict[Place, Any], list[torch.Tensor]]:
-    """Unpack the message of a stage.
-
-    Returns:
-        The inputs of the layers, the values that earlier layers have left, and all tensors of the message if some of
-        them shared memory with others on the sender.
-    """
-    if not isinstance(received, SentValues):
-        return received, {}, []
-    leaves, spec = pytree.tree_flatten(received, is_leaf=lambda node: isinstance(node, SharedStorage))
-    sharing = [leaf.tensor for leaf in leaves if isinstance(leaf, SharedStorage)]
-    leaves = [leaf.tensor if isinstance(leaf, SharedStorage) else leaf for leaf in leaves]
-    leaves = [leaves[leaf.leaf] if isinstance(leaf, RepeatedTensor) else leaf for leaf in leaves]
-    whole = pytree.tree_unflatten(leaves, spec)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] if sharing else []
-    return close_objects(whole.out), whole.left, tensors
-
-
-def _geometry(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
-
-
-@lru_cache
-def _overlap(a: Any, b: Any) -> bool:
-    """Return whether two tensors in the same memory have an element in common."""
-    ends = [offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) for shape, stride, offset in (a, b)]
-    if min(ends) < max(a[2], b[2]):
-        return False
-    elements = torch.zeros(max(ends) + 1, dtype=torch.bool)
-    elements.as_strided(*a).fill_(True)
-    return bool(elements.as_strided(*b).any())
-
-
-def check_unchanged(stage: int, tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
-    """Refuse layers that change a tensor in place, if in one process it shares memory with another tensor.
-
-    Args:
-        stage: the number of the stage.
-        tensors: the tensors of the message that the stage received.
-        versions: the versions of the tensors when they arrived.
-
-    Raises:
-        PipelineError: a tensor has changed.
-    """
-    for tensor, version in zip(tensors, versions, strict=True):
-        if tensor._version != version:
-            raise PipelineError(
-                f"a layer of stage {stage} changes a tensor of shape {tuple(tensor.shape)} in place. It shares memory "
-                "with another tensor that a layer of an earlier stage returns, as a view does. On one process both "
-                "would change, here one does. Work on a copy: x = x + 1 in place of x.add_(1), or return x.clone()"
-            )
-
-
-def _own(part: nn.Module) -> dict[str, Any]:
-    return {**{name: value for name, value in vars(part).items() if name not in LIGHTNING_ATTRIBUTES}, **part._buffers}
 
 
 def _is_computed(part: nn.Module, key: str) -> bool:

@@ -24,14 +24,8 @@ from lightning_pipes.engine.compute.stage import Body, Stage
 from lightning_pipes.engine.trees import tensors_in
 from lightning_pipes.ir import PipelineError, Plan, Span
 from lightning_pipes.trainer.cuts.layers.capture import ChangedInput, Interceptor, NoCallError, named_step
-from lightning_pipes.trainer.cuts.layers.left_values import (
-    LeftValues,
-    Place,
-    check_unchanged,
-    join_values,
-    pack_message,
-    unpack_message,
-)
+from lightning_pipes.trainer.cuts.layers.left_messages import Place, check_unchanged, pack_message, unpack_message
+from lightning_pipes.trainer.cuts.layers.left_values import LeftValues, join_values
 from lightning_pipes.trainer.cuts.steps import (
     EvaluationBatch,
     TrainingBatch,

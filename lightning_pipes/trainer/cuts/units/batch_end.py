@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from lightning_pipes.ir import PipelineError
+from lightning_pipes.trainer.cuts.units.layout import UnitLayout
 from lightning_pipes.trainer.cuts.units.lazy_step import Crossing
 from lightning_pipes.trainer.cuts.units.mode import Function
-from lightning_pipes.trainer.cuts.units.recording import UnitLayout
 from lightning_pipes.trainer.cuts.units.sequential_slices import SequentialSlices
 from lightning_pipes.trainer.cuts.units.trace import Done, Made, TemplateLeaf, Trace, map_leaves
 from lightning_pipes.trainer.cuts.units.traced_step import TracedStep

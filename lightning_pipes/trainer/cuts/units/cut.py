@@ -22,7 +22,7 @@ from lightning_pipes.engine.private_torch import unsaved_buffers
 from lightning_pipes.engine.residency.layer_state import LayerState
 from lightning_pipes.ir import PipelineError, PlanError
 from lightning_pipes.trainer.cuts.cut import ModuleCut
-from lightning_pipes.trainer.cuts.units.recording import UnitLayout
+from lightning_pipes.trainer.cuts.units.layout import UnitLayout
 from lightning_pipes.trainer.ranks.user_lines import user_line
 from lightning_pipes.trainer.user.remote_tensors import ParameterSlot
 

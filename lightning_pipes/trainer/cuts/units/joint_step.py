@@ -26,9 +26,11 @@ from torch.autograd.graph import get_gradient_edge
 
 from lightning_pipes.engine.private_torch import gradient_hooks, has_gradient_hooks
 from lightning_pipes.ir import PipelineError
+from lightning_pipes.trainer.cuts.units.differentiation import Differentiation
+from lightning_pipes.trainer.cuts.units.layout import UnitLayout
 from lightning_pipes.trainer.cuts.units.lazy_step import LazyStep
 from lightning_pipes.trainer.cuts.units.mode import Function
-from lightning_pipes.trainer.cuts.units.recording import GRAPH_FUNCTIONS, UnitLayout
+from lightning_pipes.trainer.cuts.units.recording import GRAPH_FUNCTIONS
 from lightning_pipes.trainer.cuts.units.trace import Done, Made, map_leaves, tensors_of, tensors_of_call
 from lightning_pipes.trainer.cuts.units.traced_step import refuse_unit
 from lightning_pipes.trainer.cuts.units.values import storage_of
@@ -76,83 +78,6 @@ class _Transfer:
     to: int
     edges: list[Any] = field(default_factory=list)
     leaves: list[torch.Tensor | None] = field(default_factory=list)
-
-
-@dataclass
-class _Differentiation:
-    """The arguments of a call of torch's `backward` or `grad`."""
-
-    roots: Sequence[torch.Tensor]
-    gradients: Sequence[torch.Tensor | None]
-    inputs: Sequence[torch.Tensor] | None
-    retain: bool
-    create: bool
-    returns: bool
-    may_be_unused: bool = False
-    fills_unused: bool = False
-
-    @classmethod
-    def from_call(cls, function: Function, args: Any, kwargs: Any) -> _Differentiation:
-        """Return the arguments of a call of one of `GRAPH_FUNCTIONS`."""
-        if function is torch.autograd.grad:
-            return cls._from_grad(*args, **kwargs)
-        if function is torch.Tensor.backward:
-            return cls._from_method(*args, **kwargs)
-        return cls._from_backward(*args, **kwargs)
-
-    @classmethod
-    def _from_grad(
-        cls,
-        outputs: Any,
-        inputs: Any,
-        grad_outputs: Any = None,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,
-        only_inputs: bool = True,
-        allow_unused: bool | None = None,
-        is_grads_batched: bool = False,
-        materialize_grads: bool = False,
-    ) -> _Differentiation:
-        if is_grads_batched:
-            raise PipelineError(
-                "torch.autograd.grad(is_grads_batched=True) does not work in stages. Call it once for each gradient"
-            )
-        return cls(
-            _listed(outputs),
-            _listed(grad_outputs, outputs),
-            _listed(inputs),
-            create_graph if retain_graph is None else retain_graph,
-            create_graph,
-            True,
-            bool(allow_unused) or materialize_grads,
-            materialize_grads,
-        )
-
-    @classmethod
-    def _from_method(
-        cls,
-        root: Any,
-        gradient: Any = None,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,
-        inputs: Any = None,
-    ) -> _Differentiation:
-        return cls._from_backward(root, gradient, retain_graph, create_graph, inputs=inputs)
-
-    @classmethod
-    def _from_backward(
-        cls,
-        tensors: Any,
-        grad_tensors: Any = None,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,
-        grad_variables: Any = None,
-        inputs: Any = None,
-    ) -> _Differentiation:
-        gradients = grad_variables if grad_tensors is None else grad_tensors
-        retain = create_graph if retain_graph is None else retain_graph
-        chosen = None if inputs is None else _listed(inputs)
-        return cls(_listed(tensors), _listed(gradients, tensors), chosen, retain, create_graph, False, True)
 
 
 class JointStep(LazyStep):
@@ -561,7 +486,7 @@ class JointStep(LazyStep):
     # ---- gradients
 
     def _differentiate(self, function: Function, args: Any, kwargs: Any) -> Any:
-        asked = _Differentiation.from_call(function, args, kwargs)
+        asked = Differentiation.from_call(function, args, kwargs)
         self._meet(f"reached {function.__name__}")
         roots = list(asked.roots)
         self.values.meet(t for t in (*roots, *(asked.inputs or ()), *tensors_of(asked.gradients)))
@@ -588,7 +513,7 @@ class JointStep(LazyStep):
         return None
 
     @contextmanager
-    def _defer_hooks(self, asked: _Differentiation) -> Iterator[list[tuple[torch.Tensor, list[Any]]]]:
+    def _defer_hooks(self, asked: Differentiation) -> Iterator[list[tuple[torch.Tensor, list[Any]]]]:
         """Collect the hooks of weights, so that they run once for the block.
 
         Yields:
@@ -628,7 +553,7 @@ class JointStep(LazyStep):
         return self._find_home(tensor) == self._stage
 
     def _go_back(
-        self, asked: _Differentiation, pending: list[tuple[Any, torch.Tensor | None]]
+        self, asked: Differentiation, pending: list[tuple[Any, torch.Tensor | None]]
     ) -> dict[int, torch.Tensor]:
         """Run backward on all stages.
 
@@ -654,7 +579,7 @@ class JointStep(LazyStep):
 
     def _run_backward(
         self,
-        asked: _Differentiation,
+        asked: Differentiation,
         pending: list[tuple[Any, torch.Tensor | None]],
         earlier: Sequence[_Transfer],
         sums: dict[int, torch.Tensor],
@@ -699,7 +624,7 @@ class JointStep(LazyStep):
             self._transfers.append(back)
         return arrived
 
-    def _agree_on_sums(self, asked: _Differentiation, found: Sequence[torch.Tensor | None]) -> list[Any]:
+    def _agree_on_sums(self, asked: Differentiation, found: Sequence[torch.Tensor | None]) -> list[Any]:
         """Return the requested gradients, as values of the stages that have them."""
         assert asked.inputs is not None
         described = [None if t is None else (tuple(t.shape), t.stride(), t.dtype, t.requires_grad) for t in found]
@@ -757,16 +682,6 @@ def _view_gradient(function: Function, tensor: torch.Tensor) -> torch.Tensor | N
     if found is None:
         return None
     return found.view_as(found) if found.requires_grad else found.detach()
-
-
-def _listed(tensors: Any, like: Any = None) -> Sequence[Any]:
-    """Return a list for an argument that is one tensor or several.
-
-    For None, return a list with None for each entry of `like`.
-    """
-    if tensors is None and like is not None:
-        return [None] * len(_listed(like))
-    return [tensors] if isinstance(tensors, torch.Tensor) or tensors is None else list(tensors)
 
 
 def _new_keys(done: Done) -> list[int]:

@@ -20,8 +20,9 @@ from lightning_pipes.engine.compute.sendable import check_sendable
 from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.engine.private_torch import set_versions
 from lightning_pipes.ir import PipelineError
+from lightning_pipes.trainer.cuts.units.layout import UnitLayout
 from lightning_pipes.trainer.cuts.units.mode import Function
-from lightning_pipes.trainer.cuts.units.recording import GRAPH_FUNCTIONS, UnitLayout
+from lightning_pipes.trainer.cuts.units.recording import GRAPH_FUNCTIONS
 from lightning_pipes.trainer.cuts.units.trace import Done, Trace, tensors_of_call
 from lightning_pipes.trainer.cuts.units.traced_step import (
     TracedStep,

@@ -23,8 +23,8 @@ from lightning_pipes.trainer.cuts.steps import EvaluationBatch, StepResult, User
 from lightning_pipes.trainer.cuts.units.batch_end import BatchEnd, DeferredLoss
 from lightning_pipes.trainer.cuts.units.cut import UnitCut
 from lightning_pipes.trainer.cuts.units.joint_step import JointStep
+from lightning_pipes.trainer.cuts.units.layout import UnitLayout
 from lightning_pipes.trainer.cuts.units.lazy_step import Crossing, EarlierStageError, LazyStep, explain_change
-from lightning_pipes.trainer.cuts.units.recording import UnitLayout
 from lightning_pipes.trainer.cuts.units.rows import CrossingRows
 from lightning_pipes.trainer.cuts.units.trace import Trace
 from lightning_pipes.trainer.cuts.units.whole_step import StreamUnits

@@ -9,7 +9,8 @@ from torch import nn
 
 from lightning_pipes.ir import PlanError
 from lightning_pipes.trainer.cuts.piece import Piece
-from lightning_pipes.trainer.cuts.units.recording import StepRecord, UnitLayout
+from lightning_pipes.trainer.cuts.units.layout import UnitLayout
+from lightning_pipes.trainer.cuts.units.recording import StepRecord
 
 _MAX_WEIGHT_DISTANCE = 0.1
 """The largest distance of a border from its ideal place, as a share of a stage's weights."""

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from lightning_pipes.engine.compute.rng import AFTER_LAYERS, BEFORE_LAYERS
+from lightning_pipes.trainer.cuts.units.layout import UnitLayout
 from lightning_pipes.trainer.cuts.units.mode import Function
-from lightning_pipes.trainer.cuts.units.recording import UnitLayout
 from lightning_pipes.trainer.cuts.units.sequential_slices import SequentialSlices
 from lightning_pipes.trainer.cuts.units.trace import tensors_of_call
 from lightning_pipes.trainer.cuts.units.traced_step import TracedStep

@@ -22,8 +22,9 @@ from lightning_pipes.engine.compute.rng import AFTER_LAYERS, BEFORE_LAYERS
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.cuts.units.borders import Borders, find_slices, match_starts, merge_units
 from lightning_pipes.trainer.cuts.units.fake_run import FakeRun
+from lightning_pipes.trainer.cuts.units.layout import UnitLayout
 from lightning_pipes.trainer.cuts.units.lazy_step import LazyStep
-from lightning_pipes.trainer.cuts.units.recording import StepRecord, UnitLayout, record_step
+from lightning_pipes.trainer.cuts.units.recording import StepRecord, record_step
 from lightning_pipes.trainer.cuts.units.sequential_slices import SequentialSlices
 from lightning_pipes.trainer.cuts.units.timing import SavedByUnits, measure_units
 from lightning_pipes.trainer.cuts.units.trace import map_leaves, tensors_of
