@@ -38,7 +38,7 @@ In measurements, other batch sizes changed losses by 2e-6 of their value.
 _WEIGHT_TOLERANCE = 1e-12
 """The difference that is allowed between equal weights."""
 _COMPARED_GRADIENTS = 2**16
-"""The largest number of gradients with which candidates are compared, unless a single weight has more."""
+"""The largest number of entries of the gradients of weights with which candidates are compared."""
 
 Sums = Callable[[torch.Tensor], Callable[[], None]]
 
@@ -517,6 +517,14 @@ def last_trained(weights: Iterable[torch.nn.Parameter]) -> list[torch.nn.Paramet
         if not found or sum(p.numel() for p in found) + weight.numel() <= _COMPARED_GRADIENTS:
             found.append(weight)
     return found
+
+
+def first_entries(gradients: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return copies of the first entries of gradients of weights, which are enough for a comparison of candidates.
+
+    The gradient of the head of a language model would need as much memory as the head, several times.
+    """
+    return [gradient.flatten()[:_COMPARED_GRADIENTS].clone() for gradient in gradients]
 
 
 def compare_losses(

@@ -45,7 +45,7 @@ from lightning_pipes.trainer.plan.layer_profiler import (
 from lightning_pipes.trainer.plan.request import RunRequest
 from lightning_pipes.trainer.plan.settings import BATCH
 from lightning_pipes.trainer.results.logs import recorded
-from lightning_pipes.trainer.results.loss_weights import compare_losses, last_trained
+from lightning_pipes.trainer.results.loss_weights import compare_losses, first_entries, last_trained
 from lightning_pipes.trainer.setup.module_setup import SetupContext
 from lightning_pipes.trainer.user.unchanged import keep_unchanged
 from lightning_pipes.trainer.weights.deferred import has_meta
@@ -224,9 +224,9 @@ class UnitRecorder:
         trained = [] if has_hooks else last_trained(module.parameters())
 
         def compute_gradients(part: Any) -> Sequence[torch.Tensor]:
-            def run() -> tuple[torch.Tensor, ...]:
+            def run() -> list[torch.Tensor]:
                 loss, _ = loss_of(step(copy_batch(part), *arguments))
-                return torch.autograd.grad(loss, trained, materialize_grads=True)
+                return first_entries(torch.autograd.grad(loss, trained, materialize_grads=True))
 
             return self.run_without_trace(False, run)
 

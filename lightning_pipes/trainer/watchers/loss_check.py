@@ -44,6 +44,7 @@ from lightning_pipes.trainer.results.loss_weights import (
     WeightAmounts,
     candidates_differ,
     find_candidates,
+    first_entries,
     last_trained,
     most_different_pair,
     select_by_gradients,
@@ -281,7 +282,8 @@ class LossCheck(Watcher):
             if drew:
                 raise _NotComparableError("training_step draws random numbers around the layers")
             wanted = [*leaves, *self._weights_around_layers()]
-            return [*torch.autograd.grad(loss, wanted, materialize_grads=True)]
+            found = torch.autograd.grad(loss, wanted, materialize_grads=True)
+            return [*found[: len(leaves)], *first_entries(found[len(leaves) :])]
 
     def compare_losses(self, stage: Stage, item: Item) -> None:
         """Warn if the loss of the whole batch differs from the weighted losses of its micro-batches.

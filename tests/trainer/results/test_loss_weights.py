@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.ir import Span
 from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer.results import loss_weights
 from lightning_pipes.trainer.results.loss_weights import candidates_differ, find_candidates
 from tests.trainer.lit import differences, plain_values, quiet
 from tests.trainers import make_trainer
@@ -362,6 +363,24 @@ def test_replicas_are_one_batch():
     plain = replicated(0, False)
     for found in run_ranks(replicated, 4, True, timeout=180):
         assert differences(found, plain) == []
+
+
+def fitted_with_few_entries(rank: int) -> list[dict[str, Any]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss_weights, "_COMPARED_GRADIENTS", 8)
+        assert [g.numel() for g in loss_weights.first_entries([torch.ones(4, 4), torch.ones(3)])] == [8, 3]
+        return [
+            fitted(kind, LENGTHS, settings, strategy=True, ranks=2)
+            for kind, settings in ((LitZeroHeadOutside, {}), (LitZeroHeadShifted, {"module": ""}))
+        ]
+
+
+def test_a_few_entries_of_the_gradients_of_a_large_head_decide():
+    plain = [fitted(kind, LENGTHS, {}, strategy=False, ranks=1) for kind in (LitZeroHeadOutside, LitZeroHeadShifted)]
+    for by_rank in run_ranks(fitted_with_few_entries, 2, timeout=120):
+        for found, expected in zip(by_rank, plain, strict=True):
+            assert differences(found["weights"], expected["weights"]) == []
+            assert found["said"] == []
 
 
 def gradients_of_hooks(rank: int, module: str | None) -> list[Any]:
