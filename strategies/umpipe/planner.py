@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from lightning_pipes.cost import Cluster, CostModel, Deployment, Device
+from lightning_pipes.cost import Cluster, CostModel, Deployment, Device, ModelProfile
 from lightning_pipes.cost.units import bytes_text, seconds_text
 from lightning_pipes.ir import Cut, Kind, Plan, PlanError, Policy, Program, Schedule, Span
 from lightning_pipes.planning.fit import Fit, evaluate_plan, fit_layers, improve_cuts
+from lightning_pipes.planning.partition import even_partition
 from lightning_pipes.planning.planner import EvenPlanner, Planner, Problem
 from lightning_pipes.sim import makespan
 from lightning_pipes.strategies.interleaved import Interleaved
@@ -198,23 +199,42 @@ class UnequalPlanner(Planner):
         """
         assert problem.profile is not None
         profile, deployment = problem.profile, _deployment(problem)
-        fits = []
-        for size in sizes_of(problem.rows, problem.microbatches, "powers", problem.least):
-            spans = spans_of_size(problem.rows, size, problem.least)
-            same = replace(even, jobs=(Cut(problem.rows, (spans,) * even.n_stages),))
-            with suppress(PlanError):  # this cut does not fit into memory; if none does, the even cut below raises
-                fits.append(fit_layers(profile, problem.schedule, same, deployment, trials=MAX_TRIED_PARTITIONS))
-        fits = sorted(fits, key=lambda fit: fit.seconds) or [fit_layers(profile, problem.schedule, even, deployment)]
+        limited = deployment if self.memory_limit is None else _with_limit(deployment, self.memory_limit)
+        sizes = sizes_of(problem.rows, problem.microbatches, "powers", problem.least)
+        starts: list[tuple[Span, ...]] = []
+        for place in [limited] if limited == deployment else [limited, deployment]:
+            fits = []
+            for size in sizes:
+                spans = spans_of_size(problem.rows, size, problem.least)
+                same = replace(even, jobs=(Cut(problem.rows, (spans,) * even.n_stages),))
+                with suppress(PlanError):  # this cut does not fit into memory
+                    fits.append(fit_layers(profile, problem.schedule, same, place, trials=MAX_TRIED_PARTITIONS))
+            fits.sort(key=lambda fit: fit.seconds)
+            starts += list(dict.fromkeys(fit.plan.layers for fit in fits))[:N_START_PARTITIONS]
+        if self.memory_limit is not None:
+            starts.append(_balance_bytes(profile, even.n_stages, sizes[0]))
+        if not starts:
+            starts = [fit_layers(profile, problem.schedule, even, deployment).plan.layers]  # mostly raises an error
 
         def best_of(every: Iterable[tuple[Span, ...]]) -> Fit:
-            plans = [self._cut(replace(even, layers=layers), problem) for layers in every]
-            return min(
-                (evaluate_plan(profile, _order(problem, x), x, deployment) for x in plans), key=lambda fit: fit.seconds
-            )
+            found, failure = [], PlanError("no partition was tried")
+            for layers in every:
+                try:
+                    plan = self._cut(replace(even, layers=layers), problem)
+                except PlanError as error:  # not even the smallest chunks fit into memory_limit on some stage
+                    failure = error
+                else:
+                    found.append(evaluate_plan(profile, _order(problem, plan), plan, deployment))
+            if not found:
+                raise failure
+            return min(found, key=lambda fit: fit.seconds)
 
-        best = best_of(list(dict.fromkeys(fit.plan.layers for fit in fits))[:N_START_PARTITIONS])
+        best = best_of(dict.fromkeys(starts))
         for _ in range(MAX_ALTERNATIONS):
-            other = best_of([improve_cuts(profile, best, deployment).plan.layers])
+            try:
+                other = best_of([improve_cuts(profile, best, limited).plan.layers])
+            except PlanError:
+                break
             if other.seconds >= best.seconds:
                 break
             best = other
@@ -402,6 +422,20 @@ def choices_of(
 
 def _deployment(problem: Problem) -> Deployment:
     return problem.deployment or Deployment(Cluster((Device(),) * problem.ranks))
+
+
+def _balance_bytes(profile: ModelProfile, stages: int, rows: int) -> tuple[Span, ...]:
+    """Return the partition whose largest stage needs the least memory with a single micro-batch of `rows` samples."""
+    costs = profile.stage_costs([Span(i, i + 1) for i in range(len(profile.layers))])
+    columns = zip(costs.weight_bytes, costs.state_bytes, costs.activation_bytes, strict=True)
+    return even_partition([weights + states + rows * saved for weights, states, saved in columns], stages)
+
+
+def _with_limit(deployment: Deployment, limit: int) -> Deployment:
+    """Return the deployment with at most `limit` bytes of memory on each device."""
+    pipeline = deployment.pipeline
+    devices = tuple(replace(each, memory=min(limit, each.memory or limit)) for each in pipeline.devices)
+    return replace(deployment, pipeline=replace(pipeline, devices=devices))
 
 
 def _order(problem: Problem, plan: Plan) -> Program | Policy:

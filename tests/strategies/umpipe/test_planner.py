@@ -236,6 +236,22 @@ def test_memory_limits_what_stages_hold() -> None:
     assert seconds(tight, plan) > seconds(free, solve_plan(free))
 
 
+def test_layers_are_cut_within_the_memory_limit() -> None:
+    """Check that a limit moves layers if the partition with equal times does not fit into it.
+
+    The last of eight layers takes as long as the others together. Each layer has 2 MiB of weights and states, so that
+    seven layers exceed 16 MiB with a micro-batch of one sample, and four do not.
+    """
+    light, heavy = ((0.0, each) for each in (1e-3, 7e-3))
+    layers = [replace(layer(*each), weight_bytes=2**20, optimizer_bytes=2**20) for each in (*[light] * 7, heavy)]
+    for limit, least in ((None, 7), ("16MiB", 4)):
+        schedule = UM1F1B(memory_limit=limit)
+        asked = Problem(schedule, 2, ROWS, profile=ModelProfile(tuple(layers)))
+        stages = [span.rows for span in solve_plan(asked).layers]
+        assert stages[0] >= least, (limit, stages)
+        assert limit is None or max(stages) < 7
+
+
 def test_mistakes() -> None:
     with pytest.raises(InputError, match="every number in forward must be at least 1"):
         UMPipe((2, 0))
