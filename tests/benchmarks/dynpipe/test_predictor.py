@@ -6,39 +6,16 @@ import numpy as np
 import pytest
 
 from benchmarks.papers.dynpipe.predictor import MODELS, Constant, Linear, Scaled, Trees, random_parts
-from lightning_pipes.planning.replanning import NO_NEIGHBOR, HostedStage
+from lightning_pipes.planning.replanning import NO_NEIGHBOR
 from lightning_pipes.strategies.dynpipe.interference.dataset import Dataset, cross_validated
 from lightning_pipes.strategies.dynpipe.interference.features import (
     FEATURE_NAMES,
     FORMULA_COLUMN,
-    RUN_SHARE_METRIC,
-    WAIT_SHARE_METRIC,
     feature_table,
     predict_by_formula,
 )
 from lightning_pipes.strategies.dynpipe.interference.predictor import CorrectedFormula, Formula
-
-BUSY = "host.machine_busy_share"
-
-
-def hosting(forward: float = 0.002, weights: float = 1e6) -> HostedStage:
-    return HostedStage(1, 8, forward, 2 * forward, weights, 2 * weights, 1e5, 1e4)
-
-
-def device(run: float = 0.5, wait: float = 0.5, busy: float = 0.5) -> dict[str, float]:
-    return {RUN_SHARE_METRIC: run, WAIT_SHARE_METRIC: wait, BUSY: busy}
-
-
-def data(rows: int = 400, seed: int = 0):
-    """Return data in which a busy machine slows down stages with large weights, in addition to waiting."""
-    random = np.random.default_rng(seed)
-    pairs, ratios = [], []
-    for _ in range(rows):
-        run, wait, busy = random.uniform(0.2, 1), random.uniform(0, 1), random.uniform(0, 1)
-        stage = hosting(random.uniform(0.001, 0.004), random.choice([1e5, 1e8]))
-        pairs.append((device(run, wait, busy), stage))
-        ratios.append((run + wait) / run * (1 + busy * (stage.weights > 1e7)))
-    return pairs, np.array(ratios)
+from tests.strategies.dynpipe.interference.windows import BUSY, data, device, hosting
 
 
 def test_trained_predictors_beat_others_and_the_formula_needs_no_data():

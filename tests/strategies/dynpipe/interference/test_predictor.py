@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from itertools import combinations, pairwise
 
-import numpy as np
 import pytest
 
 from lightning_pipes.ir import InputError
@@ -20,28 +19,7 @@ from lightning_pipes.strategies.dynpipe.interference.features import (
 )
 from lightning_pipes.strategies.dynpipe.interference.predictor import CorrectedFormula
 from tests.cases import count_calls
-
-BUSY = "host.machine_busy_share"
-
-
-def hosting(forward: float = 0.002, weights: float = 1e6) -> HostedStage:
-    return HostedStage(1, 8, forward, 2 * forward, weights, 2 * weights, 1e5, 1e4)
-
-
-def device(run: float = 0.5, wait: float = 0.5, busy: float = 0.5) -> dict[str, float]:
-    return {RUN_SHARE_METRIC: run, WAIT_SHARE_METRIC: wait, BUSY: busy}
-
-
-def data(rows: int = 400, seed: int = 0):
-    """Return data in which a busy machine slows down stages with large weights, in addition to waiting."""
-    random = np.random.default_rng(seed)
-    pairs, ratios = [], []
-    for _ in range(rows):
-        run, wait, busy = random.uniform(0.2, 1), random.uniform(0, 1), random.uniform(0, 1)
-        stage = hosting(random.uniform(0.001, 0.004), random.choice([1e5, 1e8]))
-        pairs.append((device(run, wait, busy), stage))
-        ratios.append((run + wait) / run * (1 + busy * (stage.weights > 1e7)))
-    return pairs, np.array(ratios)
+from tests.strategies.dynpipe.interference.windows import data, device, hosting
 
 
 @pytest.fixture(scope="module")
