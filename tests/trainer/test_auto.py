@@ -239,7 +239,7 @@ def test_the_cut_moves_to_the_slow_layer() -> None:
     assert cuts("parameters") == [EVEN_CUT] == cuts("tiny") == cuts("little to gain")
     assert cuts("slow first") == [1]
     assert cuts("slow last") == [8]
-    assert "instead of" in decided("slow first").why
+    assert "for the cut by parameters" in decided("slow first").why
 
 
 def test_a_slower_device_gets_fewer_layers() -> None:
