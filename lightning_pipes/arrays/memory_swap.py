@@ -431,6 +431,6 @@ def choose_size(rooms: Sequence[int], stages: int) -> int:
     size = min(fits, useful)
     rank_zero_info(
         f"JobArray runs {size} siblings at a time: {useful} keep {stages} stages busy, and the host of rank "
-        f"{rooms.index(fits)} has room for the states of {fits}. Other siblings begin when these end"
+        f"{rooms.index(fits)} has room for the states of {fits}. The other siblings start when these have finished"
     )
     return size

@@ -132,8 +132,9 @@ def warn_about_module(module: pl.LightningModule, full: Layers | None) -> None:
     copies = [] if full is None else _copies(module, full)
     if copies:
         rank_zero_warn(
-            f"{_listed(copies)}: a module like the pipelined one. A hook that averages one into the other, as "
-            "for a teacher, is refused, because each process has the weights of its own stages alone"
+            f"{_listed(copies)} has the same layers as the container that is cut into stages. A hook that averages "
+            "the weights of one into the other, such as for a teacher, is refused, because each process has only the "
+            "weights of its own stages"
         )
     trained = list(_names_under_adapters(module))
     if trained:
@@ -179,12 +180,12 @@ def warn_about_small_batch(rows: int, stages: int, pieces: int, asked: int) -> N
     """
     if pieces < asked:
         rank_zero_info(
-            f"A batch of {rows} sample{'s' * (rows > 1)} is cut into {pieces} micro-batch{'es' * (pieces > 1)}, "
-            f"fewer than {asked}"
+            f"A batch of {rows} sample{'s' * (rows > 1)} is cut into {pieces} micro-batch{'es' * (pieces > 1)} "
+            f"instead of {asked}"
         )
     if rows < stages and asked > 1:
         rank_zero_warn(
-            f"a batch of {rows} sample{'s' * (rows > 1)} can't keep {stages} stages busy; use a batch_size of several "
+            f"a batch of {rows} sample{'s' * (rows > 1)} can't keep {stages} stages busy. Set batch_size to several "
             "samples for each stage"
         )
 

@@ -490,7 +490,7 @@ def test_a_copy_of_the_layers_warns():
         warnings.simplefilter("error")
         warn_about_module(module, module.model)
     module.teacher = copy.deepcopy(module.model)
-    with pytest.warns(UserWarning, match="teacher: a module like the pipelined one"):
+    with pytest.warns(UserWarning, match="teacher has the same layers as the container"):
         warn_about_module(module, module.model)
 
 
@@ -558,9 +558,9 @@ def test_batches_too_small_for_the_stages_warn(recwarn, monkeypatch):
     with pytest.warns(UserWarning, match="a batch of 3 samples can't keep 4 stages busy"):
         warn_about_small_batch(3, stages=4, pieces=3, asked=3)
     warn_about_small_batch(4, stages=4, pieces=4, asked=8)
-    assert notes.pop() == "A batch of 4 samples is cut into 4 micro-batches, fewer than 8"
+    assert notes.pop() == "A batch of 4 samples is cut into 4 micro-batches instead of 8"
     warn_about_small_batch(1, stages=1, pieces=1, asked=8)
-    assert notes == ["A batch of 1 sample is cut into 1 micro-batch, fewer than 8"]
+    assert notes == ["A batch of 1 sample is cut into 1 micro-batch instead of 8"]
 
 
 class Pair(torch.Tensor):

@@ -588,7 +588,8 @@ class Stage:
             self._warned_not_splittable = True
             warnings.warn(
                 f"stage {self.number} computes its weight gradients together with its input gradients, because of "
-                f"{why}; there a schedule that splits backward gains nothing over one that does not, such as '1f1b'",
+                f"{why}. On this stage, a schedule that splits the backward is not faster than one that does not, such "
+                "as '1f1b'",
                 stacklevel=2,
             )
 

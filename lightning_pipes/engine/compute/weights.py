@@ -357,9 +357,9 @@ class BuffersBefore:
         lost = sorted(name for name in changed - copies.keys() if now[name][0]._version != now[name][1])
         if lost:
             warnings.warn(
-                f"layer {number} changes its buffer {lost[0]!r} in place for the first time after the first batch; its "
-                "forward runs again for the gradients and reads the new value, in this batch only. "
-                "recompute=False does without a second forward",
+                f"layer {number} changes its buffer {lost[0]!r} in place for the first time after the first batch. In "
+                "this batch, the recomputed forward reads the new value, so its gradients may differ from one process. "
+                "Later batches are not affected. Set recompute=False to avoid the second forward",
                 stacklevel=2,
             )
         self._changing[number] = (known or set()) | changed

@@ -81,10 +81,10 @@ class Overlap:
         speed = speed_behind(plan, stage)
         if speed < 1:
             rank_zero_warn(
-                f"every batch steps layer {name!r} on stage {stage}, so each waits there for the one before. Training "
-                f"has about {speed:.0%} of the speed of batches that overlap. Use more micro-batches, or let batches "
-                "not step the layer or read it late, which changes the result (in a Supernet shared='frozen', "
-                "'per_choice' or 'delayed')"
+                f"every batch steps layer {name!r} on stage {stage}, so each batch waits there for the previous "
+                f"batch. Training is about {speed:.0%} as fast as with batches that overlap freely. Use more "
+                "micro-batches, or a Supernet with shared='frozen', 'per_choice' or 'delayed', which "
+                "changes the results"
             )
 
 

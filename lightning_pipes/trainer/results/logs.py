@@ -436,9 +436,10 @@ class GradientLogs:
             if doubtful and not self._warned:
                 self._warned = True
                 rank_zero_warn(
-                    f"{type(owner).__name__}.{name} logs {doubtful[0]!r}, which is another value on every stage: each "
-                    "sees the gradients of its own layers; the last stage's is kept. For norms over the whole module "
-                    "log all that lightning.pytorch.utilities.grad_norm returns: self.log_dict(grad_norm(self, 2))"
+                    f"{type(owner).__name__}.{name} logs {doubtful[0]!r}, whose value differs between stages, "
+                    "because each stage has only the gradients of its own layers. The value of the last stage is "
+                    "logged. To log norms over the whole module, pass the whole result of lightning.pytorch.utilities.grad_norm: "
+                    "self.log_dict(grad_norm(self, 2))"
                 )
             self._replay.replay_calls(merged)
 

@@ -219,7 +219,7 @@ class LayoutChoice:
             self.profile = self._make_profile(borders, parts, costs, layout)
         elif self._request.chooses:
             rank_zero_info(
-                f"schedule='auto' takes {self._request.schedule.name!r}, because the times of units of "
+                f"schedule='auto' selected {self._request.schedule.name!r}, because the times of units of "
                 f"{type(self._module).__name__} are unknown"
             )
         elif self._moves_parts:
@@ -319,8 +319,8 @@ class LayoutChoice:
             starts = groups.choose_borders(stages)
         shares = [groups.share(a, b) for a, b in zip(starts, (*starts[1:], None), strict=True)]
         rank_zero_info(
-            f"{type(self._module).__name__} optimizes manually: each batch is one micro-batch, stages take turns, and "
-            f"have {', '.join(f'{share:.0%}' for share in shares)} of the weights"
+            f"{type(self._module).__name__} optimizes manually, so each batch is one micro-batch and the stages take "
+            f"turns. They have {', '.join(f'{share:.0%}' for share in shares)} of the weights"
         )
         self.pieces = groups.list_pieces(starts)
         merged, *_ = self._recorder.merge(record, groups.list_turns(starts))

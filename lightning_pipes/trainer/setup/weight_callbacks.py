@@ -215,8 +215,9 @@ def restore_averages(found: Iterable[pl.Callback], module: pl.LightningModule) -
         else:
             private.drop_average(callback)
             rank_zero_warn(
-                f"{type(callback).__name__}: training ended before its average went into the module, and ranks have "
-                "the average of their own layers only, so it is dropped; checkpoints from before have it"
+                f"{type(callback).__name__}: training ended before the averaged weights were copied into the module. "
+                "They are discarded, because each rank has only the averages of its own layers. Checkpoints that were "
+                "saved before contain them"
             )
 
 

@@ -241,9 +241,9 @@ class DeferredWeights:
                     group.remove(part)
                 where = f"{type(module).__name__}.{paths[id(part)]}".rstrip(".")
                 rank_zero_warn(
-                    f"{where} initializes weights of several layers, which are on meta and on several ranks. So they "
-                    "start as their own modules have it. Initialize each in a module of its layer, or cut by units: "
-                    'PipelineStrategy(module="")'
+                    f"{where} initializes weights of several layers, which are on meta and on several ranks. "
+                    "Therefore, only the modules that own these weights initialize them. Initialize each weight in a "
+                    'module of its own layer, or cut the module by units with PipelineStrategy(module="")'
                 )
 
     def _warn_of_lost(self, module: nn.Module, names: Sequence[str]) -> None:
@@ -252,9 +252,9 @@ class DeferredWeights:
         lost = [name for name in names if not self._is_in_files((parameters | buffers)[name])]
         if lost:
             rank_zero_warn(
-                f"{type(module).__name__} sets {list_names(lost)} when it is made, besides "
-                "reset_parameters(). They are on meta, so that is lost, and they start by reset_parameters() alone. "
-                "Set them in reset_parameters() of their module or of one around it, or load a checkpoint"
+                f"{type(module).__name__} sets {list_names(lost)} outside of reset_parameters() when it is created. "
+                "These values are lost, because the tensors are on meta and only reset_parameters() initializes them. "
+                "Set them in reset_parameters() of their module or of a module that contains it, or load a checkpoint"
             )
 
     def _find_tied(self) -> Iterator[_Tied]:

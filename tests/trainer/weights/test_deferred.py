@@ -320,7 +320,9 @@ class Scaled(nn.Module):
 
 
 def test_values_that_are_set_when_a_module_is_made_on_meta_are_warned_of():
-    with pytest.warns(UserWarning, match=r"sets model.1.last.weight when it is made, besides reset_parameters\(\)"):
+    with pytest.warns(
+        UserWarning, match=r"sets model.1.last.weight outside of reset_parameters\(\) when it is created"
+    ):
         defer(on_meta(lambda: nn.Linear(2, 2), Scaled))
     with pytest.warns(UserWarning, match="Whole initializes weights of several layers"):
         defer(Whole())

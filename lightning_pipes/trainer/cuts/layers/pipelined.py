@@ -145,7 +145,9 @@ def log_choice(module: pl.LightningModule, path: str) -> None:
     """Log the path of the selected container if there are other containers, or if it is nested in another module."""
     if "." in path or len(list_containers(module)) > 1:
         why = ", which the model's pp_plan names" if path in _plan_keys(module) else ""
-        rank_zero_info(f"The pipeline is cut from self.{path}{why}; PipelineStrategy(module=...) names another")
+        rank_zero_info(
+            f"The pipeline is cut from self.{path}{why}. Set PipelineStrategy(module=...) to cut another container"
+        )
 
 
 def _plan_keys(module: nn.Module, inside: str | None = None) -> set[str]:

@@ -353,8 +353,8 @@ class TestFindPipelined:
         assert find_pipelined(module, None) == "net.encoder"
         log_choice(module, "net.encoder")
         assert said == [
-            "The pipeline is cut from self.net.encoder, which the model's pp_plan names; PipelineStrategy(module=...) "
-            "names another"
+            "The pipeline is cut from self.net.encoder, which the model's pp_plan names. Set "
+            "PipelineStrategy(module=...) to cut another container"
         ]
         module.net.pp_plan["decoder"] = ([], [])
         assert find_pipelined(module, None) == "net.decoder"
