@@ -438,8 +438,8 @@ class GradientLogs:
                 rank_zero_warn(
                     f"{type(owner).__name__}.{name} logs {doubtful[0]!r}, whose value differs between stages, "
                     "because each stage has only the gradients of its own layers. The value of the last stage is "
-                    "logged. To log norms over the whole module, pass the whole result of lightning.pytorch.utilities.grad_norm: "
-                    "self.log_dict(grad_norm(self, 2))"
+                    "logged. To log norms over the whole module, pass the whole result of "
+                    "lightning.pytorch.utilities.grad_norm: self.log_dict(grad_norm(self, 2))"
                 )
             self._replay.replay_calls(merged)
 
