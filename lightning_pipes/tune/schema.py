@@ -107,7 +107,7 @@ class PipelineSettings:
     """The arguments of PipelineStrategy without the schedule, in the same order and with the same defaults."""
 
     microbatches: int | None = None
-    microbatches_by: str = "samples"  # or tokens, which sorts sequences by length
+    microbatches_by: str = "samples"  # or tokens, which sorts sequences by length, or auto
     module: str | None = None
     partition: Any = "auto"  # or parameters, or a list of the first layers of the stages 1, 2, ...
     recompute: Any = False  # or auto: as memory requires, or late: after the gradient has arrived, or a list of stages

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
@@ -17,6 +18,8 @@ import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
+
+from lightning_pipes.engine.compute.rng import seed_all
 
 _LOADING_TIMEOUT = 60.0
 """The seconds within which a few samples must be loaded."""
@@ -179,18 +182,51 @@ def load_batch(loader: Any, most: int, streams: bool = False) -> Any:
     return example_batch(loader, min(most, batch_rows(loader, streams)))
 
 
+def first_batch(loader: Any, device: torch.device) -> Any:
+    """Return a batch that a copy of the sampler composes, or the batch of `load_batch` if this is not possible.
+
+    The random numbers of the sampler are drawn after fixed seeds, so that every run gets the same batch from the same
+    data. Call this function in `forked_rng`.
+
+    Args:
+        loader: the data of the run.
+        device: the device whose generator is seeded, too.
+
+    Raises:
+        NoSampleError: no batch is available.
+    """
+    data = loader_of_batches(loader)
+    if (
+        isinstance(data, DataLoader)
+        and data.batch_sampler is not None
+        and not isinstance(data.dataset, IterableDataset)
+    ):
+        seed_all(0, device, everything=True)
+        with suppress(Exception):  # the user's sampler can't be copied, or has no batch
+            sampler = copy.deepcopy(data.batch_sampler, {id(data.dataset): data.dataset})
+            numbers = [*next(iter(sampler))]
+            return _load(data, len(numbers), numbers)
+    return load_batch(data, sys.maxsize, streams=True)
+
+
 def is_of_batches(loader: Any) -> bool:
     """Return whether the items of a loader's dataset are whole batches."""
     return isinstance(loader, DataLoader) and loader.batch_size is None and loader.batch_sampler is None
 
 
-def _load(loader: DataLoader[Any], rows: int | None) -> Any:
-    """Return the first batch of `rows` samples that is not None, or the first item if `rows` is None."""
+def _load(loader: DataLoader[Any], rows: int | None, numbers: Sequence[int] = ()) -> Any:
+    """Return the first batch of `rows` samples that is not None, or the first item if `rows` is None.
+
+    Args:
+        loader: loads and collates the samples.
+        rows: the number of samples.
+        numbers: the numbers of the samples in the dataset; by default, the first ones.
+    """
     forks = "fork" in multiprocessing.get_all_start_methods()
     for tried in (1, _MAX_LOADED_BATCHES):
         data: Any = loader.dataset
         if not isinstance(data, IterableDataset):
-            data = Subset(data, range(min(tried * (rows or 1), len(data))))
+            data = Subset(data, numbers or range(min(tried * (rows or 1), len(data))))
         once = DataLoader(
             data,
             batch_size=rows,

@@ -22,11 +22,15 @@ from lightning_pipes.ir.instruction import even_spans
 from lightning_pipes.trainer.data.batches import Path, find_block_masks, make_cutter, reorder_samples, sample_tensors
 from lightning_pipes.trainer.data.length_cost import TOKENS_COST, LengthCost, divide_lengths
 
-MicrobatchesBy = Literal["samples", "tokens"]
+MicrobatchesBy = Literal["samples", "tokens", "auto"]
 SAMPLES: MicrobatchesBy = "samples"
 TOKENS: MicrobatchesBy = "tokens"
 IGNORED_LABEL = -100
 """The label of entries that do not count, as in `torch.nn.functional.cross_entropy`."""
+MIN_PADDING = 0.15
+"""The share of padding in the tokens from which sorted sequences are worthwhile."""
+MIN_FEWER_TOKENS = 0.05
+"""The share of the tokens that sorted sequences must save."""
 _MASK_NAME, _IDS_NAME = "attention_mask", "input_ids"
 _ALIGNED_NAMES = (_IDS_NAME, "token_type_ids", "position_ids")
 """The names of tensors of Hugging Face models that have an entry for each token. Their padding may have any values."""
@@ -94,7 +98,7 @@ class TokenCut:
     def describe_crop(self, span: Span) -> str:
         """Return a text about the crop of a micro-batch, for errors of the user's code."""
         return (
-            f"microbatches_by='tokens' has cropped the sequences of this micro-batch from {self.width} to "
+            f"The argument microbatches_by has cropped the sequences of this micro-batch from {self.width} to "
             f"{self.widths.get(span, self.width)} tokens, in {', '.join(sorted(self.names))}. If the code needs "
             "sequences of one length, or if one of these tensors has another meaning, leave microbatches_by out"
         )
@@ -183,6 +187,11 @@ class TokenCounts(NamedTuple):
         """The shares of padding, without and with sorted sequences."""
         return (1 - self.own / self.padded, 1 - self.own / self.cropped) if self.own else (0.0, 0.0)
 
+    @property
+    def is_worth_sorting(self) -> bool:
+        """Whether there is much padding, and sorted sequences save enough of it."""
+        return self.shares[0] >= MIN_PADDING and self.cropped <= (1 - MIN_FEWER_TOKENS) * self.padded
+
 
 class TokenCutter:
     """Sorts the sequences of the batches of a run into micro-batches of equal cost.
@@ -191,12 +200,14 @@ class TokenCutter:
         stages: the number of stages of the pipeline.
         least: the smallest number of sequences in a micro-batch, unless a batch has too few.
         cost: the cost of a sequence by its length.
+        is_required: whether a batch that can't be divided by lengths is an error. Otherwise, it is divided by samples.
 
     Attributes:
         cost: the cost of a sequence by its length. All ranks of a pipeline must have the same cost.
     """
 
-    def __init__(self, stages: int, least: int = 1, cost: LengthCost = TOKENS_COST) -> None:
+    def __init__(self, stages: int, least: int = 1, cost: LengthCost = TOKENS_COST, is_required: bool = True) -> None:
+        self._is_required = is_required
         self._stages, self._least, self.cost = stages, least, cost
         self._source: str | None = None
         """The place of the tensor from which the lengths of the last batch were taken."""
@@ -207,7 +218,9 @@ class TokenCutter:
         """The last cost that was used for longer sequences than were measured."""
 
     def cut(self, batch: Any, rows: int, spans: Sequence[Span], samples: Collection[Path]) -> TokenCut | None:
-        """Return the micro-batches of a batch, or None if all of its sequences have the same length.
+        """Return the micro-batches of a batch, or None if it is divided by samples.
+
+        This is the case if all of its sequences have the same length.
 
         Args:
             batch: the batch.
@@ -221,6 +234,8 @@ class TokenCutter:
         """
         lengths = self._find_lengths(batch, rows)
         if lengths is None:
+            if not self._is_required:
+                return None
             shapes = ", ".join(f"{where} of shape {tuple(t.shape)}" for where, t in sample_tensors(batch, rows))
             raise PipelineError(
                 "microbatches_by='tokens' sorts the sequences of a batch by their lengths, but no tensor of the batch "
@@ -232,13 +247,15 @@ class TokenCutter:
         if lengths.obstacle and not self._has_warned:
             self._has_warned = True
             rank_zero_warn(
-                "microbatches_by='tokens' does not crop the padding before the tokens of sequences, because "
-                f"{lengths.obstacle}. Pad sequences at their end (tokenizer.padding_side = 'right')"
+                f"The padding before the tokens of sequences is not cropped, because {lengths.obstacle}. "
+                f"Pad sequences at their end (tokenizer.padding_side = 'right')"
             )
         found = self._divide(lengths, rows, spans)
         if found is None:
             return None
         if any(lengths.width in mask.seq_lengths for mask in find_block_masks(batch)):
+            if not self._is_required:
+                return None
             raise PipelineError(
                 f"the batch contains a BlockMask for {lengths.width} tokens, and microbatches_by='tokens' crops the "
                 "sequences of each micro-batch to its own length. A BlockMask keeps its length. Call create_block_mask "

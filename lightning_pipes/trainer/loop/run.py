@@ -175,6 +175,7 @@ class PipelineRun:
         ruled_out: weightings of the micro-batches that are known not to give the loss of the batch, or None if none
             were compared.
         length_cost: the cost of sequences by their lengths, if they are sorted into micro-batches of equal cost.
+        must_sort: whether a batch whose sequences can't be sorted is an error.
 
     Attributes:
         windows: the last windows of batches.
@@ -213,6 +214,7 @@ class PipelineRun:
         relocation: str = BLOCKING,
         ruled_out: Collection[str] | None = None,
         length_cost: LengthCost | None = None,
+        must_sort: bool = True,
     ) -> None:
         self.local_layers = local_layers
         self.cut = cut = local_layers.cut
@@ -238,7 +240,7 @@ class PipelineRun:
         plan, order = plans.for_rows(plans.trial_rows)
         self.token_cutter = None
         if length_cost is not None:
-            self.token_cutter = TokenCutter(plan.n_stages, plans.least_rows, length_cost)
+            self.token_cutter = TokenCutter(plan.n_stages, plans.least_rows, length_cost, must_sort)
         self.last_rank = global_ranks[plan.ranks[-1]]
         self.is_first_rank = plan.ranks[0] == rank
         self.is_last_rank = plan.ranks[-1] == rank

@@ -115,14 +115,7 @@ class RunRequest:
                 f"schedule {known.name!r} is named; leave one of them out"
             )
         again, late = check_recompute(recompute)
-        equal_cuts = check_type("microbatches_by", microbatches_by, MicrobatchesBy) == TOKENS
-        if equal_cuts and planner_of(known).may_cut_unequally:
-            raise InputError(
-                f"schedule {known.name!r} may cut a batch differently on each stage, and microbatches_by='tokens' pads "
-                "each micro-batch to its own length, so that micro-batches can't be joined or divided between stages. "
-                "Use another schedule, or leave microbatches_by out"
-            )
-        return cls(
+        made = cls(
             known,
             check_microbatches(microbatches),
             again,
@@ -131,8 +124,22 @@ class RunRequest:
             replanner=find_replanner(replan, known),
             iterations=iterations,
             late_recompute=late,
-            equal_cuts=equal_cuts,
+            equal_cuts=check_type("microbatches_by", microbatches_by, MicrobatchesBy) == TOKENS,
         )
+        if made.equal_cuts and made.sorting_obstacle:
+            raise InputError(
+                f"{made.sorting_obstacle}, and microbatches_by='tokens' pads each micro-batch to its own length, so "
+                "that micro-batches can't be joined or divided between stages. Use another schedule, or set "
+                "microbatches_by='auto'"
+            )
+        return made
+
+    @property
+    def sorting_obstacle(self) -> str:
+        """The reason why sequences can't be sorted into micro-batches by length, or an empty text."""
+        if not self.chooses and planner_of(self.schedule).may_cut_unequally:
+            return f"schedule {self.schedule.name!r} may cut a batch differently on each stage"
+        return ""
 
     def unmeasured(self, sizes: Sequence[int], ranks: int, least: int = 1, degrees: tuple[int, ...] = ()) -> Decision:
         """Return the decision without measurements.

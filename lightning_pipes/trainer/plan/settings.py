@@ -353,6 +353,14 @@ class Settings:
         """The number of ranks of each stage if `data_parallel` specifies them, and otherwise an empty tuple."""
         return self.data_parallel if isinstance(self.data_parallel, tuple) else ()
 
+    @property
+    def sorting_obstacle(self) -> str:
+        """The reason why sequences can't be sorted into micro-batches by length, or an empty text."""
+        if self.degrees:
+            shares = list(self.degrees)
+            return f"data_parallel={shares} divides the samples of each micro-batch among the ranks of a stage"
+        return "loss='batch' joins the outputs of micro-batches before the loss" if self.loss == BATCH else ""
+
     def __post_init__(self) -> None:
         if self.verify.batches and self.data_parallel != 1:
             raise InputError(
@@ -368,16 +376,10 @@ class Settings:
                 "batches of one pipeline, and each shard forms a pipeline of its own. Leave data out, and seed the "
                 "data so that all shards load the same batches"
             )
-        if self.microbatches_by == TOKENS and self.degrees:
+        if self.microbatches_by == TOKENS and self.sorting_obstacle:
             raise InputError(
-                f"data_parallel={list(self.degrees)} divides the samples of each micro-batch among the ranks of a "
-                "stage, and microbatches_by='tokens' pads each micro-batch to its own length. Set data_parallel to a "
-                "number, or leave microbatches_by out"
-            )
-        if self.microbatches_by == TOKENS and self.loss == BATCH:
-            raise InputError(
-                "microbatches_by='tokens' pads each micro-batch to its own length, and loss='batch' joins the outputs "
-                "of micro-batches before the loss. Leave one of them out"
+                f"{self.sorting_obstacle}, and microbatches_by='tokens' pads each micro-batch to its own length. Leave "
+                "one of them out, or set microbatches_by='auto'"
             )
         if self.loss == BATCH and self.module:
             raise InputError(

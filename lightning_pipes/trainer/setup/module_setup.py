@@ -155,6 +155,11 @@ class ModuleSetup(ABC):
         self.profiles = find_cache(self._trainer)
         """The measured profiles of earlier runs."""
 
+    @property
+    def ends_whole(self) -> bool:
+        """Whether the step ends with layers that run once for all samples of a batch."""
+        return False
+
     def explain_uncompared_loss(self, holdings: Holdings) -> str:
         """Return the reason why no rank can compute the loss of a whole batch, or an empty text if one can."""
         if len(holdings.ranks_of_stages[-1]) > 1:

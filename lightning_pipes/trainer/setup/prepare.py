@@ -21,7 +21,7 @@ from lightning_pipes.trainer.callbacks.schedule_tuner import add_tuner
 from lightning_pipes.trainer.checks import check_run, equalize_weights, warn_about_microbatch_effects
 from lightning_pipes.trainer.cuts.layers.pipelined import NoContainerError, find_pipelined, log_choice
 from lightning_pipes.trainer.cuts.units.cut import WHOLE_MODULE
-from lightning_pipes.trainer.data.token_cut import TOKENS
+from lightning_pipes.trainer.data.token_cut import SAMPLES, TOKENS
 from lightning_pipes.trainer.loop.asynchronous import AsynchronousLoop, check_trainer_settings
 from lightning_pipes.trainer.loop.between_steps import check_clearing
 from lightning_pipes.trainer.loop.evaluation import Evaluation
@@ -53,6 +53,7 @@ from lightning_pipes.trainer.results.logs import GradientLogs, limit_metric_sync
 from lightning_pipes.trainer.results.loss_weights import LossWeights
 from lightning_pipes.trainer.setup.layout_choice import find_whole_loss_obstacle, names_layers
 from lightning_pipes.trainer.setup.memory_limit import settle_recomputation, warn_about_memory_limit
+from lightning_pipes.trainer.setup.microbatch_choice import find_sorting_obstacle, propose_sorting, settle_microbatches
 from lightning_pipes.trainer.setup.module_setup import ContainerSetup, ModuleSetup, SetupContext, WholeWeights
 from lightning_pipes.trainer.setup.unit_setup import UnitSetup, find_refused
 from lightning_pipes.trainer.setup.weight_callbacks import check_callbacks, limit_writers, localize_callbacks
@@ -81,7 +82,9 @@ def prepare(context: SetupContext) -> None:
     weights = share_weights(context)
     names_by_optimizer = make_optimizers(context)
     with alone():  # around the steps that are recorded and measured
+        context, reason = propose_sorting(context)
         setup = choose_setup(context, weights)
+        context = settle_microbatches(context, setup, reason)
         deferred = DeferredWeights(context.module, setup.group_parts(), context.connections.find_tensor)
         decision = decide(context, setup)
     holdings = place_layers(context, setup, decision)
@@ -463,7 +466,8 @@ def make_run(
         make_training_loop,
         settings.relocation,
         ruled_out,
-        length_cost=decision.length_cost if settings.microbatches_by == TOKENS else None,
+        length_cost=None if settings.microbatches_by == SAMPLES else decision.length_cost,
+        must_sort=settings.microbatches_by == TOKENS,
     )
 
 
@@ -477,7 +481,14 @@ def activate_run(context: SetupContext, setup: ModuleSetup, decision: Decision, 
         stays = bool(holdings.tied) or context.shares_ranks
         prediction = Prediction(decision, ranks, connections.n_siblings == 1, stays, setup.profiles.forget_profile)
     uncompared, by_units = setup.explain_uncompared_loss(holdings), setup.path == WHOLE_MODULE
-    run.watchers = default_watchers(run, context.settings.check_loss, by_units, uncompared, prediction)
+    run.watchers = default_watchers(
+        run,
+        context.settings.check_loss,
+        by_units,
+        uncompared,
+        prediction,
+        can_sort=not find_sorting_obstacle(context),
+    )
     context.session.active_run = active = ActiveRun(run, stops, Evaluation(run))
     host.setup_precision_plugin()
     if host.memory is None or not isinstance(decision.schedule, Policy):  # otherwise, layers take turns on the device

@@ -119,6 +119,10 @@ class UnitSetup(ModuleSetup):
             )
         return context.connections.complete_request(request, self._ranks.grid.n_planned)
 
+    @property
+    def ends_whole(self) -> bool:
+        return self.end is not None
+
     def decide(self) -> Decision:
         """Return the decision, in which each part is one layer."""
         parts, ranks, request = self._choice.layout.n_parts, self._ranks.grid.n_planned, self._request

@@ -80,6 +80,12 @@ def check_verifiable(schedule: Schedule | Policy) -> None:
         )
 
 
+def find_dropout(module: nn.Module) -> str | None:
+    """Return the class of the first active dropout in a module, or None."""
+    drops = (p for p in module.modules() if "Dropout" in type(p).__name__ and p.training and getattr(p, "p", False))
+    return next((type(p).__name__ for p in drops), None)
+
+
 class Verifier(StageListener):
     """Record the values of the first batches on this rank, and compare them with the values of the reference.
 
@@ -150,10 +156,9 @@ class Verifier(StageListener):
         Raises:
             PipelineError: the batch can't be compared.
         """
-        drops = [p for p in self._run.cut.module.modules() if "Dropout" in type(p).__name__ and p.training]
-        drops = [p for p in drops if getattr(p, "p", 0)]
-        if drops or self._slices is not None:
-            why = f"a {type(drops[0]).__name__} is active" if drops else "the module is too large for one process"
+        dropout = find_dropout(self._run.cut.module)
+        if dropout is not None or self._slices is not None:
+            why = "the module is too large for one process" if dropout is None else f"a {dropout} is active"
             raise PipelineError(
                 f"verify compares batches whose sequences are sorted into micro-batches only by their results, and "
                 f"{why}, so the results can't be equal. Set dropout to 0 and verify a smaller configuration, or verify "

@@ -164,7 +164,12 @@ class DeferredErrors(Watcher):
 
 
 def default_watchers(
-    run: PipelineRun, check_loss: bool, by_units: bool, uncompared: str, prediction: Prediction | None
+    run: PipelineRun,
+    check_loss: bool,
+    by_units: bool,
+    uncompared: str,
+    prediction: Prediction | None,
+    can_sort: bool,
 ) -> Watchers:
     """Return the watchers of a run, in the order in which each moment calls them.
 
@@ -178,6 +183,7 @@ def default_watchers(
         by_units: whether the module is cut by units. Then no stage can run a whole batch.
         uncompared: the reason why the loss of no batch is compared; empty if losses are compared.
         prediction: the prediction of the steps of the run; None without one.
+        can_sort: whether the settings of the run allow it to sort sequences into micro-batches by length.
     """
     training = run.training_loop
     watchers: list[Watcher] = [
@@ -192,7 +198,7 @@ def default_watchers(
     if run.local_layers.buffers.has_peers and run.local_layers.replica_averages is None:
         watchers.append(BufferBroadcast(run))
     watchers.append(FirstBatch(run))
-    if run.is_fitting and run.token_cutter is None:
+    if run.is_fitting and run.token_cutter is None and can_sort:
         watchers.append(Padding(run))
     if run.is_fitting and run.token_cutter is not None and LengthTimes.can_measure(run):
         watchers.append(LengthTimes(run, run.token_cutter))

@@ -10,10 +10,6 @@ from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.watcher import TrainingStep, Watcher
 
 N_MEASURED_BATCHES = 4
-MIN_PADDING = 0.15
-"""The share of padding in the tokens from which `microbatches_by="tokens"` is advised."""
-MIN_FEWER_TOKENS = 0.05
-"""The share of the tokens that sorted sequences must save for this advice."""
 
 
 class Padding(Watcher):
@@ -48,10 +44,11 @@ class Padding(Watcher):
 def describe_padding(counts: TokenCounts) -> str:
     """Return the advice to sort sequences, or an empty text if it would save too little."""
     now, then = counts.shares
-    if now < MIN_PADDING or counts.cropped > (1 - MIN_FEWER_TOKENS) * counts.padded:
+    if not counts.is_worth_sorting:
         return ""
     fewer = 1 - counts.cropped / counts.padded
     return (
-        f"{now:.0%} of the tokens in the first batches are padding. With microbatches_by='tokens', {then:.0%} would be "
-        f"padding, and stages would compute {fewer:.0%} fewer tokens. No schedule sets this automatically"
+        f"{now:.0%} of the tokens in the first batches are padding. With microbatches_by='tokens' or 'auto', "
+        f"{then:.0%} would be padding, and stages would compute {fewer:.0%} fewer tokens. "
+        "No schedule sets this automatically"
     )

@@ -183,7 +183,7 @@ LONG_RUNS: dict[str, dict[str, Any]] = {
 def trained_longer(rank: int) -> dict[str, dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LIGHTNING_PIPES_PROFILES", "")
-        patch.setattr(Quadratic, "slower", 2.0)
+        patch.setattr(Quadratic, "slower", 1.0 + 2.0 * rank)  # 2.0 on average
         TIME.patch(patch)
         return {name: trained(2, LONGER, **each) for name, each in LONG_RUNS.items()}
 
@@ -214,7 +214,7 @@ def test_longer_sequences_are_measured(name: str) -> None:
         assert before == pytest.approx((GROWTH, 24), rel=0.02)
         if not overlaps:
             units = {24: 3.4, 12: 2.2, 6: 1.6, 31: 2 * 4.1}
-            assert after == pytest.approx((LengthCost.from_times(units).growth, 31), rel=0.02)
+            assert after == pytest.approx((LengthCost.from_times(units).growth, 31), rel=0.05)
     lines = [line for line in long_runs()[0][name]["lines"] if "were measured" in line]
     assert len(lines) == (1 if overlaps else 2)
     if not overlaps:

@@ -99,6 +99,8 @@ OF_TWO: dict[str, dict[str, Any]] = {
     "v": {"schedule": "v", "microbatches": 20},
     "auto": {"schedule": "auto", "partition": "auto", "microbatches": None},
     "replan": {"schedule": "1f1b", "partition": "auto", "replan": True},
+    "chosen": {"microbatches_by": "auto", "verify": 2},
+    "chosen for units": {"microbatches_by": "auto", "module": ""},
 }
 OF_FOUR: dict[str, dict[str, Any]] = {
     "interleaved": {"schedule": "interleaved"},
@@ -299,7 +301,7 @@ def flex_of_one(kind: type[LitCausal]) -> dict[str, Any]:
     return fitted(kind, 1, None)
 
 
-@pytest.mark.parametrize("name", ["layers", "units"])
+@pytest.mark.parametrize("name", ["layers", "units", "chosen", "chosen for units"])
 def test_micro_batches_are_cropped(name: str) -> None:
     """Each micro-batch of the first batch has the length of its longest sequence."""
     shapes = [tuple(each) for each in piped(2)[0][name]["shapes"]]

@@ -43,7 +43,7 @@ def advised_all(rank: int) -> list[tuple[list[str], str, tuple[str, ...]]]:
 
 def test_advice_in_log_and_report() -> None:
     """The log names the share of padding once, and so does the report, also after few batches."""
-    text = "70% of the tokens in the first batches are padding. With microbatches_by='tokens', "
+    text = "70% of the tokens in the first batches are padding. With microbatches_by='tokens' or 'auto', "
     usual, few, overlapping, even, by_tokens = run_ranks(advised_all, 2, timeout=240)[0]
     for lines, report, notes in (usual, few, overlapping):
         assert len([line for line in lines if text in line]) == (lines is not few[0])
