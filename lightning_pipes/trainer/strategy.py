@@ -127,8 +127,8 @@ class PipelineStrategy(PipelineHost):
             numbers of samples. With "tokens", the sequences of a batch are sorted by length into micro-batches of equal
             time, and each micro-batch is padded to its longest sequence only. The time is measured together with the
             layers, or is the number of tokens if layers are not measured. The lengths are taken from `attention_mask`,
-            from another mask of the tokens, or from labels that are -100. With "auto", tokens are used if at least 15 % of
-            the tokens in the first batch are padding, if this saves at least 5 % of the tokens, and if the other
+            from another mask of the tokens, or from labels that are -100. With "auto", tokens are used if at least 15 %
+            of the tokens in the first batch are padding, if this saves at least 5 % of the tokens, and if the other
             settings allow it. Otherwise, samples are used. The log gives the reason.
         module: the path of the `nn.Sequential` or `nn.ModuleList` to cut. The default is the container with the most
             parameters, or the container that takes most of a step if that is clearly a different one. An empty path
