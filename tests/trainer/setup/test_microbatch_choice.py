@@ -19,8 +19,7 @@ from lightning_pipes.ir.instruction import even_spans
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.data.sample import first_batch
 from lightning_pipes.trainer.data.token_cut import TokenCutter
-from tests.trainer.data.test_token_cut import LitMasked, fitted, mask_of
-from tests.trainer.data.token_modules import LENGTHS, LitCausal, batch_of
+from tests.trainer.data.token_modules import LENGTHS, LitCausal, LitMasked, batch_of, fitted, mask_of
 from tests.trainer.lit import differences, quiet, rank_zero_lines
 from tests.trainers import make_trainer
 
