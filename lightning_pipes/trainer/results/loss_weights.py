@@ -591,6 +591,8 @@ def losses_differ(
     if not math.isfinite(whole) or not math.isfinite(mean):
         return math.isfinite(whole) or math.isfinite(mean)
     coarsest, own = (max(torch.finfo(dtype).eps for dtype in of) for of in (types, {kind}))
+    if coarsest <= _HALF_TOLERANCE:  # a loss in double precision may be computed from numbers in single precision
+        own = max(own, coarsest)
     relative = max(
         _HALF_TOLERANCE if coarsest > _HALF_TOLERANCE else 0.0, own if own > _HALF_TOLERANCE else own ** (2 / 3)
     )

@@ -417,6 +417,14 @@ def told(rank: int) -> list[list[str]]:
     return [fitted(kind, LENGTHS[1:], {}, strategy=True, ranks=2)["said"] for kind in kinds]
 
 
+@pytest.mark.parametrize("types", [{torch.float64}, {torch.float32, torch.float64}])
+def test_a_loss_in_double_precision_of_numbers_in_single_precision(types):
+    """Weights of samples that NumPy has made are in double precision, and so is the loss of a model in float32."""
+    rounded = loss_weights.losses_differ(1.0, 1.0 + 1e-7, [1.0], torch.float64, types)
+    assert rounded == (torch.float32 not in types)
+    assert loss_weights.losses_differ(1.0, 1.0 + 1e-3, [1.0], torch.float64, types)
+
+
 def test_candidates_of_a_batch():
     (batch,) = batches(LENGTHS[:1])
     spans = [Span(0, 3), Span(3, 8)]
