@@ -65,10 +65,10 @@ from lightning_pipes.trainer.plan.settings import (
     PLAN_VARIABLE,
     Gather,
     Settings,
-    check_names,
     check_parts,
     describe_changes,
     parse_verify,
+    with_checked_names,
 )
 from lightning_pipes.trainer.plan.stages import check_stages, choose_stages
 from lightning_pipes.trainer.ranks.control import Control
@@ -224,16 +224,7 @@ class PipelineStrategy(PipelineHost):
 
     strategy_name = "pipeline"
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> PipelineStrategy:
-        """Check the names of the arguments, to suggest the right spelling of an unknown name.
-
-        Raises:
-            PlanError: an argument has an unknown name, or arguments that are keyword-only are given by position.
-        """
-        if cls.__init__ is PipelineStrategy.__init__:
-            check_names(cls.__init__, args, kwargs)
-        return super().__new__(cls)
-
+    @with_checked_names
     def __init__(
         self,
         schedule: str | Schedule | Policy = "1f1b",

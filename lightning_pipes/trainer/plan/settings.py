@@ -6,9 +6,10 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import wraps
 from inspect import Parameter, signature
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, ParamSpec
 
 import torch.distributed as dist
 from typing_extensions import TypeIs
@@ -32,6 +33,7 @@ from lightning_pipes.planning.planner import BLOCKING, Planner, Relocation, plan
 from lightning_pipes.trainer.data.shared_data import Data
 from lightning_pipes.trainer.data.token_cut import TOKENS, MicrobatchesBy
 
+P = ParamSpec("P")
 AUTO = "auto"
 """The name of the schedule, and of the partition, that is chosen when training starts."""
 PARAMETERS = "parameters"
@@ -99,6 +101,20 @@ def find_replanner(replan: bool | Mapping[str, Any], schedule: Schedule | Policy
             "Leave replan out, and give settings in schedule_args"
         )
     return planner_of(make_schedule(REPLANNING_SCHEDULE, **({} if replan is True else replan)))
+
+
+def with_checked_names(init: Callable[P, None]) -> Callable[P, None]:
+    """Return a constructor of a strategy that also checks the names of its arguments.
+
+    An unknown name raises an error that suggests the right spelling. Inspection finds the signature of `init`.
+    """
+
+    @wraps(init)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        check_names(init, args[1:], kwargs)
+        init(*args, **kwargs)
+
+    return checked
 
 
 def check_names(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
