@@ -74,7 +74,7 @@ CASES: dict[str, dict[str, Any]] = {
     "interleaved": {"strategy": {"schedule": "interleaved", "schedule_args": {"stages_per_rank": 2}}},
     "clipped, accumulated": {"trainer": {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}},
     "no gradient on one replica": {"module": LitSometimes},
-    "frozen at first": {"module": LitUnfrozen},
+    "frozen at first": {"module": LitUnfrozenSynced},
     "stopped early": {
         "trainer": {"max_epochs": 6, "callbacks": lambda: [EarlyStopping("val_loss", patience=1, min_delta=10.0)]}
     },
