@@ -137,7 +137,8 @@ class RunRequest:
     @property
     def sorting_obstacle(self) -> str:
         """The reason why sequences can't be sorted into micro-batches by length, or an empty text."""
-        if not self.chooses and planner_of(self.schedule).may_cut_unequally:
+        planner = planner_of(self.schedule)
+        if not self.chooses and (planner.may_cut_unequally or planner.user_chose_microbatches):
             return f"schedule {self.schedule.name!r} may cut a batch differently on each stage"
         return ""
 

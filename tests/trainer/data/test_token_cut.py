@@ -450,6 +450,7 @@ def test_leading_padding() -> None:
 def test_refused_settings() -> None:
     for settings, text in (
         ({"schedule": "umpipe"}, "may cut a batch differently on each stage"),
+        ({"schedule": "umpipe", "schedule_args": {"forward": (2, 4)}}, "may cut a batch differently on each stage"),
         ({"loss": "batch"}, "joins the outputs of micro-batches before the loss"),
         ({"data_parallel": [2, 1]}, "divides the samples of each micro-batch"),
         ({"microbatches_by": "words"}, "microbatches_by"),
