@@ -116,14 +116,14 @@ def test_minimal(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "most", "options"),
-    [("resnet", 1.0, ["--trials", "6", "--storage", "sqlite:///study.db"]), ("gpt", 5.0, ["--windows", "160"])],
+    [("resnet", 1.0, ["--trials", "8", "--storage", "sqlite:///study.db"]), ("gpt", 5.0, ["--windows", "160"])],
 )
 def test_sweep(model: str, most: float, options: list[str], tmp_path: Path) -> None:
     """Check a search with pruning, the order of its trials and its picture."""
     found = run("sweep.py", tmp_path, "--model", model, "--epochs", "2", "--out", "out", *options)
     assert found.returncode == 0, found.stdout + found.stderr
     states = re.findall(r"^ +(\d+) (COMPLETE|PRUNED) ", found.stdout, re.M)
-    assert [int(number) for number, _ in states] == list(range(6 if model == "resnet" else 16))
+    assert [int(number) for number, _ in states] == list(range(8 if model == "resnet" else 16))
     assert {state for _, state in states} == {"COMPLETE", "PRUNED"}
     best = re.search(r"^best (\S+) with", found.stdout, re.M)
     assert best is not None

@@ -344,7 +344,7 @@ class TokenCutter:
             known = {name for name, t in tensors.items() if name not in self._other_axes}
             checked = {name: tables[name] for name in known & tables.keys() if not _is_aligned(name, where)}
             varying = _varying_names(checked, outside)
-            inputs = [n for n in known & tables.keys() if n != where and not tables[n].is_floating_point()]
+            inputs = [name for name, t in checked.items() if name != where and not t.is_floating_point()]
             if _MASK_NAME not in where and inputs and all(name in varying for name in inputs):
                 continue  # the entries that are left out are not padding
             self._source = where

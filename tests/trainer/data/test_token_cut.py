@@ -420,8 +420,10 @@ def test_labels_that_do_not_show_lengths() -> None:
     """Tokens after the last label are not padding if they differ, as in a masked language model."""
     labels = torch.full((4, 9), -100)
     labels[:, 2] = labels[1, 5] = 3
-    with pytest.raises(PipelineError, match="no tensor of the batch shows them"):
-        cut({"input_ids": torch.arange(36).view(4, 9), "labels": labels}, 4)
+    batch = {"input_ids": torch.arange(36).view(4, 9), "labels": labels}
+    for more in ({}, {"position_ids": torch.arange(9).repeat(4, 1)}):
+        with pytest.raises(PipelineError, match="no tensor of the batch shows them"):
+            cut({**batch, **more}, 4)
 
 
 def test_batches_of_one_length() -> None:

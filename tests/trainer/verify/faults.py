@@ -902,7 +902,7 @@ NOT_FOUND_BY_UNITS = {
     "frozen BatchNorm that is trained": EQUAL,
     "gradients of shared parameters not summed": EQUAL,
     "forward hook registered in on_validation_epoch_end": "it called mul as unit",
-    "clipping in optimizer_step by the norm of one stage": "takes the value of the gradient of self.model",
+    "clipping in optimizer_step by the norm of one stage": "takes the value of the gradient of self.",
     "batches that differ by rank later": "loaded different batches",
 }
 """Faults that occur only if layers are cut, and are equal by units, and faults that another check refuses first."""
