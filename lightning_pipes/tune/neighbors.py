@@ -19,7 +19,7 @@ from itertools import count
 from pathlib import Path
 from typing import Self
 
-from lightning_pipes.ir import PlanError, check_count, check_number, check_type
+from lightning_pipes.ir import InputError, check_count, check_number, check_type
 
 PERIOD_SECONDS, LONG_PERIOD_SECONDS = 0.02, 2.0
 """The seconds of one period of work and rest, and the seconds of a period of `bursts`."""
@@ -103,19 +103,19 @@ class Neighbor:
         nice: the increment of the niceness of each process, from 0 to 19.
 
     Raises:
-        PlanError: if an argument is invalid on this machine.
+        InputError: if an argument is invalid on this machine.
     """
 
     def __init__(
         self, kind: str, intensity: float = 1.0, core: int | None = None, processes: int = 1, nice: int = 0
     ) -> None:
         if kind not in NEIGHBOR_KINDS:
-            raise PlanError(f"there is no neighbour {kind!r}; there is {', '.join(NEIGHBOR_KINDS)}")
+            raise InputError(f"there is no neighbor {kind!r}; there is {', '.join(NEIGHBOR_KINDS)}")
         check_number("intensity", intensity, "above 0 and at most 1", lambda x: 0 < x <= 1)
         check_count("processes", processes)
         check_type("nice", nice, int)
         if core is not None and core not in os.sched_getaffinity(0):
-            raise PlanError(f"core must be one of {sorted(os.sched_getaffinity(0))}, got {core}")
+            raise InputError(f"core must be one of {sorted(os.sched_getaffinity(0))}, got {core}")
         self._arguments = [kind, str(intensity), str(-1 if core is None else core), str(nice), str(os.getpid())]
         self._count = processes
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -134,7 +134,7 @@ class Neighbor:
             for process in self._processes:
                 assert process.stdout is not None
                 if not process.stdout.read(1):
-                    raise PlanError(f"a neighbour ended before it was at work, with status {process.wait()}")
+                    raise InputError(f"a neighbor ended before it was at work, with status {process.wait()}")
         except BaseException:
             self.__exit__()
             raise
@@ -162,7 +162,7 @@ class Quota:
             weight is 100.
 
     Raises:
-        PlanError: if `cores` or `weight` is out of range, or if quotas can't be set on this machine.
+        InputError: if `cores` or `weight` is out of range, or if quotas can't be set on this machine.
     """
 
     def __init__(self, cores: float | None, process: int | None = None, weight: int = 100) -> None:
@@ -171,7 +171,7 @@ class Quota:
         check_number("weight", weight, "1 to 10000", lambda x: 1 <= x <= 10000)
         why = why_no_quota()
         if why is not None:
-            raise PlanError(f"quotas can't be set here: {why}")
+            raise InputError(f"quotas can't be set here: {why}")
         self._cores, self._weight = cores, weight
         self._process = os.getpid() if process is None else process
         self._group = _home() / f"lightning_pipes-{os.getpid()}-{next(_numbers)}"

@@ -118,7 +118,7 @@ def test_a_quota_holds_a_process_back():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("dance",), "there is no neighbour 'dance'; there is spin, matmul"),
+        (("dance",), "there is no neighbor 'dance'; there is spin, matmul"),
         (("spin", 0), "intensity must be above 0 and at most 1, got 0"),
         (("spin", 2.0), "intensity must be above 0 and at most 1"),
         (("spin", 1.0, 4096), "core must be one of"),

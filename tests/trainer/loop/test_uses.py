@@ -48,7 +48,7 @@ def test_speed_equals_a_simulation(stage: int, microbatches: int) -> None:
     ("shared", "delays", "said"),
     [
         (["9"], {}, "every batch steps layer '9' on stage 0"),
-        (["29"], {}, "layer '29' on stage 2.*about 67% of the speed"),
+        (["29"], {}, "layer '29' on stage 2.*about 67% as fast"),
         (["39"], {}, ""),  # no stage waits for the last stage
         (["9"], {"9": Delayed(4)}, ""),
         ([], {}, ""),
