@@ -307,6 +307,11 @@ class Stage:
             self.written_buffers = {}
 
     @property
+    def runs_in_parts(self) -> bool:
+        """Whether the samples of this run will run a second time in parts."""
+        return self._in_parts is not None
+
+    @property
     def read_only_ids(self) -> frozenset[int]:
         """The ids of the live parameters that the running batch reads and does not step."""
         return self._read_only_ids

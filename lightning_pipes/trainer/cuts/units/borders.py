@@ -71,12 +71,14 @@ class Borders:
     def is_possible(self, border: int) -> bool:
         """Return whether a step can be cut at a border.
 
-        A border can't be within a checkpoint, or directly in front of a unit that all stages run. It also can't
-        separate a value from a later change of the same memory under another name.
+        A border can't be within a checkpoint or a call of a metric, directly in front of a unit that all stages run, or
+        between metrics. It also can't separate a value from a later change of the same memory under another name.
         """
         units = self._record.units
         held, before = units[border].held, units[border - 1].held
         if held == before if held else units[border].pure:
+            return False
+        if self._is_among_metrics(border):
             return False
         live = self.live(border)
         memory = [m for key in live if (m := self._record.memory.get(key)) is not None]
@@ -84,6 +86,18 @@ class Borders:
         shared |= self._record.weight_memory  # for example p.data, of which the other stage would have a copy
         changed = (k for k in live if self._record.memory.get(k) in shared)
         return not any(self._written.get(key, -1) >= border for key in changed)
+
+    def _is_among_metrics(self, border: int) -> bool:
+        """Return whether a border divides a call of a metric, or metrics that are called without weights between them.
+
+        A metric with lists runs more units in later micro-batches. The step is then not like the recorded one, so that
+        the stage ends in front of the next weights and also calls the metrics behind the border.
+        """
+        calls, units = self._record.metric_calls, self._record.units
+        if any(start < border < end for start, end in calls):
+            return True
+        weights = next((n for n in range(border, len(units)) if units[n].weights), len(units))
+        return any(end <= border for _, end in calls) and any(border <= start < weights for start, _ in calls)
 
     def count_possible(self) -> int:
         """Return the number of borders at which a step can be cut."""

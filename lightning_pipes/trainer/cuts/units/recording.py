@@ -78,6 +78,8 @@ class StepRecord:
         calls: for each module that is not a unit, by path, the first unit of each call and the unit behind the call.
         stateful: paths of modules whose attributes or buffers the step has changed.
         weight_memory: the memory locations of the parameters.
+        metric_calls: the first unit of each call of a metric and the unit behind the call. A metric that is called
+            has the state of this call alone until the call ends.
     """
 
     units: tuple[RecordedUnit, ...]
@@ -89,6 +91,7 @@ class StepRecord:
     calls: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
     stateful: frozenset[str] = frozenset()
     weight_memory: frozenset[int] = frozenset()
+    metric_calls: Sequence[tuple[int, int]] = ()
 
     @property
     def drawing(self) -> frozenset[str]:
@@ -237,6 +240,7 @@ class Recorder(TracedStep):
                 if not _are_same(before[path], _attributes(part)) or versions_of(buffers[path]) != versions[path]
             ),
             frozenset(where for where in self._memory_names if where is not None),
+            [call for path, calls in self.calls.items() if isinstance(parts[path], Metric) for call in calls],
         )
 
     def _call_whole(self, path: str, forward: Function, /, *args: Any, **kwargs: Any) -> Any:

@@ -31,6 +31,7 @@ from lightning_pipes.trainer.cuts.units.whole_step import StreamUnits
 from lightning_pipes.trainer.data.batches import copy_batch
 from lightning_pipes.trainer.ranks.holdings import Holdings
 from lightning_pipes.trainer.results.logs import LogCall, recorded
+from lightning_pipes.trainer.results.metric_states import MetricStates
 from lightning_pipes.trainer.results.module_state import ModuleState
 from lightning_pipes.trainer.results.weight_changes import WeightChangeCheck, explain_repetition
 
@@ -82,6 +83,7 @@ class UnitSteps(UserSteps):
         self._cut = cut
         own = plan.stages[rank]
         self._final = max(own)
+        self._metric_states = MetricStates(module)
         run_again = any(each[s] for each in (plan.recompute, plan.whole_forward) if each for s in own)
         self._is_last_run_known = len(own) == 1 or not run_again
         """Whether a schedule can't change which run of the step is the last one of this rank on a micro-batch."""
@@ -104,6 +106,7 @@ class UnitSteps(UserSteps):
     def discard_batch(self) -> None:
         super().discard_batch()
         self._waiting.clear()
+        self._metric_states.discard_runs()
 
     def stage_body(self, number: int) -> Body:
         return self._run_stage
@@ -135,6 +138,7 @@ class UnitSteps(UserSteps):
                 self._cut.show_weights(),
                 self._cut.show_read_only(stage.read_only_ids),
                 self._repeat_buffers(stage, item, span),
+                self._metric_states.run(stage, item, span, stage.number == self._final and not (last and self._end)),
                 self.state.generators.microbatch(item.number, span),
                 self.state.watch.watch_step(cut=span.rows < item.rows),
                 self._weight_changes.watch(stage),
@@ -207,7 +211,12 @@ class UnitSteps(UserSteps):
         stage.seed_user_code(item, whole, BEFORE_LAYERS)
         batch, step = item.data.select_samples(whole), named_step(self._module, "training_step")
         generators = self.state.generators
-        with recorded(self._module) as logged, self._cut.show_weights(), generators.microbatch(item.number, whole):
+        with (
+            recorded(self._module) as logged,
+            self._cut.show_weights(),
+            self._metric_states.run(stage, item, whole, is_last=True),
+            generators.microbatch(item.number, whole),
+        ):
             out = self._run_lazily(stage.number + 1, stage, item, whole, step, batch, joined)
         self.state.note_microbatch(whole)
         scaled = self.scale_loss(item, whole, out, logged, joined[0])
@@ -237,7 +246,12 @@ class UnitSteps(UserSteps):
 
     def _evaluate_step(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
         data = item.data
-        with data.context(), self._cut.show_weights(), self.state.generators.microbatch(item.number, span):
+        with (
+            data.context(),
+            self._cut.show_weights(),
+            self._metric_states.run(stage, item, span, stage.number == self._final),
+            self.state.generators.microbatch(item.number, span),
+        ):
             stage.seed_user_code(item, span, BEFORE_LAYERS)
             batch = data.select_samples(span) if isinstance(data, WholeBatch) else data.batch
             batch = copy_batch(batch) if stage.number < self._final or isinstance(data, WholeBatch) else batch
