@@ -69,7 +69,7 @@ class MetricStates:
         is_own = is_last and not stage.recomputing
         try:
             if stage.recomputing:
-                self._write(self._of_runs.pop(key, None) or copy_states(own))
+                self._write(self._of_runs.pop(key) if key in self._of_runs else copy_states(own))
             elif not is_own:
                 self._write(self._of_stages.get(number) or copy_states(own))
             if stage.runs_again and not stage.runs_in_parts:
