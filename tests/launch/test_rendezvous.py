@@ -125,8 +125,21 @@ time.sleep(600)
 """
 
 
-def test_a_launcher_that_is_stopped_while_ranks_meet_is_not_waited_for_without_end(environment, monkeypatch):
-    """If the launcher is stopped while the ranks connect, a rank raises an error after the timeout."""
+@pytest.mark.parametrize(
+    ("sent", "error", "message"),
+    [
+        (signal.SIGSTOP, TimeoutError, "the launcher has not answered within 5 s"),
+        (
+            signal.SIGKILL,
+            ConnectionError,
+            "the launcher, which hosts the store of this run, has ended|it hosted the store",
+        ),
+    ],
+)
+def test_a_launcher_that_stops_or_ends_while_ranks_meet_is_named(sent, error, message, environment, monkeypatch):
+    """If the launcher is stopped or killed while the ranks connect, a rank raises an error, and does not wait longer
+    than the timeout.
+    """
     host = subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True)
     try:
         environment.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
@@ -138,9 +151,9 @@ def test_a_launcher_that_is_stopped_while_ranks_meet_is_not_waited_for_without_e
 
         def check():
             if next(looks) == 5:  # rank 1 has requested the name by then, or requests it from a stopped host
-                host.send_signal(signal.SIGSTOP)
+                host.send_signal(sent)
 
-        with pytest.raises(TimeoutError, match="the launcher has not answered within 5 s"):
+        with pytest.raises(error, match=message):
             run_store(1, 2, 2, timedelta(seconds=5), check)
     finally:
         host.kill()

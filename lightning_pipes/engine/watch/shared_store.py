@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import psutil
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]
 
 from lightning_pipes.engine.watch.process_exit import SerialCaller, give_up
 from lightning_pipes.engine.watch.rendezvous import attempt_store, store_host, wait_for_host
@@ -45,7 +45,7 @@ def run_store(rank: int, size: int, local: int, timeout: timedelta, check: Calla
 
     Raises:
         TimeoutError: ranks are missing, or the host of the store does not answer.
-        ConnectionRefusedError: the launcher hosted the store, and has ended.
+        ConnectionError: the launcher or the rank that hosted the store has ended.
         PipelineError: the ranks have different secrets.
     """
     global _store
@@ -93,6 +93,8 @@ def _call_while_answering(
     try:
         with SerialCaller() as asking:
             return asking(partial(opened, mark_answer), check_answer)
+    except DistNetworkError as error:
+        raise ConnectionResetError(f"{store_host()}, which hosts the store of this run, has ended") from error
     finally:
         left = True
 
