@@ -62,17 +62,20 @@ class MetricStates:
         if not self._metrics:
             yield
             return
+        is_own, repeats = is_last and not stage.recomputing, stage.runs_again and not stage.runs_in_parts
+        if is_own and not (repeats or self._of_stages):  # no run needs other states
+            yield
+            return
         number = stage.number
         own, key = self._read(), (item.number, span, number)
         if self._identify(own) != self._seen:  # a hook has reset or updated the metrics
             self._of_stages.clear()
-        is_own = is_last and not stage.recomputing
         try:
             if stage.recomputing:
                 self._write(self._of_runs.pop(key) if key in self._of_runs else copy_states(own))
             elif not is_own:
                 self._write(self._of_stages.get(number) or copy_states(own))
-            if stage.runs_again and not stage.runs_in_parts:
+            if repeats:
                 self._of_runs[key] = copy_states(self._read())
             yield
             if not (is_own or stage.recomputing):

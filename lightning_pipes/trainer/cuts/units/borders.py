@@ -96,8 +96,10 @@ class Borders:
         calls, units = self._record.metric_calls, self._record.units
         if any(start < border < end for start, end in calls):
             return True
+        if not any(end <= border for _, end in calls):
+            return False
         weights = next((n for n in range(border, len(units)) if units[n].weights), len(units))
-        return any(end <= border for _, end in calls) and any(border <= start < weights for start, _ in calls)
+        return any(border <= start < weights for start, _ in calls)
 
     def count_possible(self) -> int:
         """Return the number of borders at which a step can be cut."""
