@@ -78,6 +78,14 @@ class Deployment:
         rings = [_slowest_ring_link(cluster, places) for places in zip(*pipelines, strict=True)] if replicas > 1 else []
         return cls(_worst_pipeline(cluster, pipelines), replicas, tuple(rings))
 
+    def with_memory_limit(self, limit: int | None) -> Deployment:
+        """Return the deployment with at most `limit` bytes of memory on each device. None removes all limits."""
+        devices = (
+            replace(each, memory=limit if limit is None or each.memory is None else min(limit, each.memory))
+            for each in self.pipeline.devices
+        )
+        return replace(self, pipeline=replace(self.pipeline, devices=tuple(devices)))
+
     def all_reduce_seconds(self, rank: int, size: Array) -> Array:
         """Return the duration of a ring all-reduce of the gradients of one rank, in seconds.
 

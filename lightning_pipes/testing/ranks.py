@@ -16,7 +16,6 @@ import gc
 import multiprocessing
 import os
 import pickle
-import random
 import signal
 import subprocess
 import sys
@@ -31,11 +30,11 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from lightning_pipes.engine.compute.rng import seed_all
 from lightning_pipes.engine.watch import heartbeat
 
 
@@ -235,7 +234,8 @@ def _rank_main(
         os.environ.pop(name, None)
     os.environ.update(rank_environment(rank, n, "127.0.0.1", port) | launched | env)
     torch.set_num_threads(1)
-    _seed_generators(rank)
+    # Forked ranks share the seed that the server has drawn. Processes that a launcher starts have different seeds.
+    seed_all(rank, torch.device("cpu"), everything=True)
     gc.freeze()  # loaded modules are not garbage, and scanning them at exit takes a second
     with open(stacks, "w") as file:
         faulthandler.dump_traceback_later(max(timeout - 3.0, timeout / 2), file=file)
@@ -258,17 +258,6 @@ def _rank_main(
     if error:  # exit like a separate interpreter, without waiting for dead peers
         ctypes.pythonapi.Py_Exit(status)
     os._exit(0)
-
-
-def _seed_generators(rank: int) -> None:
-    """Seed the random numbers of Python, numpy and torch with the rank.
-
-    Forked ranks would otherwise share the seed that the server drew, and this seed changes with each run of the tests.
-    Processes that a launcher starts draw different seeds.
-    """
-    random.seed(rank)
-    np.random.seed(rank)
-    torch.manual_seed(rank)
 
 
 def _status(raised: BaseException) -> int:

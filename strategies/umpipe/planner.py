@@ -199,7 +199,7 @@ class UnequalPlanner(Planner):
         """
         assert problem.profile is not None
         profile, deployment = problem.profile, _deployment(problem)
-        limited = deployment if self.memory_limit is None else _with_limit(deployment, self.memory_limit)
+        limited = deployment if self.memory_limit is None else deployment.with_memory_limit(self.memory_limit)
         sizes = sizes_of(problem.rows, problem.microbatches, "powers", problem.least)
         starts: list[tuple[Span, ...]] = []
         for place in [limited] if limited == deployment else [limited, deployment]:
@@ -429,13 +429,6 @@ def _balance_bytes(profile: ModelProfile, stages: int, rows: int) -> tuple[Span,
     costs = profile.stage_costs([Span(i, i + 1) for i in range(len(profile.layers))])
     columns = zip(costs.weight_bytes, costs.state_bytes, costs.activation_bytes, strict=True)
     return even_partition([weights + states + rows * saved for weights, states, saved in columns], stages)
-
-
-def _with_limit(deployment: Deployment, limit: int) -> Deployment:
-    """Return the deployment with at most `limit` bytes of memory on each device."""
-    pipeline = deployment.pipeline
-    devices = tuple(replace(each, memory=min(limit, each.memory or limit)) for each in pipeline.devices)
-    return replace(deployment, pipeline=replace(pipeline, devices=devices))
 
 
 def _order(problem: Problem, plan: Plan) -> Program | Policy:

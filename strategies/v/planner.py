@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 
@@ -92,12 +91,6 @@ def measured_times(profile: ModelProfile, plan: Plan, cluster: Cluster) -> tuple
     return times[0] // divisor, times[1] // divisor, times[2] // divisor, times[3] // divisor
 
 
-def _with_memory(deployment: Deployment, limits: Sequence[int | None]) -> Deployment:
-    """Return the deployment with other memory limits of the devices."""
-    devices = (replace(each, memory=limit) for each, limit in zip(deployment.pipeline.devices, limits, strict=True))
-    return replace(deployment, pipeline=replace(deployment.pipeline, devices=tuple(devices)))
-
-
 def _largest_fit(problem: Problem, plan: Plan, deployment: Deployment, memory_limit: int) -> tuple[V, Deployment]:
     """Return the schedule of the problem with the largest k that fits into memory, and devices with the memory limit.
 
@@ -106,9 +99,8 @@ def _largest_fit(problem: Problem, plan: Plan, deployment: Deployment, memory_li
     """
     schedule, p = problem.schedule, problem.ranks
     assert isinstance(schedule, V)
-    devices = deployment.pipeline.devices
-    limits = [memory_limit if each.memory is None else min(memory_limit, each.memory) for each in devices]
-    limited = _with_memory(deployment, limits)
+    limited = deployment.with_memory_limit(memory_limit)
+    limits = [memory_limit if each.memory is None else each.memory for each in limited.pipeline.devices]
 
     def with_k(k: int) -> V:
         return replace(schedule, k=k, memory_limit=None)
@@ -122,7 +114,7 @@ def _largest_fit(problem: Problem, plan: Plan, deployment: Deployment, memory_li
 
     low, high = V.least_held(p), max(V.least_held(p), 2 * p)
     if not fits(low):
-        fit = _fit(problem, with_k(low), plan, _with_memory(deployment, [None] * len(devices)))
+        fit = _fit(problem, with_k(low), plan, deployment.with_memory_limit(None))
         rank = max(range(p), key=lambda r: fit.peak_bytes[r] - limits[r])
         raise PlanError(
             f"v: memory_limit allows {bytes_text(limits[rank])} on rank {rank}, and the order with the least memory "
