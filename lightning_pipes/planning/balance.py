@@ -125,7 +125,7 @@ def balance_stream(
 
     best = balanced_partitions(loads, edges, slacks=(1.0,))[0]
     at, now = [span.start for span in even[1:]], step(even)
-    kept = _describe_kept_cut(even)
+    kept = _describe_kept_cut(at)
     if not math.isfinite(now) or step(best) > now * (1 - MIN_CUT_GAIN):
         return Balance(tuple(even), now, f"{kept}. No other cut is at least {MIN_CUT_GAIN:.0%} faster")
     return Balance(
@@ -161,7 +161,7 @@ def balance_layers(
     limits = [device.memory for device in deployment.pipeline.devices]
     fits = all(limit is None or size <= limit for size, limit in zip(before.peak_bytes, limits, strict=True))
     at = [span.start for span in even[1:]]
-    kept = _describe_kept_cut(even)
+    kept = _describe_kept_cut(at)
     try:
         best = fit_layers(profile, schedule, plan, deployment)
     except PlanError as error:
@@ -183,5 +183,5 @@ def balance_layers(
     )
 
 
-def _describe_kept_cut(even: Sequence[Span]) -> str:
-    return f"The cut by parameters is kept (stages begin at layers {[span.start for span in even[1:]]})"
+def _describe_kept_cut(starts: list[int]) -> str:
+    return f"The cut by parameters is kept (stages begin at layers {starts})"

@@ -126,17 +126,20 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize(
-    ("sent", "error", "message"),
+    ("sent", "seconds", "error", "message"),
     [
-        (signal.SIGSTOP, TimeoutError, "the launcher has not answered within 5 s"),
+        (signal.SIGSTOP, 5, TimeoutError, "the launcher has not answered within 5 s"),
         (
             signal.SIGKILL,
+            600,
             ConnectionError,
             "the launcher, which hosts the store of this run, has ended|it hosted the store",
         ),
     ],
 )
-def test_a_launcher_that_stops_or_ends_while_ranks_meet_is_named(sent, error, message, environment, monkeypatch):
+def test_a_launcher_that_stops_or_ends_while_ranks_meet_is_named(
+    sent, seconds, error, message, environment, monkeypatch
+):
     """If the launcher is stopped or killed while the ranks connect, a rank raises an error, and does not wait longer
     than the timeout.
     """
@@ -154,7 +157,7 @@ def test_a_launcher_that_stops_or_ends_while_ranks_meet_is_named(sent, error, me
                 host.send_signal(sent)
 
         with pytest.raises(error, match=message):
-            run_store(1, 2, 2, timedelta(seconds=5), check)
+            run_store(1, 2, 2, timedelta(seconds=seconds), check)
     finally:
         host.kill()
         host.wait()

@@ -248,7 +248,7 @@ class TokenCutter:
             self._has_warned = True
             rank_zero_warn(
                 f"The padding before the tokens of sequences is not cropped, because {lengths.obstacle}. "
-                f"Pad sequences at their end (tokenizer.padding_side = 'right')"
+                "Pad sequences at their end (tokenizer.padding_side = 'right')"
             )
         found = self._divide(lengths, rows, spans)
         if found is None:

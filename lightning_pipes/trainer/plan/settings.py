@@ -33,7 +33,7 @@ from lightning_pipes.planning.planner import BLOCKING, Planner, Relocation, plan
 from lightning_pipes.trainer.data.shared_data import Data
 from lightning_pipes.trainer.data.token_cut import TOKENS, MicrobatchesBy
 
-P = ParamSpec("P")
+_P = ParamSpec("_P")
 AUTO = "auto"
 """The name of the schedule, and of the partition, that is chosen when training starts."""
 PARAMETERS = "parameters"
@@ -103,14 +103,14 @@ def find_replanner(replan: bool | Mapping[str, Any], schedule: Schedule | Policy
     return planner_of(make_schedule(REPLANNING_SCHEDULE, **({} if replan is True else replan)))
 
 
-def with_checked_names(init: Callable[P, None]) -> Callable[P, None]:
+def with_checked_names(init: Callable[_P, None]) -> Callable[_P, None]:
     """Return a constructor of a strategy that also checks the names of its arguments.
 
     An unknown name raises an error that suggests the right spelling. Inspection finds the signature of `init`.
     """
 
     @wraps(init)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> None:
         check_names(init, args[1:], kwargs)
         init(*args, **kwargs)
 

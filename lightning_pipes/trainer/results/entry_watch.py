@@ -25,7 +25,7 @@ N_WATCHED_STEPS = 8
 
 
 class EntryWatch:
-    """Watches the first steps of a run whose changes of the state are not merged.
+    """Watches the state that steps and hooks set in the first steps of a run without merging.
 
     Args:
         module: the user's module.

@@ -276,7 +276,7 @@ class ModuleState:
         return run
 
     def expect_overlap(self, schedule: str, alone: bool) -> None:
-        """Prepare for overlapping batches, whose changes are not merged.
+        """Prepare for overlapping batches. The changes of such batches are not merged.
 
         Args:
             schedule: the name of the schedule, for warnings.

@@ -1,4 +1,4 @@
-"""Objects in a module whose entries are compared with the entries at the start of a batch."""
+"""Objects in a module, and the comparison of their entries with the entries at the start of a batch."""
 
 from __future__ import annotations
 
